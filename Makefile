@@ -86,6 +86,7 @@ downloads/smollm2-135m/source.json: | .venv/done
 
 lint: setup        ## style and types: ruff, mypy
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check --quiet .
 	$(PY) -m mypy
 
 mutants: setup     ## do the tests notice small faults? (ARGS="rollout tools": two rooms only)

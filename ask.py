@@ -44,7 +44,11 @@ def show(tau: Trajectory) -> None:
         print(printable(f"\n  agent   {turn.text.strip()}"))
         for text in turn.result or []:
             print(printable(f"  {turn.tool:8}{' '.join(text.split())[:160]}"))
-    print(printable(f"\n  answer  {tau.prediction}" if tau.prediction else f"\n  the end ({tau.stop})"))
+    print(
+        printable(
+            f"\n  answer  {tau.prediction}" if tau.prediction else f"\n  the end ({tau.stop})"
+        )
+    )
 
 
 def ask(args: argparse.Namespace) -> None:
@@ -69,13 +73,25 @@ def ask(args: argparse.Namespace) -> None:
             if q in known:
                 reward(player.task, [tau])
                 [metrics] = measure(player.task, [tau])
-                print(printable(f"  scored  {', '.join(f'{name} {x:.3g}' for name, x in metrics.items())}"))
+                print(
+                    printable(
+                        f"  scored  {', '.join(f'{name} {x:.3g}' for name, x in metrics.items())}"
+                    )
+                )
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("question", nargs="?", help="without one, questions are read from the keyboard")
-    parser.add_argument("--run", default="", help="a finished run, or a checkpoint of it; default: the newest in runs/")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "question", nargs="?", help="without one, questions are read from the keyboard"
+    )
+    parser.add_argument(
+        "--run",
+        default="",
+        help="a finished run, or a checkpoint of it; default: the newest in runs/",
+    )
     for name, text in FLAGS.items():
         parser.add_argument(f"--{name}", help=f"{text}; default: as in training")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")

@@ -1,7 +1,9 @@
-"""Every knob of a run: its name, the paper's symbol, its place in the paper, its default. Default < preset < flag.
+"""Every knob of a run: its name, the paper's symbol, its place in the paper, its default. Default <
+preset < flag.
 
-Each concern has a dataclass of its own, and a room is given the one it needs: `rollout` takes RolloutKnobs, whatever
-else a Config holds. A Config is all of them, so that a run has one flat set of names.
+Each concern has a dataclass of its own, and a room is given the one it needs: `rollout` takes
+RolloutKnobs, whatever else a Config holds. A Config is all of them, so that a run has one flat set
+of names.
 """
 
 import argparse
@@ -38,16 +40,27 @@ CARDS = {"h100": 80, "h200": 141, "a100": 80, "rtx4090": 24}  # GPUs of --dry_ru
 class RunKnobs:
     """the run"""
 
-    mode: str = knob("inspo", "inspo; or static: Search-R1's baseline, one fixed instruction", of=("inspo", "static"))
-    model: str = knob("world", "a preset (world, smollm2-135m, qwen2.5-0.5b to -7b), Hugging Face id or local folder")
-    instruction: str = knob("", "file with the first instruction; empty: the task's own (Search-R1's, App. F)")
+    mode: str = knob(
+        "inspo",
+        "inspo; or static: Search-R1's baseline, one fixed instruction",
+        of=("inspo", "static"),
+    )
+    model: str = knob(
+        "world",
+        "a preset (world, smollm2-135m, qwen2.5-0.5b to -7b), Hugging Face id or local folder",
+    )
+    instruction: str = knob(
+        "", "file with the first instruction; empty: the task's own (Search-R1's, App. F)"
+    )
     optimizer_model: str = knob(
-        "", "model name at OPENAI_BASE_URL; empty: gpt-5, at OpenAI; scripted: the world's own; guessing:"
-        " its control"
+        "",
+        "model name at OPENAI_BASE_URL; empty: gpt-5, at OpenAI; scripted: the world's own; guessing:"
+        " its control",
     )
     out: str = knob("", "directory of the run; empty: runs/<time>-<model>-<mode>")
     resume: bool = knob(
-        False, "resume the run in --out, with the flags it had, from its last checkpoint, on any number of ranks"
+        False,
+        "resume the run in --out, with the flags it had, from its last checkpoint, on any number of ranks",
     )
     seed: int = knob(0, "seed of everything random", least=0)
 
@@ -59,26 +72,45 @@ class RunKnobs:
 class TaskKnobs:
     """the task"""
 
-    task: str = knob("tasks.search_qa:SearchQA", "what is asked, called and scored: module:Class (docs/tasks.md)")
-    reward: str = knob("", "a function that scores in place of the task: module:function (docs/tasks.md)", more=True)
-    train: str = knob("", "training questions, .jsonl or .parquet, or one on the hub: hf://datasets/OWNER/NAME/FILE")
-    valid: str = knob("", "questions that choose the best checkpoint; empty: some of --train are set aside")
+    task: str = knob(
+        "tasks.search_qa:SearchQA", "what is asked, called and scored: module:Class (docs/tasks.md)"
+    )
+    reward: str = knob(
+        "",
+        "a function that scores in place of the task: module:function (docs/tasks.md)",
+        more=True,
+    )
+    train: str = knob(
+        "",
+        "training questions, .jsonl or .parquet, or one on the hub: hf://datasets/OWNER/NAME/FILE",
+    )
+    valid: str = knob(
+        "", "questions that choose the best checkpoint; empty: some of --train are set aside"
+    )
     test: str = knob("", "held-out questions, used only in reports")
-    corpus: str = knob("", "passages, .jsonl: the run serves them with BM25 (unless --retriever is given)")
+    corpus: str = knob(
+        "", "passages, .jsonl: the run serves them with BM25 (unless --retriever is given)"
+    )
     retriever: str = knob(
-        "", "URL of a search server, or several with commas; empty, without --corpus: the one on port 8000"
+        "",
+        "URL of a search server, or several with commas; empty, without --corpus: the one on port 8000",
     )
     tools: str = knob(
         "search",
         "the agent's tools, comma-separated: search, calculator, module:function, mcp:URL-or-command; none: no tools",
     )
     format: str = knob(
-        "tags", "how calls are written: tags, the paper's; hermes: JSON, in the model's chat template; hermes_tools:"
-        " likewise, and the tools' descriptions evolve, too; or module:Class", more=True,
-    )  # fmt: skip
+        "tags",
+        "how calls are written: tags, the paper's; hermes: JSON, in the model's chat template; hermes_tools:"
+        " likewise, and the tools' descriptions evolve, too; or module:Class",
+        more=True,
+    )
     topk: int = knob(3, "passages a search returns", least=1)
     search_retries: int = knob(
-        6, "times a search is repeated, at growing intervals, before the run stops (resumable)", least=0, more=True
+        6,
+        "times a search is repeated, at growing intervals, before the run stops (resumable)",
+        least=0,
+        more=True,
     )
 
     def check(self) -> str:
@@ -96,8 +128,12 @@ class RolloutKnobs:
     )
     max_turns: int = knob(4, "turns that may call a tool; one turn to answer follows", least=1)
     max_response: int = knob(500, "tokens per turn of the policy", least=1)
-    max_observation: int = knob(500, "tokens per observation; a longer one is cut inside its tag", least=32)
-    max_prompt: int = knob(4096, "tokens of context with which a turn may start; more end the trajectory", least=1)
+    max_observation: int = knob(
+        500, "tokens per observation; a longer one is cut inside its tag", least=32
+    )
+    max_prompt: int = knob(
+        4096, "tokens of context with which a turn may start; more end the trajectory", least=1
+    )
 
 
 @dataclass(frozen=True)
@@ -108,17 +144,30 @@ class GRPOKnobs(RolloutKnobs):
     batch: int = knob(512, "questions per step", least=1)
     mini: int = knob(256, "questions per optimizer update", least=1)
     G: int = knob(5, "G: trajectories per question, the group of Eq. 3", least=2)
-    lr: float = knob(5e-7, "peak learning rate of AdamW; cosine. 0 freezes the policy; adapters get more", least=0)
+    lr: float = knob(
+        5e-7,
+        "peak learning rate of AdamW; cosine. 0 freezes the policy; adapters get more",
+        least=0,
+    )
     eps: float = knob(0.2, "epsilon of Eq. 2: the clip", above=0)
-    beta: float = knob(0.001, "beta of Eq. 2: weight of the KL to the first policy; 0: no reference model", least=0)
-    lora_rank: int = knob(0, "rank of LoRA adapters on all linear layers but the head; 0: train all weights", least=0)
+    beta: float = knob(
+        0.001, "beta of Eq. 2: weight of the KL to the first policy; 0: no reference model", least=0
+    )
+    lora_rank: int = knob(
+        0, "rank of LoRA adapters on all linear layers but the head; 0: train all weights", least=0
+    )
     lora_alpha: int = knob(32, "LoRA's scale is this / --lora_rank", least=1, more=True)
     dither: int = knob(
-        1, "1: a policy in bfloat16 takes steps that are smaller than its grid (CHOICE-33); 0: they round away",
-        of=(0, 1), more=True,
-    )  # fmt: skip
+        1,
+        "1: a policy in bfloat16 takes steps that are smaller than its grid (CHOICE-33); 0: they round away",
+        of=(0, 1),
+        more=True,
+    )
     micro_tokens: int = knob(
-        32768, "tokens per forward pass on a rank; affects only speed and memory", least=1, more=True
+        32768,
+        "tokens per forward pass on a rank; affects only speed and memory",
+        least=1,
+        more=True,
     )
     warmup: float = knob(0.1, "share of T in which lr rises", least=0, below=1, more=True)
     max_grad_norm: float = knob(1.0, "gradients are clipped to this norm", above=0, more=True)
@@ -137,7 +186,9 @@ class PopulationKnobs:
     """the population (§3.1, Eq. 4 and 6)"""
 
     N_P: int = knob(7, "N_P: size of the population", least=1)
-    N_parent: int = knob(1, "N_parent: survivors of pruning, parents of the next generation", least=1)
+    N_parent: int = knob(
+        1, "N_parent: survivors of pruning, parents of the next generation", least=1
+    )
     tau_s: float = knob(0.2, "tau_s of Eq. 4: selection temperature", above=0)
     window: int = knob(5, "n of Eq. 6: steps in the moving average of the reward", least=1)
     K_p: int = knob(5, "K_p: steps between prunings; more than T: none (Fig. 3)", least=1)
@@ -155,16 +206,28 @@ class ReflectionKnobs:
     """reflection (§3.2, App. B)"""
 
     proposer: str = knob(
-        "reflection", "what the optimizer is shown: reflection; paraphrase or history: Fig. 3",
+        "reflection",
+        "what the optimizer is shown: reflection; paraphrase or history: Fig. 3",
         of=("reflection", "paraphrase", "history"),
-    )  # fmt: skip
+    )
     failures: int = knob(4, "failed trajectories shown to the optimizer", least=1)
-    D_B: int = knob(200, "|D_B|: questions on which candidates are verified; 0: they join unverified (Fig. 3)", least=0)
-    rounds: int = knob(5, "rounds of generate and verify in one evolution, at most (App. C)", least=1)
-    top_n: int = knob(6, "n of Alg.1 L21: candidates that may join in one round", least=1, more=True)
+    D_B: int = knob(
+        200,
+        "|D_B|: questions on which candidates are verified; 0: they join unverified (Fig. 3)",
+        least=0,
+    )
+    rounds: int = knob(
+        5, "rounds of generate and verify in one evolution, at most (App. C)", least=1
+    )
+    top_n: int = knob(
+        6, "n of Alg.1 L21: candidates that may join in one round", least=1, more=True
+    )
     buffer: int = knob(10240, "trajectories in the replay buffer", least=1, more=True)
     max_instruction: int = knob(
-        1500, "tokens of a candidate instruction, counted with the optimizer's tokenizer", least=1, more=True
+        1500,
+        "tokens of a candidate instruction, counted with the optimizer's tokenizer",
+        least=1,
+        more=True,
     )
     prompt_budget: int = knob(
         16000, "tokens of failures in a reflection prompt; longer ones are cut", least=1, more=True
@@ -173,7 +236,10 @@ class ReflectionKnobs:
         0, "tokens to and from the optimizer after which it is not called; 0: no limit", least=0
     )
     optimizer_retries: int = knob(
-        4, "times a call to the optimizer is repeated before the evolution is given up", least=0, more=True
+        4,
+        "times a call to the optimizer is repeated before the evolution is given up",
+        least=0,
+        more=True,
     )
 
 
@@ -181,36 +247,61 @@ class ReflectionKnobs:
 class EngineKnobs:
     """where it runs (torchrun: one rank per GPU)"""
 
-    device: str = knob("", "cpu or cuda; empty: cuda if there is one", of=("", "cpu", "cuda"), more=True)
-    dtype: str = knob(
-        "", "precision of the policy's computation; weights and sums stay float32. Empty: bfloat16 where it is faster",
-        of=("", "float32", "bfloat16"), more=True,
-    )  # fmt: skip
-    threads: int = knob(
-        0, "CPU threads, at most: a run takes one per core that is idle when it starts, and keeps that number when"
-        " resumed; 0: no limit", least=0, more=True,
-    )  # fmt: skip
-    engine: str = knob(
-        "auto", "auto: vllm on a GPU if it is installed, else torch; or vllm, or torch", of=("auto", "vllm", "torch")
+    device: str = knob(
+        "", "cpu or cuda; empty: cuda if there is one", of=("", "cpu", "cuda"), more=True
     )
-    vllm: str = knob("colocate", "colocate: vLLM in every rank, asleep during updates; or URLs of `vllm serve`")
+    dtype: str = knob(
+        "",
+        "precision of the policy's computation; weights and sums stay float32. Empty: bfloat16 where it is faster",
+        of=("", "float32", "bfloat16"),
+        more=True,
+    )
+    threads: int = knob(
+        0,
+        "CPU threads, at most: a run takes one per core that is idle when it starts, and keeps that number when"
+        " resumed; 0: no limit",
+        least=0,
+        more=True,
+    )
+    engine: str = knob(
+        "auto",
+        "auto: vllm on a GPU if it is installed, else torch; or vllm, or torch",
+        of=("auto", "vllm", "torch"),
+    )
+    vllm: str = knob(
+        "colocate", "colocate: vLLM in every rank, asleep during updates; or URLs of `vllm serve`"
+    )
     vllm_memory: float = knob(
-        0.5, "share of a GPU's memory for colocated vLLM: its weights, activations and KV cache", above=0, below=1
+        0.5,
+        "share of a GPU's memory for colocated vLLM: its weights, activations and KV cache",
+        above=0,
+        below=1,
     )
     max_rows: int = knob(
-        512, "rows the torch engine generates at once; affects only speed and memory", least=1, more=True
+        512,
+        "rows the torch engine generates at once; affects only speed and memory",
+        least=1,
+        more=True,
     )
     recompute: int = knob(
-        -1, "1: recompute a block's activations in the backward pass; 0: keep them; -1: keep what a GPU has room for",
-        of=(-1, 0, 1), more=True,
-    )  # fmt: skip
+        -1,
+        "1: recompute a block's activations in the backward pass; 0: keep them; -1: keep what a GPU has room for",
+        of=(-1, 0, 1),
+        more=True,
+    )
     fused_layers: int = knob(
-        1, "1: on a GPU, RMSNorm, rotary embedding and SwiGLU are Liger's kernels; 0: torch's", of=(0, 1), more=True
+        1,
+        "1: on a GPU, RMSNorm, rotary embedding and SwiGLU are Liger's kernels; 0: torch's",
+        of=(0, 1),
+        more=True,
     )
     offload_reference: bool = knob(False, "keep the reference model in CPU memory", more=True)
-    patience: float = knob(30.0, "minutes that a rank waits for the others before the job ends", above=0, more=True)
+    patience: float = knob(
+        30.0, "minutes that a rank waits for the others before the job ends", above=0, more=True
+    )
     dry_run: str = knob(
-        "", "8xh100, or as many h200, a100, rtx4090: print the memory that a run needs on each of them, and stop"
+        "",
+        "8xh100, or as many h200, a100, rtx4090: print the memory that a run needs on each of them, and stop",
     )
 
     def check(self) -> str:
@@ -228,13 +319,23 @@ class KeepKnobs:
     """what is kept and measured"""
 
     eval_every: int = knob(
-        100, "steps between evaluations on --valid and --test; 0: only --test, at the start and the end", least=0
+        100,
+        "steps between evaluations on --valid and --test; 0: only --test, at the start and the end",
+        least=0,
     )
-    eval_n: int = knob(0, "questions of an evaluation, a fixed sample with every source in its share; 0: all", least=0)
+    eval_n: int = knob(
+        0,
+        "questions of an evaluation, a fixed sample with every source in its share; 0: all",
+        least=0,
+    )
     save_every: int = knob(25, "steps between checkpoints", least=1)
-    keep: int = knob(2, "newest checkpoints to keep; the best on --valid is kept too", least=1, more=True)
+    keep: int = knob(
+        2, "newest checkpoints to keep; the best on --valid is kept too", least=1, more=True
+    )
     tracker: str = knob(
-        "", "also log to wandb, trackio or tensorboard, if installed", of=("", "wandb", "trackio", "tensorboard")
+        "",
+        "also log to wandb, trackio or tensorboard, if installed",
+        of=("", "wandb", "trackio", "tensorboard"),
     )
 
     def check(self) -> str:
@@ -244,12 +345,22 @@ class KeepKnobs:
 
 
 @dataclass(frozen=True)
-class Config(KeepKnobs, EngineKnobs, ReflectionKnobs, PopulationKnobs, GRPOKnobs, RolloutKnobs, TaskKnobs, RunKnobs):
-    """All knobs. Defaults are the paper's 3B column (§4, App. B); sizes in tokens are the policy's tokens."""
+class Config(
+    KeepKnobs,
+    EngineKnobs,
+    ReflectionKnobs,
+    PopulationKnobs,
+    GRPOKnobs,
+    RolloutKnobs,
+    TaskKnobs,
+    RunKnobs,
+):
+    """All knobs. Defaults are the paper's 3B column (§4, App. B); sizes in tokens are the policy's
+    tokens."""
 
     def check(self) -> str:
-        """Returns what makes this configuration impossible, in one line; "" if nothing does. Every class has its own
-        part of it."""
+        """Returns what makes this configuration impossible, in one line; "" if nothing does. Every
+        class has its own part of it."""
         if self.engine != "torch" and self.temperature > 2:
             return f"--temperature {self.temperature}: vLLM takes 2 at most (--engine torch any)"
         if self.offload_reference and self.lora_rank:
@@ -269,12 +380,12 @@ C = TypeVar("C", bound=Config)
 # What a knob of a type takes from Python.
 TYPES: dict[Any, Any] = {bool: bool, int: Integral, float: Real, str: (str, os.PathLike)}
 
-# Search-R1's questions, from the Hugging Face hub: 169,615 of NQ and HotpotQA to train on, and the 51,713 of the
-# paper's seven benchmarks, of which an evaluation asks a sample.
+# Search-R1's questions, from the Hugging Face hub: 169,615 of NQ and HotpotQA to train on, and the
+# 51,713 of the paper's seven benchmarks, of which an evaluation asks a sample.
 SEARCH_R1 = "hf://datasets/PeterJinGo/nq_hotpotqa_train@b7d80abfee334a7a91cb377544f09180d58b34f6"
 NQ_HOTPOTQA: dict[str, Any] = dict(
     train=f"{SEARCH_R1}/train.parquet", test=f"{SEARCH_R1}/test.parquet", eval_n=2000
-)  # fmt: skip
+)
 # When the reward of the large ones rises, from others' runs: docs/real.md.
 PRESETS: dict[str, dict[str, Any]] = {
     "world": dict(
@@ -284,7 +395,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         max_observation=100, max_prompt=480, K_p=5, K_e=10, T_e=40, D_B=48, rounds=1, buffer=960, max_instruction=120,
         eval_every=0, save_every=10, recompute=0, vllm_memory=0.05, threads=2,
     ),
-    # A chat model and real facts for a machine without a GPU: extras/real fetches it, or the hub gives it.
+    # A chat model and real facts for a machine without a GPU: extras/real fetches it, or the hub
+    # gives it.
     "smollm2-135m": dict(
         model=str(SMOLLM) if SMOLLM.is_dir() else SMOLLM_HUB, train=str(FACTS / "train.jsonl"),
         valid=str(FACTS / "valid.jsonl"), test=str(FACTS / "test.jsonl"), corpus=str(FACTS / "corpus.jsonl"), topk=1,
@@ -293,7 +405,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         K_e=4, T_e=12, D_B=16, rounds=1, buffer=320, max_instruction=200, eval_every=0, eval_n=100, save_every=4,
         recompute=0, vllm_memory=0.2,
     ),
-    # Not in the paper: for one GPU of 24 GB, which trains all of the first and LoRA adapters of the second.
+    # Not in the paper: for one GPU of 24 GB, which trains all of the first and LoRA adapters of the
+    # second.
     "qwen2.5-0.5b": dict(model="Qwen/Qwen2.5-0.5B", lr=1e-6, batch=128, mini=64, **NQ_HOTPOTQA),
     "qwen2.5-1.5b": dict(model="Qwen/Qwen2.5-1.5B", lr=1e-6, batch=128, mini=64, **NQ_HOTPOTQA),
     "qwen2.5-3b": dict(model="Qwen/Qwen2.5-3B", vllm_memory=0.8, **NQ_HOTPOTQA),
@@ -302,16 +415,20 @@ PRESETS: dict[str, dict[str, Any]] = {
 DATA = ("valid", "test", "corpus", "instruction")  # what goes with a preset's --train
 OPTIMIZER = "gpt-5"  # of OpenAI, where a run names neither a model nor another endpoint
 LORA_LR = {"world": 3e-3}  # found by trial (LOG.md); elsewhere ten times the rate of whole weights
-STATIC: dict[str, Any] = dict(N_P=1, N_parent=1, T_e=0)  # one instruction: the rest of Algorithm 1 then does nothing
+# one instruction: the rest of Algorithm 1 then does nothing
+STATIC: dict[str, Any] = dict(N_P=1, N_parent=1, T_e=0)
 
 
 def preset_of(model: str) -> str:
     """Returns the name of the preset whose model this is; else the last part of its path or id."""
-    return next((name for name, preset in PRESETS.items() if preset["model"] == model), Path(model).name)
+    return next(
+        (name for name, preset in PRESETS.items() if preset["model"] == model), Path(model).name
+    )
 
 
 def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any) -> C:  # type: ignore[assignment]
-    """Returns what `configure` makes of the flags; a fault is one line and exit code 2, before anything is loaded."""
+    """Returns what `configure` makes of the flags; a fault is one line and exit code 2, before
+    anything is loaded."""
     parser = _parser(kind, changes)
     flags = vars(parser.parse_args(argv))
     if "help_all" in flags:
@@ -324,14 +441,19 @@ def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any)
 
 
 def configure(kind: type[C] = Config, changes: Mapping[str, Any] = {}, /, **given: Any) -> C:  # type: ignore[assignment]
-    """Returns the `kind` of Config with the settings that are given, over those of their preset. Raises Fault.
+    """Returns the `kind` of Config with the settings that are given, over those of their preset.
+    Raises Fault.
 
     `changes`: what a program changes in every preset.
     """
     given = check_settings(kind, given)
     named = given.pop("preset", given.get("model", kind.model))
     preset, unused = {**PRESETS.get(named, {})}, []
-    if os.path.abspath(given.get("train", "")) != preset.get("train") != given.get("train", preset.get("train")):
+    if (
+        os.path.abspath(given.get("train", ""))
+        != preset.get("train")
+        != given.get("train", preset.get("train"))
+    ):
         unused = [name for name in DATA if preset.pop(name, "") and name not in given]
     preset |= {**changes, **(STATIC if given.get("mode") == "static" else {})}
     if given.get("model") in PRESETS:
@@ -349,14 +471,18 @@ def configure(kind: type[C] = Config, changes: Mapping[str, Any] = {}, /, **give
         raise Fault(fault)
     if not cfg.resume:
         if unused and LEADS:
-            print(f"note: --train is not the preset's, so its {', '.join(unused)} are not used", flush=True)
+            print(
+                f"note: --train is not the preset's, so its {', '.join(unused)} are not used",
+                flush=True,
+            )
         cfg = dataclasses.replace(cfg, threads=choose_threads(cfg.threads))
     use_threads(cfg.threads)
     return cfg
 
 
 def check_settings(kind: type[Config], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what is given from Python as knobs have it: in their types, a task's class or object as module:Class.
+    """Returns what is given from Python as knobs have it: in their types, a task's class or object
+    as module:Class.
 
     Raises Fault.
     """
@@ -364,14 +490,22 @@ def check_settings(kind: type[Config], given: Mapping[str, Any]) -> dict[str, An
     settings = {}
     for name, value in given.items():
         if name not in types:
-            names = {known.lower(): known for known in (*types, "learner", "population", "evolution")}
+            names = {
+                known.lower(): known for known in (*types, "learner", "population", "evolution")
+            }
             nearest = difflib.get_close_matches(name.lower(), names, 1, cutoff=0)[0]
-            raise Fault(f"{name}: there is no such setting; the nearest is {names[nearest]} (docs/python.md)")
+            raise Fault(
+                f"{name}: there is no such setting; the nearest is {names[nearest]} (docs/python.md)"
+            )
         if name == "task" and not isinstance(value, str):
             owner = value if isinstance(value, type) else type(value)
             value = f"{owner.__module__}:{owner.__qualname__}"
-        if not isinstance(value, TYPES[types[name]]) or isinstance(value, bool) != (types[name] is bool):
-            raise Fault(f"{name}: give a value of type {types[name].__name__}, not {type(value).__name__}")
+        if not isinstance(value, TYPES[types[name]]) or isinstance(value, bool) != (
+            types[name] is bool
+        ):
+            raise Fault(
+                f"{name}: give a value of type {types[name].__name__}, not {type(value).__name__}"
+            )
         settings[name] = types[name](value)
     if settings.get("preset", "world") not in PRESETS:
         raise Fault(f"preset {settings['preset']!r:.40}: choose {', '.join(PRESETS)}")
@@ -379,17 +513,23 @@ def check_settings(kind: type[Config], given: Mapping[str, Any]) -> dict[str, An
 
 
 def _parser(kind: type[Config], changes: dict[str, Any], everything: bool = False) -> Parser:
-    """Returns the parser of all flags; its help has those that most runs need, or with `everything` all."""
+    """Returns the parser of all flags; its help has those that most runs need, or with `everything`
+    all."""
     program, layout = program_of(kind), argparse.RawTextHelpFormatter
     parser = Parser(
-        program, usage=f"{program} [--flag value ...]", allow_abbrev=False, formatter_class=layout,
+        program,
+        usage=f"{program} [--flag value ...]",
+        allow_abbrev=False,
+        formatter_class=layout,
         argument_default=argparse.SUPPRESS,
-    )  # fmt: skip
+    )
     parser.description = (
         "INSPO: train a search agent while its instruction evolves (arXiv 2512.01945).\n"
         "Without flags: the embedded world. [default; the paper's, where the world's differs]"
     )
-    parser.add_argument("--help_all", action="store_true", help="also show the flags that few runs need")
+    parser.add_argument(
+        "--help_all", action="store_true", help="also show the flags that few runs need"
+    )
     text = "the preset whose other settings apply to a --model of another name or folder"
     parser.add_argument("--preset", choices=PRESETS, help=text)
     add_flags(parser, kind, PRESETS["world"] | changes, HERE, everything)
@@ -397,15 +537,16 @@ def _parser(kind: type[Config], changes: dict[str, Any], everything: bool = Fals
 
 
 def program_of(kind: type[Config]) -> str:
-    """Returns the script whose flags these are; one with knobs of its own has a subclass of Config for them."""
+    """Returns the script whose flags these are; one with knobs of its own has a subclass of Config
+    for them."""
     return "inspo.py" if kind is Config else os.path.relpath(inspect.getfile(kind), HERE)
 
 
 def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  # type: ignore[assignment]
     """Returns the Config of the run in a directory; raises Fault.
 
-    Reading another program's run as a plain Config leaves out the knobs that only that program knows; to `resume` it
-    takes the program that started it.
+    Reading another program's run as a plain Config leaves out the knobs that only that program
+    knows; to `resume` it takes the program that started it.
     """
     path = run / "config.json"
     if not path.is_file():
@@ -415,7 +556,9 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
         if not isinstance(content, dict):
             raise ValueError("no object")
     except (OSError, ValueError) as e:
-        raise Fault(f"{path} is damaged ({type(e).__name__}: {e}): restore it from a copy") from None
+        raise Fault(
+            f"{path} is damaged ({type(e).__name__}: {e}): restore it from a copy"
+        ) from None
     program, commit, *_ = (content.pop(name, default) for name, default in ABOUT.items())
     own = program_of(kind)
     if resume and program != own:
@@ -424,10 +567,19 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
     unknown = [name for name in content if name not in fields and program == own]
     missing = [name for name in fields if name not in content]
     if unknown or missing:
-        differs = f"it has --{unknown[0]}, which this one lacks" if unknown else f"it lacks --{missing[0]}"
-        raise Fault(f"{path} is of another version of {program} (commit {commit}; {differs}): use that one")
+        differs = (
+            f"it has --{unknown[0]}, which this one lacks"
+            if unknown
+            else f"it lacks --{missing[0]}"
+        )
+        raise Fault(
+            f"{path} is of another version of {program} (commit {commit}; {differs}): use that one"
+        )
     for name in fields:
-        if type(content[name]) is not fields[name] and (fields[name], type(content[name])) != (float, int):
+        if type(content[name]) is not fields[name] and (fields[name], type(content[name])) != (
+            float,
+            int,
+        ):
             raise Fault(f"{path} is damaged ({name} is {content[name]!r}): restore it from a copy")
     return kind(**{name: content[name] for name in fields})
 
@@ -440,7 +592,11 @@ def validate(cfg: Config) -> str:
     """Returns what makes a configuration impossible, in one line; "" if nothing does."""
     if fault := out_of_range(cfg, [f.name for f in dataclasses.fields(cfg)]):
         return fault
-    parts = [vars(concern)["check"] for concern in reversed(type(cfg).__mro__) if "check" in vars(concern)]
+    parts = [
+        vars(concern)["check"]
+        for concern in reversed(type(cfg).__mro__)
+        if "check" in vars(concern)
+    ]
     return next((fault for check in parts if (fault := check(cfg))), "")
 
 
@@ -450,5 +606,6 @@ def evolves(cfg: Config) -> bool:
 
 
 def scripted(cfg: RunKnobs) -> bool:
-    """Returns whether the run starts the world's own optimizer instead of calling OPENAI_BASE_URL."""
+    """Returns whether the run starts the world's own optimizer instead of calling
+    OPENAI_BASE_URL."""
     return cfg.optimizer_model in ("scripted", "guessing")

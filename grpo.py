@@ -23,29 +23,38 @@ from tasks import Trajectory
 Array = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
 MAX_SKIPPED = 5  # optimizer steps in a row without a finite gradient, after which a run stops
-Terms = dict[str, Any]  # arguments of kernels.grpo_head by name: arrays (N,) over action tokens, numbers, or None
+# arguments of kernels.grpo_head by name: arrays (N,) over action tokens, numbers, or None
+Terms = dict[str, Any]
 
 
 def group_advantages(r: Array) -> Array:
-    """Returns A-hat (G,) of a group's rewards (G,): their distance to the mean in units of the standard deviation."""
+    """Returns A-hat (G,) of a group's rewards (G,): their distance to the mean in units of the
+    standard deviation."""
     A: Array = (r - r.mean()) / (r.std(ddof=1) + 1e-6)  # Eq.3 CHOICE-19
     return A
 
 
-def clipped_surrogate(rho: Tensor, adv: Tensor, eps_low: Tensor, eps_high: Tensor, **_: Tensor) -> Tensor:
+def clipped_surrogate(
+    rho: Tensor, adv: Tensor, eps_low: Tensor, eps_high: Tensor, **_: Tensor
+) -> Tensor:
     """Returns S of Eq. 2, (n,), of n tokens."""
     clip = torch.clamp(rho, 1 - eps_low, 1 + eps_high)
     return torch.minimum(rho * adv, clip * adv)
 
 
 def objective(
-    logp: Tensor, old: Tensor, ref: Tensor, beta: float, surrogate: Callable[..., Tensor] = clipped_surrogate,
+    logp: Tensor,
+    old: Tensor,
+    ref: Tensor,
+    beta: float,
+    surrogate: Callable[..., Tensor] = clipped_surrogate,
     **tokens: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns what n tokens add to Eq. 2 but for their weight (`terms`), their S and their KL, (n,) each.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what n tokens add to Eq. 2 but for their weight (`terms`), their S and their KL, (n,)
+    each.
 
-    kernels/head.py differentiates it. On a GPU kernels/rows_triton.py computes the same in one launch, unless the
-    surrogate is another one.
+    kernels/head.py differentiates it. On a GPU kernels/rows_triton.py computes the same in one
+    launch, unless the surrogate is another one.
     """
     rho = torch.exp(logp - old)  # Eq.3
     S = surrogate(rho=rho, logp=logp, old=old, **tokens)
@@ -54,13 +63,15 @@ def objective(
 
 
 def minibatches(taus: list[Trajectory], cfg: GRPOKnobs) -> list[list[Trajectory]]:
-    """Returns the trajectories of a step in parts, one for each optimizer update: `cfg.mini` questions each."""
+    """Returns the trajectories of a step in parts, one for each optimizer update: `cfg.mini`
+    questions each."""
     n = cfg.mini * cfg.G  # CHOICE-10
     return [taus[k : k + n] for k in range(0, len(taus), n)]
 
 
 def lr_at(t: int, cfg: GRPOKnobs) -> float:
-    """Returns the rate of step t in 1..T: a linear rise over `warmup` of T, then a cosine to 0 at T + 1 (App. B)."""
+    """Returns the rate of step t in 1..T: a linear rise over `warmup` of T, then a cosine to 0 at T
+    + 1 (App. B)."""
     rise = max(1, round(cfg.warmup * cfg.T))
     if t <= rise:
         return cfg.lr * t / rise
@@ -68,17 +79,22 @@ def lr_at(t: int, cfg: GRPOKnobs) -> float:
 
 
 def note_tokens(batch: list[Trajectory], extras: dict[str, Tensor]) -> None:
-    """Sets `tokens` of the watched trajectories of a micro-batch: what the update saw of each action token.
+    """Sets `tokens` of the watched trajectories of a micro-batch: what the update saw of each
+    action token.
 
-    logp: under pi_old; ratio: rho of Eq. 3; entropy (nats), kl and clipped (0 or 1) as the loss had them.
+    logp: under pi_old; ratio: rho of Eq. 3; entropy (nats), kl and clipped (0 or 1) as the loss had
+    them.
     """
     if not any(tau.watched for tau in batch):
         return
     old = extras["old_logp"].double()
     seen = {"logp": old, "ratio": (extras["logp"].double() - old).exp()}
     seen |= {name: extras[name] for name in ("entropy", "kl", "clipped")}
-    columns = torch.stack([column.detach().float() for column in seen.values()]).cpu()  # the host waits once
-    for tau, values in zip(batch, columns.split([sum(tau.mask) for tau in batch], dim=1), strict=True):
+    # the host waits once
+    columns = torch.stack([column.detach().float() for column in seen.values()]).cpu()
+    for tau, values in zip(
+        batch, columns.split([sum(tau.mask) for tau in batch], dim=1), strict=True
+    ):
         if tau.watched:
             tau.tokens = dict(zip(seen, values.tolist(), strict=True))
 
@@ -88,19 +104,23 @@ class Learner:
 
     With LoRA pi_ref is the policy with its adapters off, and no other model is needed.
 
-    A model that `models.model.shard` has cut over the ranks is trained by all ranks together: each calls `update`
-    with the same trajectories and computes its share of the micro-batches. The result equals that of one process.
+    A model that `models.model.shard` has cut over the ranks is trained by all ranks together: each
+    calls `update` with the same trajectories and computes its share of the micro-batches. The
+    result equals that of one process.
 
-    A subclass trains towards another objective with its own `set_advantages`, `terms` or `surrogate`.
+    A subclass trains towards another objective with its own `set_advantages`, `terms` or
+    `surrogate`.
     """
 
     surrogate: Callable[..., Tensor] = staticmethod(clipped_surrogate)
-    MAX_GAP: ClassVar[dict[str, float]] = {"float32": 1e-3, "bfloat16": 0.1}  # mean nat a token, engine to trainer
+    # mean nat a token, engine to trainer
+    MAX_GAP: ClassVar[dict[str, float]] = {"float32": 1e-3, "bfloat16": 0.1}
 
     def __init__(self, model: Any, reference: Any, cfg: GRPOKnobs, max_gap: float = math.inf):
         """`max_gap`: mean nat a token by which engine and trainer may differ."""
         self.model, self.cfg, self.max_gap = model, cfg, max_gap
-        self.memory: dict[str, Any] = {}  # what rank 0 remembers from step to step, in subclasses too: plain data
+        # what rank 0 remembers from step to step, in subclasses too: plain data
+        self.memory: dict[str, Any] = {}
         first = next(model.parameters())
         self.device, self.sharded = first.device, isinstance(first, DTensor)
         self.rank: int = dist.get_rank() if self.sharded else 0
@@ -109,25 +129,35 @@ class Learner:
         if cfg.beta:
             self.reference = model if cfg.lora_rank else reference.requires_grad_(False).eval()
         self.optimizer = torch.optim.AdamW(  # CHOICE-17
-            [p for p in model.parameters() if p.requires_grad], lr=cfg.lr, betas=(0.9, 0.999), eps=1e-8,
-            weight_decay=0.01, fused=True,
-        )  # fmt: skip
+            [p for p in model.parameters() if p.requires_grad],
+            lr=cfg.lr,
+            betas=(0.9, 0.999),
+            eps=1e-8,
+            weight_decay=0.01,
+            fused=True,
+        )
 
     def set_advantages(self, taus: Sequence[Trajectory]) -> None:
-        """Sets A-hat of a step's trajectories from their rewards, on rank 0. One that is alone in its group has 0."""
+        """Sets A-hat of a step's trajectories from their rewards, on rank 0. One that is alone in
+        its group has 0."""
         groups: dict[int, list[Trajectory]] = {}
         for tau in taus:
             groups.setdefault(tau.group, []).append(tau)
         for group in groups.values():
-            A = group_advantages(np.array([tau.reward for tau in group])) if len(group) > 1 else np.zeros(1)
+            A = (
+                group_advantages(np.array([tau.reward for tau in group]))
+                if len(group) > 1
+                else np.zeros(1)
+            )
             for tau, a in zip(group, A.tolist(), strict=True):
                 tau.advantage = a
 
     def terms(self, part: list[Trajectory], old: Array | None) -> Terms:
-        """Returns what Eq. 2 needs to know of the N action tokens of a mini-batch, by the names of `grpo_head`.
+        """Returns what Eq. 2 needs to know of the N action tokens of a mini-batch, by the names of
+        `grpo_head`.
 
-        `old` (2, N): their log-probs and entropies under pi_old; None where that is the policy in training, so that
-        rho = 1.
+        `old` (2, N): their log-probs and entropies under pi_old; None where that is the policy in
+        training, so that rho = 1.
         """
         tokens = np.array([sum(tau.mask) for tau in part])
         average = 1 / (np.maximum(1, tokens) * len(part))  # Eq.2 CHOICE-9: 1/G sum 1/|tau| sum
@@ -135,50 +165,68 @@ class Learner:
             "adv": np.repeat([tau.advantage for tau in part], tokens),
             "w": np.repeat(average, tokens),
             "old_logp": None if old is None else old[0],
-            "eps_low": self.cfg.eps, "eps_high": self.cfg.eps,
-        }  # fmt: skip
+            "eps_low": self.cfg.eps,
+            "eps_high": self.cfg.eps,
+        }
 
     def share(self, part: list[Trajectory]) -> Iterator[tuple[list[Trajectory], Rows]]:
-        """Yields this rank's micro-batches of a mini-batch, each with the rows of its action tokens among the N."""
+        """Yields this rank's micro-batches of a mini-batch, each with the rows of its action tokens
+        among the N."""
         ends = np.cumsum([0, *(sum(tau.mask) for tau in part)])
-        for batch in micro_batches(part, self.cfg.micro_tokens, self.ranks)[self.rank :: self.ranks]:
+        for batch in micro_batches(part, self.cfg.micro_tokens, self.ranks)[
+            self.rank :: self.ranks
+        ]:
             rows = [np.arange(ends[place], ends[place + 1]) for place in batch]
             yield [part[place] for place in batch], np.concatenate(rows or [np.arange(0)])
 
     def update(self, t: int, minibatches: list[list[Trajectory]]) -> dict[str, float]:
         """Takes one optimizer step a mini-batch; returns the metrics of step t.
 
-        All ranks skip one whose loss or gradient is not finite. "skipped_updates" counts these and the other metrics
-        leave them out; memory["skipped"] is how many there have been in a row.
+        All ranks skip one whose loss or gradient is not finite. "skipped_updates" counts these and
+        the other metrics leave them out; memory["skipped"] is how many there have been in a row.
 
-        A mini-batch has one denominator, so its loss depends neither on how it is cut into micro-batches nor on the
-        number of ranks. Raises EngineFault, before anything is changed, if the engine's log-probs of the sampled
-        tokens are on average further than `max_gap` from the trainer's.
+        A mini-batch has one denominator, so its loss depends neither on how it is cut into
+        micro-batches nor on the number of ranks. Raises EngineFault, before anything is changed, if
+        the engine's log-probs of the sampled tokens are on average further than `max_gap` from the
+        trainer's.
         """
         lr = lr_at(t, self.cfg)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        olds = [self.score(part) if k > 0 else None for k, part in enumerate(minibatches)]  # under pi_old
+        # under pi_old
+        olds = [self.score(part) if k > 0 else None for k, part in enumerate(minibatches)]
         total = dict.fromkeys(("loss", "kl", "entropy", "clipped", "gap", "tokens"), 0.0)
         norms: list[float] = []
         self.model.train()
         for k, part in enumerate(minibatches):
-            terms, seen = self.terms(part, olds[k]), torch.zeros(5, dtype=torch.float64, device=self.device)
+            terms, seen = (
+                self.terms(part, olds[k]),
+                torch.zeros(5, dtype=torch.float64, device=self.device),
+            )
             for batch, rows in self.share(part):
-                some = {name: x[rows] if isinstance(x, np.ndarray) else x for name, x in terms.items()}
+                some = {
+                    name: x[rows] if isinstance(x, np.ndarray) else x for name, x in terms.items()
+                }
                 loss, extras = self.loss(batch, some)
                 loss.backward()
                 note_tokens(batch, extras)
-                row = [loss.detach(), *(extras[name].sum() for name in ("kl", "entropy", "clipped", "gap"))]
+                row = [
+                    loss.detach(),
+                    *(extras[name].sum() for name in ("kl", "entropy", "clipped", "gap")),
+                ]
                 seen += torch.stack([x.double() for x in row])
             if self.sharded:
                 dist.all_reduce(seen)
-            sums = dict(zip(total, [*seen.tolist(), sum(sum(tau.mask) for tau in part)], strict=True))
+            sums = dict(
+                zip(total, [*seen.tolist(), sum(sum(tau.mask) for tau in part)], strict=True)
+            )
             gap = sums["gap"] / max(1, sums["tokens"])
             # `not <=` holds for NaN, too; a loss that is not finite is the trainer's own fault.
             if k == 0 and math.isfinite(sums["loss"]) and not gap <= self.max_gap:
                 self.optimizer.zero_grad(set_to_none=True)
-                raise EngineFault(f"log-probs of engine and trainer differ by {gap:.3f} nat a token")
+                raise EngineFault(
+                    f"log-probs of engine and trainer differ by {gap:.3f} nat a token"
+                )
             if (norm := self.step(sums["loss"])) is None:
                 self.memory["skipped"] = self.memory.get("skipped", 0) + 1
                 continue
@@ -194,12 +242,14 @@ class Learner:
             **({"kl": total["kl"] / tokens} if self.reference is not None else {}),
             "entropy": total["entropy"] / tokens,  # measured alone: CHOICE-32
             "clip_fraction": total["clipped"] / tokens,
-            "logp_gap": total["gap"] / tokens,  # mean |trainer - engine| of the sampled tokens' log-probs
+            # mean |trainer - engine| of the sampled tokens' log-probs
+            "logp_gap": total["gap"] / tokens,
             "grad_norm": sum(norms) / len(norms),
         } | metrics
 
     def step(self, loss: float) -> float | None:
-        """Takes one optimizer step on the clipped gradients; returns their norm before. None: it was skipped."""
+        """Takes one optimizer step on the clipped gradients; returns their norm before. None: it
+        was skipped."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm)
         size = float((norm.full_tensor() if self.sharded else norm).item())  # the same on all ranks
         if not (math.isfinite(size) and math.isfinite(loss)):
@@ -211,11 +261,15 @@ class Learner:
 
     @torch.no_grad()
     def score(self, part: list[Trajectory]) -> Array:
-        """Returns log-probs and entropies (2, N) of a mini-batch's action tokens under the present policy.
+        """Returns log-probs and entropies (2, N) of a mini-batch's action tokens under the present
+        policy.
 
-        Every rank scores its share and gets the others' from them: `terms` sees the whole mini-batch.
+        Every rank scores its share and gets the others' from them: `terms` sees the whole
+        mini-batch.
         """
-        scores = torch.zeros(2, sum(sum(tau.mask) for tau in part), dtype=torch.float64, device=self.device)
+        scores = torch.zeros(
+            2, sum(sum(tau.mask) for tau in part), dtype=torch.float64, device=self.device
+        )
         for batch, rows in self.share(part):
             both = torch.stack(self.model.score(*pack(batch, self.device), self.cfg.temperature))
             scores[:, send(torch.from_numpy(rows), self.device)] = both.double()
@@ -225,9 +279,11 @@ class Learner:
         return out
 
     def loss(self, batch: list[Trajectory], terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns (loss, extras) of a micro-batch, whose N action tokens have a row each in `terms`.
+        """Returns (loss, extras) of a micro-batch, whose N action tokens have a row each in
+        `terms`.
 
-        extras["old_logp"] (N,): log-probs under pi_old; extras["gap"] (N,): their distance to the engine's.
+        extras["old_logp"] (N,): log-probs under pi_old; extras["gap"] (N,): their distance to the
+        engine's.
         """
         packed, T = pack(batch, self.device), self.cfg.temperature
         tokens = {
@@ -240,15 +296,27 @@ class Learner:
                 ref_logp, _ = self.reference.score(*packed, T)
         fused = self.device.type == "cuda" and self.surrogate is clipped_surrogate
         loss, extras = self.model.score(
-            *packed, T, objective=None if fused else partial(objective, surrogate=self.surrogate),
-            ref_logp=ref_logp, beta=self.cfg.beta, **tokens,
-        )  # fmt: skip
-        engine = torch.tensor([lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m])  # (N,)
-        old = extras["logp"] if terms["old_logp"] is None else tokens["old_logp"].to(extras["logp"].dtype)
+            *packed,
+            T,
+            objective=None if fused else partial(objective, surrogate=self.surrogate),
+            ref_logp=ref_logp,
+            beta=self.cfg.beta,
+            **tokens,
+        )
+        # (N,)
+        engine = torch.tensor(
+            [lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m]
+        )
+        old = (
+            extras["logp"]
+            if terms["old_logp"] is None
+            else tokens["old_logp"].to(extras["logp"].dtype)
+        )
         return loss, extras | {"old_logp": old, "gap": (old - send(engine, self.device)).abs()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns trained weights and optimizer by the parameters' names, for torch.distributed.checkpoint."""
+        """Returns trained weights and optimizer by the parameters' names, for
+        torch.distributed.checkpoint."""
         fresh = not self.optimizer.state
         model, optimizer = get_state_dict(self.model, self.optimizer)
         if fresh:  # torch has made the state by a step without gradients, and counted it
@@ -260,6 +328,9 @@ class Learner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
             options=StateDictOptions(strict=not self.cfg.lora_rank),  # frozen weights are not in it
-        )  # fmt: skip
+        )

@@ -4,8 +4,8 @@
     python inspo.py --mode static            # the baseline: Search-R1, one fixed instruction
     python inspo.py --model path/or/hub-id --train q.jsonl --test q.jsonl --corpus c.jsonl
 
-`# Alg.1 Lnn` and `# Eq.n` mark the paper's lines and equations, `# CHOICE-n` a decision where the paper is silent
-(docs/choices.md lists them).
+`# Alg.1 Lnn` and `# Eq.n` mark the paper's lines and equations, `# CHOICE-n` a decision where the
+paper is silent (docs/choices.md lists them).
 """
 
 from __future__ import annotations
@@ -46,9 +46,15 @@ if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
 
 
 def inspo(
-    cfg: Config, task: Task, policy: Policy, evolution: Evolution, checkpoints: Checkpoints, log: Log
+    cfg: Config,
+    task: Task,
+    policy: Policy,
+    evolution: Evolution,
+    checkpoints: Checkpoints,
+    log: Log,
 ) -> tuple[Policy, Instruction]:  # Alg.1 L1
-    """Trains `policy` on a task while its instructions, P, evolve; returns it with the best instruction."""
+    """Trains `policy` on a task while its instructions, P, evolve; returns it with the best
+    instruction."""
     D, P, B = evolution.D, evolution.P, evolution.B
     first, trained = checkpoints.restore()  # 1 and 0, or those of the run that is resumed
     if not P.family:
@@ -79,7 +85,8 @@ def inspo(
         if t % cfg.K_e == 0 and t < cfg.T_e and evolution.optimizer:  # Alg.1 L16 CHOICE-2
             evolution.evolve(t, policy)
 
-        evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T  # `compare` evaluates the last one
+        # `compare` evaluates the last one
+        evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T
         if evaluated:
             for split in ("valid", "test"):
                 log.evaluated(split, policy.evaluate(t, P.best(), split))
@@ -89,12 +96,15 @@ def inspo(
 
 
 class Evolution:
-    """How instructions evolve: the population P, the replay buffer B, and the LLM-based optimizer that revises.
+    """How instructions evolve: the population P, the replay buffer B, and the LLM-based optimizer
+    that revises.
 
     For another way, subclass it and override `evolve`.
     """
 
-    def __init__(self, cfg: Config, task: Task, optimizer: Optimizer | None, P: Population, log: Log):
+    def __init__(
+        self, cfg: Config, task: Task, optimizer: Optimizer | None, P: Population, log: Log
+    ):
         self.cfg, self.task, self.P, self.log = cfg, task, P, log
         self.optimizer: Any = optimizer  # None: nothing evolves
         self.B, self.D = ReplayBuffer(cfg.buffer), {q.id: q for q in task.questions("train")}
@@ -102,14 +112,18 @@ class Evolution:
         self.used = set[str]()  # the texts used in it, normalized: none is proposed again
 
     def begin(self) -> None:
-        """Fills P with P_0: the first instruction, up to N_P - 1 paraphrases of it from one call to the optimizer.
+        """Fills P with P_0: the first instruction, up to N_P - 1 paraphrases of it from one call to
+        the optimizer.
 
-        An optimizer that does not even answer that one is a Fault: the run would be the static baseline.
+        An optimizer that does not even answer that one is a Fault: the run would be the static
+        baseline.
         """
         I_0 = self.P.join(self.task.instruction, None, 0)
         self.used = {normalize(I_0.text)}
         try:
-            paraphrases = self.propose(I_0, []) if self.optimizer and self.cfg.N_P > 1 else []  # CHOICE-22
+            paraphrases = (
+                self.propose(I_0, []) if self.optimizer and self.cfg.N_P > 1 else []
+            )  # CHOICE-22
         except OptimizerDown as e:
             raise Fault(
                 f"the optimizer gave no reply to its first call: {e}; check OPENAI_BASE_URL, OPENAI_API_KEY and"
@@ -120,7 +134,8 @@ class Evolution:
         self.log.started(self.P)
 
     def evolve(self, t: int, policy: Policy) -> None:
-        """Replaces P by its parents and verified revisions of them; without a revision P and W stay as they are."""
+        """Replaces P by its parents and verified revisions of them; without a revision P and W stay
+        as they are."""
         cfg, P, B = self.cfg, self.P, self.B
         P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
         P_new = list[Candidate]()
@@ -135,7 +150,9 @@ class Evolution:
             tau_fail = B.failures(rng, cfg.failures, I_parent.id)
             D_B = [self.D[q] for q in B.questions(rng, cfg.D_B, tau_fail)]
             if not tau_fail or (cfg.D_B and not D_B):
-                shortfall = "no failure to learn from" if not tau_fail else "no question left to verify on"
+                shortfall = (
+                    "no failure to learn from" if not tau_fail else "no question left to verify on"
+                )
                 break
             try:
                 I_new = self.propose(I_parent, tau_fail)  # Alg.1 L20
@@ -151,31 +168,38 @@ class Evolution:
         self.log.evolved(t, P, P_parent, joined, shortfall)
 
     def propose(self, I_parent: Instruction, tau_fail: list[Experience]) -> list[str]:
-        """Returns well-formed revisions of a parent by the optimizer, and adds them to `used`. Raises OptimizerDown."""
+        """Returns well-formed revisions of a parent by the optimizer, and adds them to `used`.
+        Raises OptimizerDown."""
         n = self.cfg.N_P - self.cfg.N_parent  # CHOICE-24
         golds = [gold for e in tau_fail for gold in e.golds]
         return self.ask(I_parent, self.prompt(I_parent, tau_fail, n), golds, n)
 
     def prompt(self, I_parent: Instruction, tau_fail: list[Experience], n: int) -> str:
-        """Returns the prompt of the proposer (App. E): reflection on failures, or one of the paper's two ablations."""
+        """Returns the prompt of the proposer (App. E): reflection on failures, or one of the
+        paper's two ablations."""
         cfg, task = self.cfg, self.task
         if cfg.proposer == "history" and tau_fail:
             tried = [(I.text, I.w) for I in self.P.family if I.rewards]
             return history_prompt(sorted(tried, key=lambda pair: pair[1]), n)  # CHOICE-15
         if cfg.proposer == "reflection" and tau_fail:
-            failures, observations = [(e.text, e.golds) for e in tau_fail], task.format.results(task.tools)
+            failures, observations = (
+                [(e.text, e.golds) for e in tau_fail],
+                task.format.results(task.tools),
+            )
             return reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget, observations)
         return paraphrase_prompt(I_parent.text, n)
 
     def ask(self, I_parent: Instruction, prompt: str, golds: list[str], n: int) -> list[str]:
-        """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that shows these golds."""
+        """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that
+        shows these golds."""
         try:
             call = self.optimizer.ask(prompt, f"t{self.t} r{self.round}")
         except OptimizerDown as e:
             if e.call:  # what could not be read was billed, too
                 self.log.call(self.t, self.round, I_parent, e.call)
             raise
-        self.log.call(self.t, self.round, I_parent, call)  # before anything else can fail: it has been paid for
+        # before anything else can fail: it has been paid for
+        self.log.call(self.t, self.round, I_parent, call)
         unfit = partial(self.task.format.unfit, task=self.task)
         accepted, rejected = read_candidates(
             call.reply, I_parent.text, self.used, golds, self.cfg.max_instruction, n, unfit
@@ -186,8 +210,12 @@ class Evolution:
     def verify(
         self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
     ) -> list[Candidate]:
-        """Returns the revisions by falling mean reward on D_B, each with its parent's on the same questions."""
-        texts: list[tuple[int | None, str]] = [(I_parent.id, I_parent.text), *((None, text) for text in I_new)]
+        """Returns the revisions by falling mean reward on D_B, each with its parent's on the same
+        questions."""
+        texts: list[tuple[int | None, str]] = [
+            (I_parent.id, I_parent.text),
+            *((None, text) for text in I_new),
+        ]
         plays = [(id, text, q) for id, text in texts for q in D_B]
         jobs = [Job(id, text, q, group) for group, (id, text, q) in enumerate(plays)]  # CHOICE-13
         taus = policy.rollout(self.t, f"verify {self.round}", jobs)
@@ -195,12 +223,16 @@ class Evolution:
         self.log.played(self.t, self.round, I_parent, taus)
         n, rewards = len(D_B), [tau.reward for tau in taus]
         r_parent, *r_new = (rewards[k * n : (k + 1) * n] for k in range(1 + len(I_new)))
-        verified = [Candidate(I, I_parent.id, r, r_parent) for I, r in zip(I_new, r_new, strict=True)]
-        return sorted(verified, key=lambda c: -c.r)  # --D_B 0 asks nothing: all join, in the optimizer's order
+        verified = [
+            Candidate(I, I_parent.id, r, r_parent) for I, r in zip(I_new, r_new, strict=True)
+        ]
+        # --D_B 0 asks nothing: all join, in the optimizer's order
+        return sorted(verified, key=lambda c: -c.r)
 
 
 def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: Log) -> None:
-    """Evaluates both policies under both instructions, except the first pair, with which a run begins."""
+    """Evaluates both policies under both instructions, except the first pair, with which a run
+    begins."""
     log.compared("trained policy, first instruction", policy.evaluate(T, I_0, "test"))
     if I_star.text != I_0.text:
         log.compared("trained policy, I_star", policy.evaluate(T, I_star, "test"))
@@ -209,12 +241,16 @@ def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: 
 
 
 def population_of(cfg: Config, kind: Callable[..., Population] = Population) -> Population:
-    """Returns an empty population that follows Eq. 4 and 6, or `kind`: a subclass, or a function of `cfg`."""
+    """Returns an empty population that follows Eq. 4 and 6, or `kind`: a subclass, or a function of
+    `cfg`."""
     return kind(cfg.tau_s, cfg.window) if isinstance(kind, type) else kind(cfg)
 
 
-def make_policy(cfg: Config, ranks: Ranks, task: Task, learner: type[Learner] | None = None) -> Policy:
-    """Makes pi_theta, on all ranks together: FSDP shards what is trained, and vLLM or plain torch samples."""
+def make_policy(
+    cfg: Config, ranks: Ranks, task: Task, learner: type[Learner] | None = None
+) -> Policy:
+    """Makes pi_theta, on all ranks together: FSDP shards what is trained, and vLLM or plain torch
+    samples."""
     from grpo import Learner
     from training.policy import Policy, fsdp, plain_torch, vllm, whole
 
@@ -241,10 +277,12 @@ def train(
     listening: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     **settings: Any,
 ) -> Result | None:
-    """Trains as the settings say, named as the flags are, or a whole `cfg` (docs/python.md). Raises Fault.
+    """Trains as the settings say, named as the flags are, or a whole `cfg` (docs/python.md). Raises
+    Fault.
 
-    `task`, among them, may be a class or an object. `algorithm` runs on rank 0; on the others None is returned, as it
-    is for `dry_run`. A program passes `stop.listening`, so that signals stop it; a caller's process keeps its handlers.
+    `task`, among them, may be a class or an object. `algorithm` runs on rank 0; on the others None
+    is returned, as it is for `dry_run`. A program passes `stop.listening`, so that signals stop it;
+    a caller's process keeps its handlers.
     """
     began = time.perf_counter()
     started = prepare(cfg, settings)
@@ -259,19 +297,26 @@ def train(
         if ranks.rank:
             fitted, address = ranks.broadcast()
             task.connect(address)
-            make_policy(fitted, ranks, task, learner).follow()  # does what rank 0 calls, until it closes
+            # does what rank 0 calls, until it closes
+            make_policy(fitted, ranks, task, learner).follow()
             return None
         with stop.may_stop():
-            run = stack.enter_context(RunDirectory.opened(cfg, task, learner, population, evolution))
+            run = stack.enter_context(
+                RunDirectory.opened(cfg, task, learner, population, evolution)
+            )
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
             optimizer = connect(cfg, serve, run.rows("reflections"))
             ranks.broadcast((fitted, task.address()))
-            policy = stack.enter_context(contextlib.closing(make_policy(fitted, ranks, task, learner)))
+            policy = stack.enter_context(
+                contextlib.closing(make_policy(fitted, ranks, task, learner))
+            )
         log = Log(cfg, run, task, policy.tokenizer)
         stack.callback(log.screen.close)
         policy.progress, log.began = log.screen.rollouts, began
-        log.introduce(f"{policy.describe()}, {fitted.engine} engine: {why}", tools, describe(optimizer))
+        log.introduce(
+            f"{policy.describe()}, {fitted.engine} engine: {why}", tools, describe(optimizer)
+        )
         evolving = evolution(cfg, task, optimizer, population_of(cfg, population), log)
         checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
         with checkpoints.rescued():
@@ -283,12 +328,16 @@ def train(
 
 
 def load(path: str | Path, **settings: Any) -> Any:
-    """Returns the agent of a finished run, as evaluation/agents.py says; found by name: a run needs none of that."""
+    """Returns the agent of a finished run, as evaluation/agents.py says; found by name: a run needs
+    none of that."""
     return importlib.import_module("evaluation.agents").load(path, **settings)
 
 
-def main(argv: list[str] | None = None, kind: type[Config] = Config, /, *parts: Any, **changes: Any) -> None:
-    """Trains by the flags of `kind`, with these `parts` of `train` and `changes` in every preset."""
+def main(
+    argv: list[str] | None = None, kind: type[Config] = Config, /, *parts: Any, **changes: Any
+) -> None:
+    """Trains by the flags of `kind`, with these `parts` of `train` and `changes` in every
+    preset."""
     with one_line():
         train(parse(argv, kind, **changes), *parts, listening=stop.listening)
 

@@ -1,4 +1,5 @@
-"""The population of instructions: weights, selection, pruning (§3.1, Eq. 4 and 6); the replay buffer (§3.2)."""
+"""The population of instructions: weights, selection, pruning (§3.1, Eq. 4 and 6); the replay
+buffer (§3.2)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Instruction:
     born: int = 0  # step at which it joined
     verified: float | None = None  # its mean reward on D_B when it joined
     left: int | None = None  # step at which it was pruned or replaced
-    rewards: list[float] = field(default_factory=list)  # r_bar of the last `window` steps that sampled it
+    # r_bar of the last `window` steps that sampled it
+    rewards: list[float] = field(default_factory=list)
 
     @property
     def w(self) -> float:
@@ -38,7 +40,8 @@ class Instruction:
 
 
 class Population:
-    """The active instructions P with their weights W, and every instruction that was ever in P (`family`)."""
+    """The active instructions P with their weights W, and every instruction that was ever in P
+    (`family`)."""
 
     def __init__(self, tau_s: float, window: int):
         self.tau_s, self.window = tau_s, window
@@ -52,7 +55,9 @@ class Population:
     def active(self) -> list[Instruction]:
         return [self.family[j] for j in self.ids]
 
-    def join(self, text: str, parent: int | None, t: int, verified: float | None = None) -> Instruction:
+    def join(
+        self, text: str, parent: int | None, t: int, verified: float | None = None
+    ) -> Instruction:
         """Adds an instruction with weight 0 and returns it."""
         I = Instruction(len(self.family), text, parent, t, verified)
         self.family.append(I)
@@ -72,7 +77,8 @@ class Population:
         return [active[k] for k in rng.choice(len(active), size=n, p=self.probabilities())]
 
     def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
-        """Returns G jobs for each question, a group of Eq. 3, all under one instruction that is drawn for it."""
+        """Returns G jobs for each question, a group of Eq. 3, all under one instruction that is
+        drawn for it."""
         drawn = list(zip(questions, self.sample(rng, len(questions)), strict=True))
         return [Job(I.id, I.text, q, group) for group, (q, I) in enumerate(drawn) for _ in range(G)]
 
@@ -87,16 +93,21 @@ class Population:
         return sorted(self.active, key=lambda I: -I.w)
 
     def prune(self, ranked: Sequence[Instruction], N_parent: int, t: int) -> list[Instruction]:
-        """Drops the bottom floor(|P|/2) of `ranked`, never below N_parent; returns the dropped ones."""
+        """Drops the bottom floor(|P|/2) of `ranked`, never below N_parent; returns the dropped
+        ones."""
         keep = max(N_parent, len(ranked) - len(ranked) // 2)  # CHOICE-3
         return self._drop(ranked[keep:], t)
 
     def admit(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
-        """Returns which of a round's candidates, best first, join: at most `room`, none below its parent."""
+        """Returns which of a round's candidates, best first, join: at most `room`, none below its
+        parent."""
         return [c for c in verified if c.r >= c.r_parent][:room]  # CHOICE-12
 
-    def succeed(self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int) -> list[Instruction]:
-        """Replaces P by the parents, with weight 0, and the new ones; returns the latter. If none, P and W stay."""
+    def succeed(
+        self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int
+    ) -> list[Instruction]:
+        """Replaces P by the parents, with weight 0, and the new ones; returns the latter. If none,
+        P and W stay."""
         if not new:  # CHOICE-26
             return []
         self._drop([I for I in self.active if I not in parents], t)
@@ -112,7 +123,8 @@ class Population:
         return list(dropped)
 
     def best(self) -> Instruction:
-        """Returns argmax w; right after an evolution, with all weights 0, that is the first parent."""
+        """Returns argmax w; right after an evolution, with all weights 0, that is the first
+        parent."""
         return self.ranked()[0]
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,7 +146,8 @@ def mean_rewards(taus: Iterable[Trajectory | Experience]) -> dict[int, float]:
 
 @dataclass
 class Candidate:
-    """A revision of an instruction, verified on D_B: rewards (|D_B|,) of both on the same questions."""
+    """A revision of an instruction, verified on D_B: rewards (|D_B|,) of both on the same
+    questions."""
 
     text: str
     parent: int  # id of the instruction it revises
@@ -176,7 +189,9 @@ class ReplayBuffer:
         for tau, text in zip(taus, texts, strict=True):
             q = tau.question
             assert tau.instruction is not None
-            self.items.append(Experience(t, tau.instruction, q.id, text, q.golds, tau.reward, tau.failed))
+            self.items.append(
+                Experience(t, tau.instruction, q.id, text, q.golds, tau.reward, tau.failed)
+            )
         self.items = self.items[-self.capacity :]  # CHOICE-29
 
     def failures(self, rng: np.random.Generator, n: int, parent: int) -> list[Experience]:
@@ -186,7 +201,9 @@ class ReplayBuffer:
         latest step and the lowest reward come first.
         """  # CHOICE-14
         order = rng.permutation(len(self.items))
-        by_need = sorted((self.items[k] for k in order), key=lambda e: (e.instruction != parent, -e.t, e.reward))
+        by_need = sorted(
+            (self.items[k] for k in order), key=lambda e: (e.instruction != parent, -e.t, e.reward)
+        )
         chosen: dict[str, Experience] = {}
         for e in by_need:
             if e.failed and len(chosen) < n:
@@ -204,4 +221,6 @@ class ReplayBuffer:
         return {"items": [vars(e) for e in self.items]}  # as they are frozen
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.items = [Experience(**(row | {"golds": tuple(row["golds"])})) for row in state["items"]]
+        self.items = [
+            Experience(**(row | {"golds": tuple(row["golds"])})) for row in state["items"]
+        ]

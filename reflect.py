@@ -1,7 +1,7 @@
 """The LLM-based optimizer O: prompts, client, strict parsing (§3.2, App. E).
 
-Works with any OpenAI-compatible chat endpoint. A reply is never adopted whole: only complete `<ins_k>` blocks count, at
-most as many as were asked for, and every candidate has to pass `check`.
+Works with any OpenAI-compatible chat endpoint. A reply is never adopted whole: only complete
+`<ins_k>` blocks count, at most as many as were asked for, and every candidate has to pass `check`.
 """
 
 import contextlib
@@ -26,10 +26,13 @@ OPENAI = "https://api.openai.com/v1"
 MAX_REPLY = 200_000  # characters of a reply that are read and kept
 BLOCK = re.compile(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", re.S)
 QUESTION = re.compile(r"^\W*question\s*:", re.I | re.M)
-CONTROL = re.compile(r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk|(?:start|end)_of_turn)>|\[/?INST\]")
+CONTROL = re.compile(
+    r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk|(?:start|end)_of_turn)>|\[/?INST\]"
+)
 RESULT = re.compile(r"<information>(.*?)</information>", re.S)
 
-# App. E, word for word; {n} stands for its N. (The paraphrase prompt has "6" there, which is N_P - 1.)
+# App. E, word for word; {n} stands for its N. (The paraphrase prompt has "6" there, which is N_P -
+# 1.)
 PARAPHRASE = """<ins_0> {instruction} </ins_0>
 
 Improve the above prompt.
@@ -90,28 +93,37 @@ def paraphrase_prompt(instruction: str, n: int) -> str:
 
 
 def history_prompt(scored: Sequence[tuple[str, float]], n: int) -> str:
-    """Returns the prompt that asks for `n` candidates better than the `scored` ones: (instruction, mean reward)."""
+    """Returns the prompt that asks for `n` candidates better than the `scored` ones: (instruction,
+    mean reward)."""
     line = "<ins_{0}> {1} </ins_{0}>\n<score_{0}> {2:.0f} </score_{0}>"
     lines = [line.format(k, text, 100 * w) for k, (text, w) in enumerate(scored)]
     return HISTORY.format(history="\n".join(lines), n=n)
 
 
 def reflection_prompt(
-    instruction: str, failures: Sequence[tuple[str, tuple[str, ...]]], n: int, budget: int,
+    instruction: str,
+    failures: Sequence[tuple[str, tuple[str, ...]]],
+    n: int,
+    budget: int,
     observations: Sequence[str] = ("information",),
-) -> str:  # fmt: skip
-    """Returns the prompt that asks for `n` candidates after `failures`: pairs of (question and response, golds).
+) -> str:
+    """Returns the prompt that asks for `n` candidates after `failures`: pairs of (question and
+    response, golds).
 
-    Each failure is cut to an equal share of `budget` tokens; `observations`: tags of what can be cut first.
+    Each failure is cut to an equal share of `budget` tokens; `observations`: tags of what can be
+    cut first.
     """
     shown = "\n".join(format_examples(failures, budget, observations))
     return REFLECTION.format(instruction=instruction, examples=shown, n=n)
 
 
 def format_examples(
-    failures: Sequence[tuple[str, tuple[str, ...]]], budget: int, observations: Sequence[str] = ("information",)
+    failures: Sequence[tuple[str, tuple[str, ...]]],
+    budget: int,
+    observations: Sequence[str] = ("information",),
 ) -> list[str]:
-    """Returns failures, (question and response, golds), as they stand in a prompt, in `budget` tokens together."""
+    """Returns failures, (question and response, golds), as they stand in a prompt, in `budget`
+    tokens together."""
     count, _ = make_token_counter()
     share = budget // max(1, len(failures))  # CHOICE-30
     return [
@@ -123,12 +135,15 @@ def format_examples(
 
 
 def shorten(
-    text: str, budget: int, count: Callable[[str], int], observations: Sequence[str] = ("information",)
+    text: str,
+    budget: int,
+    count: Callable[[str], int],
+    observations: Sequence[str] = ("information",),
 ) -> str:
     """Returns a failure cut to about `budget` tokens, by `count`.
 
-    It cuts the middle of each observation first, whose tags are named, then the middle of the text: the question, the
-    actions and the end of the trajectory stay as long as possible.
+    It cuts the middle of each observation first, whose tags are named, then the middle of the text:
+    the question, the actions and the end of the trajectory stay as long as possible.
     """
     tags = "|".join(map(re.escape, observations))
     for keep in (2000, 1000, 500, 250, 100, 40, 0) if tags else ():
@@ -142,7 +157,9 @@ def shorten(
 
 
 def cut_middle(text: str, keep: int) -> str:
-    return text if len(text) <= keep else f"{text[: keep // 2]} [...] {text[len(text) - keep // 2 :]}"
+    return (
+        text if len(text) <= keep else f"{text[: keep // 2]} [...] {text[len(text) - keep // 2 :]}"
+    )
 
 
 def parse(reply: str) -> list[str]:
@@ -154,10 +171,16 @@ def parse(reply: str) -> list[str]:
 
 
 def read_candidates(
-    reply: str, parent: str, used: set[str], golds: Sequence[str], max_tokens: int, n: int,
+    reply: str,
+    parent: str,
+    used: set[str],
+    golds: Sequence[str],
+    max_tokens: int,
+    n: int,
     unfit: Callable[[str, str], str],
-) -> tuple[dict[int, str], list[dict[str, Any]]]:  # fmt: skip
-    """Returns the first `n` of a reply's candidates that pass `check`, {k: text}, and the others, {"k", "reason"}.
+) -> tuple[dict[int, str], list[dict[str, Any]]]:
+    """Returns the first `n` of a reply's candidates that pass `check`, {k: text}, and the others,
+    {"k", "reason"}.
 
     k counts the reply's blocks from 1. Adds the accepted texts, normalized, to `used`.
     """
@@ -165,7 +188,9 @@ def read_candidates(
     rejected: list[dict[str, Any]] = []
     for k, text in enumerate(parse(reply), 1):
         if len(accepted) == n:
-            rejected.append({"k": k, "reason": f"{n} were asked for: neither this nor any after it is read"})
+            rejected.append(
+                {"k": k, "reason": f"{n} were asked for: neither this nor any after it is read"}
+            )
             break
         if reason := check(text, parent, used, golds, max_tokens, unfit):
             rejected.append({"k": k, "reason": reason})
@@ -176,12 +201,18 @@ def read_candidates(
 
 
 def check(
-    candidate: str, parent: str, used: set[str], golds: Iterable[str], max_tokens: int, unfit: Callable[[str, str], str]
+    candidate: str,
+    parent: str,
+    used: set[str],
+    golds: Iterable[str],
+    max_tokens: int,
+    unfit: Callable[[str, str], str],
 ) -> str:
-    """Returns why a candidate cannot join, or ""; `used` holds the normalized texts of the instructions in use.
+    """Returns why a candidate cannot join, or ""; `used` holds the normalized texts of the
+    instructions in use.
 
-    `unfit` knows what it must keep of its parent so that the policy can act. Everything else may change: other tags,
-    another example of an answer, other words.
+    `unfit` knows what it must keep of its parent so that the policy can act. Everything else may
+    change: other tags, another example of an answer, other words.
     """
     words, text = normalize(candidate), candidate.replace("\r\n", "\n")
     if not words:
@@ -198,22 +229,28 @@ def check(
         return f"holds the control token {new[0]}"
     if len(QUESTION.findall(plain(candidate))) > len(QUESTION.findall(plain(parent))):
         return "asks a question of its own"
-    if any(len(normalize(result).split()) > 5 for result in {*RESULT.findall(candidate)} - {*RESULT.findall(parent)}):
+    if any(
+        len(normalize(result).split()) > 5
+        for result in {*RESULT.findall(candidate)} - {*RESULT.findall(parent)}
+    ):
         return "holds a search result of its own"
-    for gold in golds:  # one that the parent names already ("Beijing" in Search-R1's instruction) is no new leak
+    # one that the parent names already ("Beijing" in Search-R1's instruction) is no new leak
+    for gold in golds:
         if _mentions(candidate, gold) and not _mentions(parent, gold):
             return f"contains the gold answer {gold!r}"
     return ""
 
 
 def _mentions(text: str, answer: str) -> bool:
-    """Returns whether a text has an answer's words in a row; short ones ("a", "yes", "two") are in any prompt."""
+    """Returns whether a text has an answer's words in a row; short ones ("a", "yes", "two") are in
+    any prompt."""
     words = normalize(answer)
     return len(words) > (3 if words.isascii() else 2) and f" {words} " in f" {normalize(text)} "
 
 
 def normalize(text: str) -> str:
-    """Returns a text's words in lower case, without punctuation; candidates with the same words are duplicates."""
+    """Returns a text's words in lower case, without punctuation; candidates with the same words are
+    duplicates."""
     return " ".join(split_words(plain(text)))
 
 
@@ -235,17 +272,26 @@ class Call:
 class Optimizer:
     """Client of an OpenAI-compatible chat endpoint; plumbing/client.py says what it retries.
 
-    `url` is the base, as in OPENAI_BASE_URL. `paid` maps keys to the calls that an earlier process of this run has
-    logged (`read_paid_calls`): they are not paid for again. After `max_tokens`, including theirs, no more are made;
-    0: no limit.
+    `url` is the base, as in OPENAI_BASE_URL. `paid` maps keys to the calls that an earlier process
+    of this run has logged (`read_paid_calls`): they are not paid for again. After `max_tokens`,
+    including theirs, no more are made; 0: no limit.
     """
 
     def __init__(
-        self, url: str, model: str, api_key: str = "", timeout: float = 300, retries: int = 4,
-        paid: dict[str, Call] | None = None, revive: Callable[[], str] = lambda: "", max_tokens: int = 0,
-    ):  # fmt: skip
+        self,
+        url: str,
+        model: str,
+        api_key: str = "",
+        timeout: float = 300,
+        retries: int = 4,
+        paid: dict[str, Call] | None = None,
+        revive: Callable[[], str] = lambda: "",
+        max_tokens: int = 0,
+    ):
         self.url, self.model, self.paid, self.max_tokens = url, model, paid or {}, max_tokens
-        self.tokens = sum(call.prompt_tokens + call.completion_tokens for call in self.paid.values())
+        self.tokens = sum(
+            call.prompt_tokens + call.completion_tokens for call in self.paid.values()
+        )
 
         def before_retry() -> str:
             self.check_budget()
@@ -256,7 +302,9 @@ class Optimizer:
     def check_budget(self) -> None:
         """Raises OptimizerDown if `max_tokens` are used up."""
         if self.max_tokens and self.tokens >= self.max_tokens:
-            raise OptimizerDown(f"--max_optimizer_tokens {self.max_tokens} is used up: {self.tokens} tokens")
+            raise OptimizerDown(
+                f"--max_optimizer_tokens {self.max_tokens} is used up: {self.tokens} tokens"
+            )
 
     def ask(self, prompt: str, when: str) -> Call:
         """Returns the call with its reply. `when` tells calls with the same prompt apart.
@@ -271,7 +319,8 @@ class Optimizer:
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
 
         def read(answer: Any) -> Reply:
-            for k, tokens in enumerate(usage_of(answer)):  # every try's, before anything can be wrong with it
+            # every try's, before anything can be wrong with it
+            for k, tokens in enumerate(usage_of(answer)):
                 billed[k] += tokens
                 self.tokens += tokens
             return read_reply(answer)
@@ -301,19 +350,22 @@ class Optimizer:
 
 
 def read_paid_calls(rows: Iterable[Any]) -> dict[str, Call]:
-    """Returns the calls that an earlier process of this run has paid for, by key, from rows of reflections.jsonl."""
+    """Returns the calls that an earlier process of this run has paid for, by key, from rows of
+    reflections.jsonl."""
     from pydantic import TypeAdapter  # here: few runs are resumed
 
     read, paid = TypeAdapter(Call).validate_python, {}
     for row in rows:
-        with contextlib.suppress(LookupError, TypeError, ValueError):  # a damaged row is as good as absent
+        # a damaged row is as good as absent
+        with contextlib.suppress(LookupError, TypeError, ValueError):
             call = read(row["call"])
             paid[call.key] = call
     return paid
 
 
 def find_endpoint(cfg: Config) -> tuple[str, str]:
-    """Returns URL and key of the optimizer: OPENAI_BASE_URL's, else OpenAI's; both "" if the run calls neither.
+    """Returns URL and key of the optimizer: OPENAI_BASE_URL's, else OpenAI's; both "" if the run
+    calls neither.
 
     Raises Fault if none can be called.
     """
@@ -329,16 +381,19 @@ def find_endpoint(cfg: Config) -> tuple[str, str]:
     return url or OPENAI, key
 
 
-def connect(
-    cfg: Config, serve: Callable[..., str], rows: Iterable[Any]
-) -> Optimizer | None:
-    """Returns the client of `find_endpoint`, or of the world's scripted optimizer; None in mode static.
+def connect(cfg: Config, serve: Callable[..., str], rows: Iterable[Any]) -> Optimizer | None:
+    """Returns the client of `find_endpoint`, or of the world's scripted optimizer; None in mode
+    static.
 
-    `serve` runs a program as a server; `rows`: of reflections.jsonl, whose calls have been paid for.
+    `serve` runs a program as a server; `rows`: of reflections.jsonl, whose calls have been paid
+    for.
     """
     if not evolves(cfg):
         return None
-    knobs: dict[str, Any] = {"retries": cfg.optimizer_retries, "max_tokens": cfg.max_optimizer_tokens}
+    knobs: dict[str, Any] = {
+        "retries": cfg.optimizer_retries,
+        "max_tokens": cfg.max_optimizer_tokens,
+    }
     knobs["paid"] = read_paid_calls(rows)
     if scripted(cfg):
         control = ["--guess"] if cfg.optimizer_model == "guessing" else []
@@ -355,4 +410,6 @@ def describe(optimizer: Optimizer | None) -> str:
     """Returns the optimizer in words."""
     if not optimizer:
         return "none"
-    return f"{optimizer.model} at {without_secrets(optimizer.url)} (tokens: {make_token_counter()[1]})"
+    return (
+        f"{optimizer.model} at {without_secrets(optimizer.url)} (tokens: {make_token_counter()[1]})"
+    )

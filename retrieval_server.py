@@ -1,4 +1,5 @@
-"""A search server over a passage file, with Search-R1's wire format: BM25, or a dense encoder under FAISS.
+"""A search server over a passage file, with Search-R1's wire format: BM25, or a dense encoder under
+FAISS.
 
     python retrieval_server.py --corpus corpus.jsonl                            BM25, built at startup
     python retrieval_server.py --corpus wiki.jsonl --index wiki-e5              an index of `python -m retrieval.build`
@@ -10,8 +11,9 @@
                  -> {"result": [[{"document": {"id": "7", "contents": "\\"Title\\"\\ntext"}, "score": 2.5}]]}
     GET  /health -> {"status": "ok", "passages": 1000, "index": "bm25", "corpus": "a digest of its passages", ...}
 
-Without scores each hit is the document itself. /health also counts queries received and waiting, and batches. The page
-/docs documents the calls and their limits. Concurrent requests are searched together, off the event loop.
+Without scores each hit is the document itself. /health also counts queries received and waiting,
+and batches. The page /docs documents the calls and their limits. Concurrent requests are searched
+together, off the event loop.
 """
 
 import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
@@ -45,7 +47,9 @@ Answer = list[dict]  # {"document", "score"}, best first
 
 
 class Search(BaseModel):
-    queries: list[str] = Field(max_length=MAX_QUERIES, description=f"the first {MAX_QUERY} characters of each count")
+    queries: list[str] = Field(
+        max_length=MAX_QUERIES, description=f"the first {MAX_QUERY} characters of each count"
+    )
     topk: int | None = Field(None, ge=1, le=MAX_TOPK, description="the server's --topk if null")
     return_scores: bool = False
 
@@ -53,9 +57,9 @@ class Search(BaseModel):
 class Batcher:
     """Queries of concurrent requests -> batches for one searching thread -> answers.
 
-    A batch leaves when the thread is free and `max_batch` queries wait, or MAX_WAIT after the first of them. Answers,
-    including those still awaited, stay in an LRU cache of `cache` queries, which are not searched again.
-    `answer(keys)` runs in the thread, everything else on the event loop.
+    A batch leaves when the thread is free and `max_batch` queries wait, or MAX_WAIT after the first
+    of them. Answers, including those still awaited, stay in an LRU cache of `cache` queries, which
+    are not searched again. `answer(keys)` runs in the thread, everything else on the event loop.
     """
 
     def __init__(self, answer, max_batch: int, cache: int):
@@ -71,7 +75,8 @@ class Batcher:
         self.queries += len(keys)
         answers = [self._enqueue(key) for key in keys]
         if answers:
-            await asyncio.wait(answers)  # awaiting each would, when one request is abandoned, cancel it for others
+            # awaiting each would, when one request is abandoned, cancel it for others
+            await asyncio.wait(answers)
         return [answer.result() for answer in answers]
 
     def _enqueue(self, key: Key) -> asyncio.Future[Answer]:
@@ -94,11 +99,14 @@ class Batcher:
                     future.set_result(answers[key])
                     if key[1] > MAX_KEPT:
                         self._answers.pop(key, None)
-            except Exception as e:  # the encoder, FAISS or a row: these requests fail, the server continues
+            except (
+                Exception
+            ) as e:  # the encoder, FAISS or a row: these requests fail, the server continues
                 for key, future in batch:
                     self._answers.pop(key, None)
                     future.set_exception(e)
-                    future.exception()  # asyncio logs one that nobody has looked at: a request may be gone
+                    # asyncio logs one that nobody has looked at: a request may be gone
+                    future.exception()
 
 
 def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256, cache: int = 4096) -> FastAPI:
@@ -106,10 +114,13 @@ def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256, cache: int 
 
     def answer(keys: list[Key]) -> dict[Key, Answer]:
         answers = {}
-        for k in {k for _, k in keys}:  # one search per topk, so that an answer does not depend on its batch
+        # one search per topk, so that an answer does not depend on its batch
+        for k in {k for _, k in keys}:
             queries = list(dict.fromkeys(query for query, query_k in keys if query_k == k))
             for query, hits in zip(queries, index.search(queries, k), strict=True):
-                answers[query, k] = [{"document": corpus[row], "score": score} for row, score in hits]
+                answers[query, k] = [
+                    {"document": corpus[row], "score": score} for row, score in hits
+                ]
         return answers
 
     batcher = Batcher(answer, max_batch, cache)
@@ -117,15 +128,19 @@ def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256, cache: int 
 
     @app.exception_handler(RequestValidationError)
     async def refuse(_: Request, e: RequestValidationError) -> JSONResponse:
-        reasons = [{"loc": error["loc"], "msg": error["msg"]} for error in e.errors()]  # without what was sent
+        # without what was sent
+        reasons = [{"loc": error["loc"], "msg": error["msg"]} for error in e.errors()]
         return JSONResponse({"detail": reasons}, 422)
 
     @app.post("/retrieve")
     async def retrieve(search: Search) -> JSONResponse:
-        """Finds the best passages of each query; with BM25 a query without a known word finds none."""
+        """Finds the best passages of each query; with BM25 a query without a known word finds
+        none."""
         k = search.topk or topk
         if len(search.queries) * k > MAX_HITS:
-            raise HTTPException(422, f"queries x topk are more than {MAX_HITS:,}; send fewer at once")
+            raise HTTPException(
+                422, f"queries x topk are more than {MAX_HITS:,}; send fewer at once"
+            )
         try:
             keys = [(clean(query[:MAX_QUERY]), k) for query in search.queries]
             answers = await batcher.ask(keys)
@@ -137,26 +152,53 @@ def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256, cache: int 
 
     @app.get("/health")
     async def health() -> dict[str, str | int]:
-        about = {"status": "ok", "passages": len(corpus), "index": index.name, "corpus": corpus.digest}
+        about = {
+            "status": "ok",
+            "passages": len(corpus),
+            "index": index.name,
+            "corpus": corpus.digest,
+        }
         return about | {
-            "queries": batcher.queries, "batches": batcher.batches, "waiting": batcher.waiting.qsize()
-        }  # fmt: skip
+            "queries": batcher.queries,
+            "batches": batcher.batches,
+            "waiting": batcher.waiting.qsize(),
+        }
 
     return app
 
 
 def main() -> None:
-    """Serves the corpus that the command line names, until interrupted; raises Fault if it cannot."""
+    """Serves the corpus that the command line names, until interrupted; raises Fault if it
+    cannot."""
     # Without a usage text an error is one line.
-    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--corpus", required=True, help='JSONL: {"id", "contents"} or {"id", "title", "text"} a line')
+    add(
+        "--corpus",
+        required=True,
+        help='JSONL: {"id", "contents"} or {"id", "title", "text"} a line',
+    )
     add("--index", default="", help="directory made by retrieval/build.py, or a FAISS file (BM25)")
-    add("--encoder", default="", help="model of a FAISS file from elsewhere, or the new place of an index's model")
-    add("--family", default="", choices=["", "e5", "bge", "plain"], help="its prefixes and pooling (from its name)")
+    add(
+        "--encoder",
+        default="",
+        help="model of a FAISS file from elsewhere, or the new place of an index's model",
+    )
+    add(
+        "--family",
+        default="",
+        choices=["", "e5", "bge", "plain"],
+        help="its prefixes and pooling (from its name)",
+    )
     add("--device", default="", help="of the encoder: cpu, cuda, cuda:1 (a GPU if there is one)")
-    add("--shard_gpus", action="store_true", help="split the FAISS index over the visible GPUs, fp16")
+    add(
+        "--shard_gpus",
+        action="store_true",
+        help="split the FAISS index over the visible GPUs, fp16",
+    )
     add("--nprobe", type=int, default=64, help="cells of an IVF index that a query visits (64)")
     add("--ef", type=int, default=128, help="search width in an HNSW graph (128)")
     add("--host", default="127.0.0.1", help="address to bind (127.0.0.1: this machine only)")
@@ -170,8 +212,11 @@ def main() -> None:
         if not 1 <= getattr(args, name) <= most:
             parser.error(f"argument --{name}: {getattr(args, name)} is not from 1 to {most}")
     if args.encoder and not args.index:
-        parser.error("argument --encoder: BM25 has none; give the --index of its vectors (made by retrieval/build.py)")
-    sock = listen(args.host, args.port)  # before the corpus is read, so that a port in use is reported at once
+        parser.error(
+            "argument --encoder: BM25 has none; give the --index of its vectors (made by retrieval/build.py)"
+        )
+    # before the corpus is read, so that a port in use is reported at once
+    sock = listen(args.host, args.port)
     corpus = Corpus(args.corpus)
     if args.index:
         index = open_index(args.index, corpus, args.encoder, args.family, args.device)

@@ -1,10 +1,12 @@
 """Instruction + question -> trajectory: the multi-turn loop with tools (§2.1, Alg.1 L6).
 
-Tokens in, tokens out: a trajectory keeps the ids and log-probabilities that the engine sampled. Text is decoded only
-to find a call or an answer in it and is never encoded again, so the trainer scores exactly what was sampled.
+Tokens in, tokens out: a trajectory keeps the ids and log-probabilities that the engine sampled.
+Text is decoded only to find a call or an answer in it and is never encoded again, so the trainer
+scores exactly what was sampled.
 
-Turns do not wait for each other: a tool is called when its turn ends, and the next turn starts when the result is
-back, while other rows generate. Only an engine in `lockstep` waits for all results, which makes its runs repeatable.
+Turns do not wait for each other: a tool is called when its turn ends, and the next turn starts when
+the result is back, while other rows generate. Only an engine in `lockstep` waits for all results,
+which makes its runs repeatable.
 """
 
 from __future__ import annotations
@@ -28,13 +30,16 @@ def spread(n: int, k: int) -> list[int]:
     return [j * n // k for j in range(k)] if k < n else list(range(n))
 
 
-def encode_prompt(tokenizer: Tokenizer, task: Task, instruction: str, question: Question) -> list[int]:
+def encode_prompt(
+    tokenizer: Tokenizer, task: Task, instruction: str, question: Question
+) -> list[int]:
     """Returns the ids of the task's prompt in the chat template."""
     return task.format(tokenizer, task).prompt(instruction, question)
 
 
 class Episode:
-    """A trajectory while it is played: the policy acts, a tool may be called, and the policy reads the result."""
+    """A trajectory while it is played: the policy acts, a tool may be called, and the policy reads
+    the result."""
 
     action: Action  # in the last turn
     call: Future[list[str]] | None = None  # to wait for, before the next turn
@@ -42,7 +47,14 @@ class Episode:
     def __init__(self, task: Task, form: Tags, job: Job, prompt: list[int], cfg: RolloutKnobs):
         self.form, self.cfg = form, cfg
         self.max_turns = cfg.max_turns if task.tools else 0  # without tools only the turn to answer
-        self.tau = Trajectory(job.instruction, job.question, job.group, [], len(prompt), state=task.reset(job.question))
+        self.tau = Trajectory(
+            job.instruction,
+            job.question,
+            job.group,
+            [],
+            len(prompt),
+            state=task.reset(job.question),
+        )
         self.read(prompt)
 
     @property
@@ -50,7 +62,8 @@ class Episode:
         return bool(self.tau.stop) and not self.call
 
     def act(self, ids: list[int], logps: list[float], stop: str) -> None:
-        """Adds a sampled turn: an answer ends the episode, a call is made, anything else gets a message.
+        """Adds a sampled turn: an answer ends the episode, a call is made, anything else gets a
+        message.
 
         `stop`: why the engine takes no more of it.
         """
@@ -143,7 +156,8 @@ def play(
             episodes[k].act(ids, logps, stop)
             settle(k)
         calls = [e.call for e in playing.values() if e.call]
-        # With all results back the next batch is independent of timing. Any other engine waits only if it has no row.
+        # With all results back the next batch is independent of timing. Any other engine waits only
+        # if it has no row.
         if engine.lockstep or len(calls) == len(playing):
             wait(calls, return_when=ALL_COMPLETED if engine.lockstep else FIRST_COMPLETED)
         for k in [k for k, e in playing.items() if e.call and e.call.done()]:

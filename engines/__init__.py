@@ -1,4 +1,5 @@
-"""Tokens in, tokens out: the protocol between the agent loop and whatever samples from the policy."""
+"""Tokens in, tokens out: the protocol between the agent loop and whatever samples from the
+policy."""
 
 from __future__ import annotations
 
@@ -21,28 +22,35 @@ class FinishedTurn(NamedTuple):
 class Engine(Protocol):
     """Samples turns from the policy.
 
-    A row is one trajectory in the making, named by a key of the caller's choice; `begin` starts a batch of rows, and
-    each `generate` starts further turns in it. All contexts and turns are token ids. Errors are EngineFault.
+    A row is one trajectory in the making, named by a key of the caller's choice; `begin` starts a
+    batch of rows, and each `generate` starts further turns in it. All contexts and turns are token
+    ids. Errors are EngineFault.
     """
 
     max_rows: int  # rows that one batch may hold
-    lockstep: bool  # samples depend on which rows are generated together: start all turns of a round in one call
+    # samples depend on which rows are generated together: start all turns of a round in one call
+    lockstep: bool
 
     def begin(self, seed: int) -> None:
         """Forgets all rows, even unfinished ones, and seeds the samples that follow."""
 
-    def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
-        """Starts a turn for every row in `contexts` (key -> its whole context) and yields turns as they finish.
+    def generate(
+        self, contexts: dict[int, list[int]], max_new: int, temperature: float
+    ) -> Iterator[FinishedTurn]:
+        """Starts a turn for every row in `contexts` (key -> its whole context) and yields turns as
+        they finish.
 
-        A turn finishes with a stop string (which stays in it), with one of `turn_ends`, or after `max_new` tokens.
-        A lockstep engine yields all turns before the iterator ends, and forgets rows that `contexts` leaves out. Any
-        other engine generates a little, yields the turns that have finished, possibly none, and continues on the next
-        call, for which `contexts` may be empty. The cached part of a context is not recomputed. Temperature 0 is
-        greedy, with log-probabilities at temperature 1.
+        A turn finishes with a stop string (which stays in it), with one of `turn_ends`, or after
+        `max_new` tokens. A lockstep engine yields all turns before the iterator ends, and forgets
+        rows that `contexts` leaves out. Any other engine generates a little, yields the turns that
+        have finished, possibly none, and continues on the next call, for which `contexts` may be
+        empty. The cached part of a context is not recomputed. Temperature 0 is greedy, with
+        log-probabilities at temperature 1.
         """
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replaces all weights by (Hugging Face name, whole tensor) pairs, consumed one at a time; forgets all rows.
+        """Replaces all weights by (Hugging Face name, whole tensor) pairs, consumed one at a time;
+        forgets all rows.
 
         Under torchrun, all ranks call this together.
         """

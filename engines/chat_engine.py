@@ -1,9 +1,11 @@
-"""A model behind any OpenAI-compatible chat endpoint, as an Engine: for evaluations, never for training.
+"""A model behind any OpenAI-compatible chat endpoint, as an Engine: for evaluations, never for
+training.
 
-Its weights and its tokens are elsewhere. Texts are therefore cut into words, which take the place of token ids, so a
-limit in tokens is one in words here. A row is a conversation: the prompt is the user's first message, a turn
-is the assistant's, and an observation is the user's next one. A policy that was trained here saw its observations
-inside its own message, so evaluate it from its directory.
+Its weights and its tokens are elsewhere. Texts are therefore cut into words, which take the place
+of token ids, so a limit in tokens is one in words here. A row is a conversation: the prompt is the
+user's first message, a turn is the assistant's, and an observation is the user's next one. A policy
+that was trained here saw its observations inside its own message, so evaluate it from its
+directory.
 """
 
 import re
@@ -21,7 +23,8 @@ from plumbing.replies import Reply, read_reply
 
 
 class Words:
-    """A tokenizer without a model: a token is a word with the white space before it, and texts come back whole."""
+    """A tokenizer without a model: a token is a word with the white space before it, and texts come
+    back whole."""
 
     eos_token_id = -1
     all_special_tokens: tuple[str, ...] = ()
@@ -34,22 +37,32 @@ class Words:
         return "".join(ids)
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> str:
-        """Returns the messages as they are, which the server's template gets as the user's first one."""
+        """Returns the messages as they are, which the server's template gets as the user's first
+        one."""
         return "\n\n".join(message["content"] for message in messages)
 
 
 class ChatEngine:
-    """An Engine that asks `url`/chat/completions, a request a turn; its samples depend on the server alone.
+    """An Engine that asks `url`/chat/completions, a request a turn; its samples depend on the
+    server alone.
 
-    Raises Fault if the server has no model `name` ("": the only one it has), EngineFault when it stops answering.
+    Raises Fault if the server has no model `name` ("": the only one it has), EngineFault when it
+    stops answering.
     """
 
     max_rows = sys.maxsize
     lockstep = False
 
     def __init__(
-        self, url: str, name: str, tokenizer: Words, stop: tuple[str, ...], *, api_key: str = "", retries: int = 4
-    ):  # fmt: skip
+        self,
+        url: str,
+        name: str,
+        tokenizer: Words,
+        stop: tuple[str, ...],
+        *,
+        api_key: str = "",
+        retries: int = 4,
+    ):
         self.url, self.tokenizer, self.stop = without_secrets(url), tokenizer, stop
         self.client = Client([url], 300, retries, api_key)
         self.name = self.choose(name)
@@ -57,13 +70,21 @@ class ChatEngine:
         self.begin(0)
 
     def choose(self, name: str) -> str:
-        """Returns the model to ask. Raises Fault if the server has another one; some list nothing, or other names."""
+        """Returns the model to ask. Raises Fault if the server has another one; some list nothing,
+        or other names."""
         try:
-            served = self.client.ask("/models", None, lambda answer: [str(row["id"]) for row in answer["data"]], 0)
+            served = self.client.ask(
+                "/models", None, lambda answer: [str(row["id"]) for row in answer["data"]], 0
+            )
             remedy = f"not {name}" if name else "choose one"
-            fault = f"--served_model: {self.url} has {', '.join(served[:5]) or 'no model'}: {remedy}"
+            fault = (
+                f"--served_model: {self.url} has {', '.join(served[:5]) or 'no model'}: {remedy}"
+            )
         except RequestFailed as e:
-            served, fault = [], f"{e}; start the server, or check the URL (it ends in /v1 as a rule)"
+            served, fault = (
+                [],
+                f"{e}; start the server, or check the URL (it ends in /v1 as a rule)",
+            )
         if not name and len(served) == 1:
             return served[0]
         if name not in served and not (name and self.serves({"model": name})):
@@ -76,8 +97,11 @@ class ChatEngine:
         self.messages: dict[int, list[dict[str, str]]] = {}  # by row
         self.sent: dict[int, int] = {}  # words of a row's context that are in its messages
 
-    def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
-        """As Engine, with 0 for every log-probability; a call waits up to 5 ms for a turn to finish."""
+    def generate(
+        self, contexts: dict[int, list[int]], max_new: int, temperature: float
+    ) -> Iterator[FinishedTurn]:
+        """As Engine, with 0 for every log-probability; a call waits up to 5 ms for a turn to
+        finish."""
         for key, ids in contexts.items():
             messages = self.messages.setdefault(key, [])
             content = self.tokenizer.decode(ids[self.sent.get(key, 0) :]).strip()
@@ -97,7 +121,8 @@ class ChatEngine:
             yield turn
 
     def ask(self, key: int, body: dict[str, Any]) -> FinishedTurn:
-        """Returns the server's turn, the last one if it refuses this conversation alone; raises EngineFault."""
+        """Returns the server's turn, the last one if it refuses this conversation alone; raises
+        EngineFault."""
         try:
             reply = self.client.chat(body, read_reply)
             stop = "refused" * reply.refused
@@ -111,7 +136,9 @@ class ChatEngine:
     def serves(self, body: dict[str, Any]) -> bool:
         """Returns whether the server answers a greeting."""
         try:
-            self.client.chat(body | {"messages": [{"role": "user", "content": "Hi"}]}, read_reply, 0)
+            self.client.chat(
+                body | {"messages": [{"role": "user", "content": "Hi"}]}, read_reply, 0
+            )
         except RequestFailed:
             return False
         return True
@@ -125,13 +152,19 @@ class ChatEngine:
             head, found, _ = text.partition(end)
             text = head + found
         for end in self.stop:
-            begin = end.replace("</", "<", 1) if end.startswith("</") else end.replace("end", "begin", 1)
+            begin = (
+                end.replace("</", "<", 1)
+                if end.startswith("</")
+                else end.replace("end", "begin", 1)
+            )
             if begin != end and text.count(begin) > text.count(end):
                 return text + end
         return text
 
     def load(self, weights: object) -> None:
-        raise EngineFault(f"{self.url}: weights cannot be sent to a chat endpoint; train with another engine")
+        raise EngineFault(
+            f"{self.url}: weights cannot be sent to a chat endpoint; train with another engine"
+        )
 
     def sleep(self) -> None:
         """Does nothing: the server has its own device."""

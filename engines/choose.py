@@ -27,11 +27,14 @@ def without_cuda() -> str:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as e:  # of an old driver it names the version
         reason = first_line(e)
-    return f"torch {torch.__version__} for CUDA {torch.version.cuda} finds no CUDA device ({reason})"
+    return (
+        f"torch {torch.__version__} for CUDA {torch.version.cuda} finds no CUDA device ({reason})"
+    )
 
 
 def explain_too_old(device: str) -> str:
-    """Says why a GPU cannot compute in bfloat16; "" if it can. (torch's is_bf16_supported also counts emulation.)"""
+    """Says why a GPU cannot compute in bfloat16; "" if it can. (torch's is_bf16_supported also
+    counts emulation.)"""
     major, minor = torch.cuda.get_device_capability() if device == "cuda" else (8, 0)
     return f"this GPU's compute capability is {major}.{minor}, 8.0 is needed" if major < 8 else ""
 
@@ -39,9 +42,9 @@ def explain_too_old(device: str) -> str:
 def dtype_of(cfg: Config, device: str) -> str:
     """Returns "bfloat16" or "float32", in which blocks are computed.
 
-    GPUs compute in bfloat16 unless they are too old for it. CPUs with AMX multiply bfloat16 several times as fast as
-    float32, AMD's with AVX512-BF16 twice as fast; Intel's with AVX512-BF16 alone are slower at it (LOG.md,
-    2026-11-23 and 2026-11-24).
+    GPUs compute in bfloat16 unless they are too old for it. CPUs with AMX multiply bfloat16 several
+    times as fast as float32, AMD's with AVX512-BF16 twice as fast; Intel's with AVX512-BF16 alone
+    are slower at it (LOG.md, 2026-11-23 and 2026-11-24).
     """
     if cfg.dtype == "bfloat16" and (why := explain_too_old(device)):
         raise Fault(f"--dtype bfloat16: {why}; leave it out")
@@ -50,7 +53,11 @@ def dtype_of(cfg: Config, device: str) -> str:
     cpu = torch.cpu.get_capabilities()
     amd = str(cpu.get("cpu_name", "")).startswith("AMD")
     fast = cpu.get("amx_bf16", False) or (amd and cpu.get("avx512_bf16", False))
-    return "bfloat16" if fast and load_config(cfg.model).get_text_config().hidden_size >= NARROW else "float32"
+    return (
+        "bfloat16"
+        if fast and load_config(cfg.model).get_text_config().hidden_size >= NARROW
+        else "float32"
+    )
 
 
 def choose_engine(cfg: EngineKnobs, device: str) -> tuple[str, str]:
@@ -61,7 +68,8 @@ def choose_engine(cfg: EngineKnobs, device: str) -> tuple[str, str]:
         return "torch", "no GPU"
     if cfg.engine == "auto" and not vllm_version():
         return "torch", "vllm is not installed"
-    if why := explain_too_old(device):  # vLLM would sample in float16, which is not what the trainer computes
+    # vLLM would sample in float16, which is not what the trainer computes
+    if why := explain_too_old(device):
         if cfg.engine == "vllm":
             raise Fault(f"--engine vllm: {why}; leave it out")
         return "torch", why

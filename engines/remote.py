@@ -9,7 +9,8 @@ from engines import FinishedTurn
 
 
 class RemoteTurns:
-    """Starts turns in a pool's threads and yields them as they finish; what an abandoned batch still gets is lost."""
+    """Starts turns in a pool's threads and yields them as they finish; what an abandoned batch
+    still gets is lost."""
 
     def __init__(self, pool: ThreadPoolExecutor):
         self.pool, self.running = pool, 0
@@ -20,7 +21,8 @@ class RemoteTurns:
         self.running += 1
 
     def finished(self) -> Iterator[FinishedTurn]:
-        """Yields the turns that have finished, waiting up to 5 ms for the first; raises what prevented one."""
+        """Yields the turns that have finished, waiting up to 5 ms for the first; raises what
+        prevented one."""
         wait = 0.005
         while self.running:
             try:

@@ -1,8 +1,9 @@
 """Generation with a KV cache in plain torch.
 
-`TorchEngine` runs any Hugging Face causal LM. It generates one turn for a batch of rows at a time; a finished row
-leaves the batch, and the keys and values of its context stay cached for its next turn. It can share the trainer's
-model, so that nothing has to be synchronized, and it is deterministic: the same calls return the same bits.
+`TorchEngine` runs any Hugging Face causal LM. It generates one turn for a batch of rows at a time;
+a finished row leaves the batch, and the keys and values of its context stay cached for its next
+turn. It can share the trainer's model, so that nothing has to be synchronized, and it is
+deterministic: the same calls return the same bits.
 """
 
 from collections.abc import Iterator
@@ -21,27 +22,33 @@ from plumbing.chat import turn_ends
 class RowCache:
     """Keys and values of contexts; implements transformers' Cache.
 
-    A row holds one context, each token in the column of its position. Or M contexts with the same prompt share a row:
-    the prompt stands once, and after it a token of each in turn, so that attention reads a prompt's keys only once.
+    A row holds one context, each token in the column of its position. Or M contexts with the same
+    prompt share a row: the prompt stands once, and after it a token of each in turn, so that
+    attention reads a prompt's keys only once.
     """
 
     def __init__(self, shared: torch.Tensor, M: int = 1, capacity: int = 1):
-        """shared: how many tokens the contexts of each row have in common, (B,), 0 where a row is one context's.
+        """shared: how many tokens the contexts of each row have in common, (B,), 0 where a row is
+        one context's.
 
         capacity: how many columns they will need.
         """
-        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> two of (B, heads, capacity, dim)
-        self.rows = self.columns = torch.empty(0)  # where the next `update` writes: (B, 1) and (B, T)
+        # layer -> two of (B, heads, capacity, dim)
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # where the next `update` writes: (B, 1) and (B, T)
+        self.rows = self.columns = torch.empty(0)
         self.width = 0  # columns in use
         self.M, self.shared = M, shared
         behind = torch.arange(capacity, device=shared.device) - shared[:, None, None]
         members = torch.arange(M, device=shared.device)[:, None]
-        self.own = (behind < 0) | (behind % M == members)  # (B, M, capacity): which columns each context reads
+        # (B, M, capacity): which columns each context reads
+        self.own = (behind < 0) | (behind % M == members)
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes (B, heads, T, dim) at `columns`; returns the columns in use, (B, heads, width, dim)."""
+        """Writes (B, heads, T, dim) at `columns`; returns the columns in use, (B, heads, width,
+        dim)."""
         if layer not in self.layers:
             B, heads, *_ = key.shape
             keys, values = (x.new_zeros(B, heads, self.width, x.shape[-1]) for x in (key, value))
@@ -55,12 +62,17 @@ class RowCache:
         return 0  # the model gets positions and mask explicitly
 
     def place(self, contexts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Returns the columns (n, T) of tokens at positions, (n, T) or (T,), of n contexts; m of row b is b M + m."""
+        """Returns the columns (n, T) of tokens at positions, (n, T) or (T,), of n contexts; m of
+        row b is b M + m."""
         shared = self.shared[contexts // self.M, None]
         behind = positions - shared
-        return torch.where(behind < 0, positions, shared + behind * self.M + contexts[:, None] % self.M)
+        return torch.where(
+            behind < 0, positions, shared + behind * self.M + contexts[:, None] % self.M
+        )
 
-    def copy(self, contexts: torch.Tensor, capacity: int, shared: torch.Tensor | None = None, M: int = 1) -> "RowCache":
+    def copy(
+        self, contexts: torch.Tensor, capacity: int, shared: torch.Tensor | None = None, M: int = 1
+    ) -> "RowCache":
         """Returns a cache with a row for each of these contexts; one may be named twice.
 
         With `shared` M contexts that begin with these tokens will share each row.
@@ -70,15 +82,19 @@ class RowCache:
 
         def gather(x: torch.Tensor) -> torch.Tensor:
             heads = torch.arange(x.shape[1], device=x.device)[:, None]
-            # Where x has no such column, its last: something finite, which will be written before it is read.
+            # Where x has no such column, its last: something finite, which will be written before
+            # it is read.
             return x[rows, heads, columns.clamp(max=x.shape[2] - 1)]
 
         other = RowCache(torch.zeros_like(contexts) if shared is None else shared, M, capacity)
-        other.layers = {i: (gather(keys), gather(values)) for i, (keys, values) in self.layers.items()}
+        other.layers = {
+            i: (gather(keys), gather(values)) for i, (keys, values) in self.layers.items()
+        }
         return other
 
     def write(self, contexts: torch.Tensor, other: "RowCache", positions: torch.Tensor) -> None:
-        """Copies the tokens at `positions` (n, T) of the n rows of another cache to these n contexts."""
+        """Copies the tokens at `positions` (n, T) of the n rows of another cache to these n
+        contexts."""
         rows, columns = (contexts // self.M)[:, None], self.place(contexts, positions)
         others = torch.arange(len(contexts), device=contexts.device)[:, None]
         for i, pair in self.layers.items():
@@ -99,11 +115,15 @@ class TorchEngine:
         self.device: torch.device = next(model.parameters()).device
         self.widen()
         self.scale = logit_scale(model.config)
-        # Only a token whose text contains the last character of a stop string can complete it: decode after those.
+        # Only a token whose text contains the last character of a stop string can complete it:
+        # decode after those.
         last = {s[-1] for s in stop}
-        texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))], skip_special_tokens=False)
+        texts = tokenizer.batch_decode(
+            [[i] for i in range(len(tokenizer))], skip_special_tokens=False
+        )
         self.may_stop = {i for i, text in enumerate(texts) if last & set(text)}
-        self.tail = 4 * max(map(len, stop), default=0)  # a character has at most 4 bytes, a token at least 1
+        # a character has at most 4 bytes, a token at least 1
+        self.tail = 4 * max(map(len, stop), default=0)
         self.begin(0)
 
     @torch.no_grad()
@@ -116,9 +136,11 @@ class TorchEngine:
         self.widen()
 
     def widen(self) -> None:
-        """Makes the head, whose logits are float32: rounded to bf16, log-probs would be off by 0.012 nat on average.
+        """Makes the head, whose logits are float32: rounded to bf16, log-probs would be off by
+        0.012 nat on average.
 
-        A GPU sums bf16 products in float32; elsewhere the weight itself is widened, here once and not for every token.
+        A GPU sums bf16 products in float32; elsewhere the weight itself is widened, here once and
+        not for every token.
         """
         weight = self.model.get_output_embeddings().weight.detach()
         self.head = partial(head_logits, weight=weight if weight.is_cuda else weight.float())
@@ -147,22 +169,30 @@ class TorchEngine:
         return any(s in text for s in self.stop)
 
     @torch.inference_mode()
-    def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
-        """As Engine: yields every turn before it ends, and forgets the rows that `contexts` leaves out."""
+    def generate(
+        self, contexts: dict[int, list[int]], max_new: int, temperature: float
+    ) -> Iterator[FinishedTurn]:
+        """As Engine: yields every turn before it ends, and forgets the rows that `contexts` leaves
+        out."""
         if not contexts:
             return
         training = self.model.training
         self.model.eval()
         h = self._prefill(contexts, max_new)  # (B, H)
-        cache, active = self.cache, list(range(len(self.keys)))  # active: the row at each position of the batch
+        # active: the row at each position of the batch
+        cache, active = self.cache, list(range(len(self.keys)))
         ids: list[list[int]] = [[] for _ in active]
         logps: list[list[float]] = [[] for _ in active]
-        lengths = starts = torch.tensor([len(contexts[key]) for key in self.keys], device=self.device)
+        lengths = starts = torch.tensor(
+            [len(contexts[key]) for key in self.keys], device=self.device
+        )
         capacity = int(lengths.max()) + max_new
         while True:
             sampled, logp = self._sample(h, temperature)
             unfinished = []  # positions in the batch
-            for b, (row, token, lp) in enumerate(zip(active, sampled.tolist(), logp.tolist(), strict=True)):
+            for b, (row, token, lp) in enumerate(
+                zip(active, sampled.tolist(), logp.tolist(), strict=True)
+            ):
                 if row < 0:
                     continue
                 ids[row].append(token)
@@ -175,29 +205,43 @@ class TorchEngine:
                     unfinished.append(b)
             if 2 * len(unfinished) <= len(active):
                 if cache is not self.cache:  # from which the next turn starts
-                    added = torch.arange(max(map(len, ids)) - 1, device=self.device)  # the last token is not in it yet
+                    # the last token is not in it yet
+                    added = torch.arange(max(map(len, ids)) - 1, device=self.device)
                     self.cache.write(self._rows, cache, starts[self._rows, None] + added)
                 if not unfinished:
                     break
                 keep = torch.tensor(unfinished, device=self.device)
                 cache = cache.copy(keep, capacity)
-                active, lengths, sampled = [active[b] for b in unfinished], lengths[keep], sampled[keep]
+                active, lengths, sampled = (
+                    [active[b] for b in unfinished],
+                    lengths[keep],
+                    sampled[keep],
+                )
                 self._rows = self._rows[keep]
-            h = self._forward(cache, sampled.view(-1, cache.M), lengths.view(-1, cache.M)).flatten(0, 1)
+            h = self._forward(cache, sampled.view(-1, cache.M), lengths.view(-1, cache.M)).flatten(
+                0, 1
+            )
             lengths = lengths + 1
         self.model.train(training)
 
     def _prefill(self, contexts: dict[int, list[int]], room: int) -> torch.Tensor:
-        """Caches the uncached part of every context; returns the last hidden state of each row, (B, H)."""
+        """Caches the uncached part of every context; returns the last hidden state of each row, (B,
+        H)."""
         keys = list(contexts)
         if not self.keys:  # a new batch: compute equal prompts (those of a group) once
             prompts = list(dict.fromkeys(map(tuple, contexts.values())))
-            of = torch.tensor([prompts.index(tuple(ids)) for ids in contexts.values()], device=self.device)
-            lengths, longest = torch.tensor(list(map(len, prompts)), device=self.device), max(map(len, prompts))
+            of = torch.tensor(
+                [prompts.index(tuple(ids)) for ids in contexts.values()], device=self.device
+            )
+            lengths, longest = (
+                torch.tensor(list(map(len, prompts)), device=self.device),
+                max(map(len, prompts)),
+            )
             self.cache = RowCache(torch.zeros_like(lengths))
             h = self._extend([0] * len(prompts), list(map(list, prompts)))[of]
             M = len(of) // len(prompts)
-            # Groups of one size, one after the other, share a prompt's row, unless what they add may be longer.
+            # Groups of one size, one after the other, share a prompt's row, unless what they add
+            # may be longer.
             if room > longest or of.tolist() != [k // M for k in range(len(of))]:
                 M = 1
             self.cache = self.cache.copy(of[::M], longest + M * room, lengths[of[::M]], M)
@@ -211,36 +255,52 @@ class TorchEngine:
         return h
 
     def _extend(self, starts: list[int], new: list[list[int]]) -> torch.Tensor:
-        """Runs the `new` tokens of each row, the first at position `starts`; returns the last hidden states, (B, H)."""
+        """Runs the `new` tokens of each row, the first at position `starts`; returns the last
+        hidden states, (B, H)."""
         width = max(map(len, new))
         # Later tokens overwrite the padding in the cache.
-        ids = torch.tensor([row + [row[-1]] * (width - len(row)) for row in new], device=self.device)
-        positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(width, device=self.device)
+        ids = torch.tensor(
+            [row + [row[-1]] * (width - len(row)) for row in new], device=self.device
+        )
+        positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(
+            width, device=self.device
+        )
         h = self._forward(self.cache, ids, positions)
         ends = torch.tensor([len(row) - 1 for row in new], device=self.device)
         return h[torch.arange(len(new), device=self.device), ends]
 
     def _forward(self, cache: RowCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Returns hidden states (B, T, H) of ids (B, T) at positions (B, T); attention is causal within a context."""
+        """Returns hidden states (B, T, H) of ids (B, T) at positions (B, T); attention is causal
+        within a context."""
         cache.rows = torch.arange(len(ids), device=self.device)[:, None]
         contexts = torch.arange(len(ids) * cache.M, device=self.device)
         cache.columns = cache.place(contexts, positions.view(len(contexts), -1)).view_as(positions)
         cache.width = int(cache.columns.max()) + 1
-        causal = torch.arange(cache.width, device=self.device) <= cache.columns[:, :, None]  # (B, T, width)
+        # (B, T, width)
+        causal = torch.arange(cache.width, device=self.device) <= cache.columns[:, :, None]
         mask = causal & cache.own[:, :, : cache.width]
         hidden: torch.Tensor = self.model.base_model(
-            input_ids=ids, position_ids=positions, attention_mask=mask[:, None],
-            past_key_values=cache, use_cache=True,
-        ).last_hidden_state  # fmt: skip
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask[:, None],
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
         return hidden
 
     def _sample(self, h: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns next tokens (B,) and their log-probabilities (B,) from hidden states (B, H)."""
         logps = F.log_softmax(self.head(h) / ((temperature or 1.0) / self.scale), dim=-1)
         if temperature:
-            # One uniform number a row, looked up in the distribution function: multinomial draws one a word.
+            # One uniform number a row, looked up in the distribution function: multinomial draws
+            # one a word.
             total = logps.double().exp().cumsum(-1)
-            u = torch.rand(len(h), 1, generator=self.generator, dtype=torch.float64, device=self.device) * total[:, -1:]
+            u = (
+                torch.rand(
+                    len(h), 1, generator=self.generator, dtype=torch.float64, device=self.device
+                )
+                * total[:, -1:]
+            )
             tokens = torch.searchsorted(total, u, right=True).clamp_(max=total.shape[1] - 1)
         else:
             tokens = logps.argmax(-1, keepdim=True)

@@ -1,7 +1,7 @@
 """vLLM inside the training process.
 
-Every rank has its own `VllmEngine`. It receives the policy's weights tensor by tensor and then proves that it computes
-with them. Turns may be added while others run (`lockstep` is False).
+Every rank has its own `VllmEngine`. It receives the policy's weights tensor by tensor and then
+proves that it computes with them. Turns may be added while others run (`lockstep` is False).
 """
 
 import gc
@@ -22,7 +22,8 @@ from plumbing.chat import turn_ends
 from plumbing.faults import EngineFault, Fault
 
 VERSION = "0.32"  # this file relies on internals: reloading, packed weights, weight transfer
-MAX_SEQS = 512  # rows that vLLM runs at once on a GPU; its default of 128 would queue a rank's 320 in 2.5 waves
+# rows that vLLM runs at once on a GPU; its default of 128 would queue a rank's 320 in 2.5 waves
+MAX_SEQS = 512
 MAX_BATCHED_TOKENS = 16384  # tokens of one of its forward passes on a GPU (its default: 2,048)
 PROBES = 8  # rows and columns of a weight that `Proof` compares
 
@@ -54,25 +55,35 @@ class StaleWeights(EngineFault):
 class VllmEngine:
     """An Engine: vLLM in this process; its weights are uninitialized until `load`.
 
-    `path`: directory or id of the policy; `stop`: strings that end a turn, as `turn_ends` do; `max_len`: tokens
-    of the longest context and its turn; `memory`: share of the device's memory for vLLM. Under torchrun all
-    ranks construct their engines together, and call `load` together.
+    `path`: directory or id of the policy; `stop`: strings that end a turn, as `turn_ends` do;
+    `max_len`: tokens of the longest context and its turn; `memory`: share of the device's memory
+    for vLLM. Under torchrun all ranks construct their engines together, and call `load` together.
     """
 
     max_rows = sys.maxsize  # vLLM schedules rows by its memory
     lockstep = False
 
     def __init__(
-        self, path: str, tokenizer: Any, stop: tuple[str, ...], *, max_len: int, dtype: str, memory: float, seed: int
-    ):  # fmt: skip
+        self,
+        path: str,
+        tokenizer: Any,
+        stop: tuple[str, ...],
+        *,
+        max_len: int,
+        dtype: str,
+        memory: float,
+        seed: int,
+    ):
         check_vllm()
         engine_args = settings(path, max_len=max_len, dtype=dtype, memory=memory, seed=seed)
         config = load_config(path)
-        if config.model_type == "cohere2":  # vLLM adds a token to its windows, transformers does not
+        # vLLM adds a token to its windows, transformers does not
+        if config.model_type == "cohere2":
             engine_args["hf_overrides"]["sliding_window"] = config.sliding_window - 1
         from vllm import EngineArgs, LLMEngine
 
-        set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it for the whole process
+        # vLLM's CPU worker replaces it for the whole process
+        set_num_threads = torch.set_num_threads
         self.had_group = dist.is_initialized()
         self.engine = LLMEngine.from_engine_args(EngineArgs(**engine_args))
         torch.set_num_threads = set_num_threads
@@ -82,28 +93,38 @@ class VllmEngine:
         self.begin(seed)
 
     def begin(self, seed: int) -> None:
-        """As Engine. On CUDA a row draws by `seed` and its context alone, though the rows that run together round its
-        log-probs, and so may change a draw; on the CPU they also share its random numbers."""
+        """As Engine. On CUDA a row draws by `seed` and its context alone, though the rows that run
+        together round its log-probs, and so may change a draw; on the CPU they also share its
+        random numbers."""
         self.seed = seed
-        if not self.cuda:  # rows have no seeds of their own there (see `generate`), so ranks must differ
+        # rows have no seeds of their own there (see `generate`), so ranks must differ
+        if not self.cuda:
             torch.manual_seed(seed + (dist.get_rank() if self.had_group else 0))
         self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
 
-    def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
+    def generate(
+        self, contexts: dict[int, list[int]], max_new: int, temperature: float
+    ) -> Iterator[FinishedTurn]:
         """As Engine; a call advances all running turns by one token."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         for key, ids in contexts.items():
-            params = sampling(self, max_new, temperature) | {"output_kind": RequestOutputKind.FINAL_ONLY}
-            if self.cuda:  # makes samples independent of timing; vLLM's CPU build crashes on it in chunked prefills
+            params = sampling(self, max_new, temperature) | {
+                "output_kind": RequestOutputKind.FINAL_ONLY
+            }
+            # makes samples independent of timing; vLLM's CPU build crashes on it in chunked
+            # prefills
+            if self.cuda:
                 params["seed"] = hash((self.seed, key, len(ids))) % 2**63
             self.engine.add_request(str(key), tokens_input(ids), SamplingParams(**params))
         if self.engine.has_unfinished_requests():
             for request in self.engine.step():
                 turn = request.outputs[0]
-                yield FinishedTurn(int(request.request_id), list(turn.token_ids), turn.logprobs.logprobs)
+                yield FinishedTurn(
+                    int(request.request_id), list(turn.token_ids), turn.logprobs.logprobs
+                )
 
     def sleep(self) -> None:
         """As Engine: frees weights and KV cache on a GPU; the CPU has no sleep mode."""
@@ -117,7 +138,8 @@ class VllmEngine:
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """As Engine; a tied head comes with the embedding.
 
-        Raises StaleWeights, naming the first of them, unless the engine's layers compute with all these weights.
+        Raises StaleWeights, naming the first of them, unless the engine's layers compute with all
+        these weights.
         """
         self.begin(self.seed)
         asleep = self.engine.is_sleeping()
@@ -127,10 +149,14 @@ class VllmEngine:
         with torch.no_grad():
             proof = Proof(self.dtype, self.scale)
             try:
-                self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": proof.record(weights)})
+                self.engine.collective_rpc(
+                    "reload_weights", kwargs={"weights_iterator": proof.record(weights)}
+                )
             except (ValueError, LookupError, AssertionError) as e:  # of the family's own loader
                 why = " ".join(str(e).split())[:200]
-                raise StaleWeights(f"vLLM does not take the weights ({why}); take --engine torch") from None
+                raise StaleWeights(
+                    f"vLLM does not take the weights ({why}); take --engine torch"
+                ) from None
             rebuild_heads(model)
         if asleep:
             self.wake("kv_cache")
@@ -139,7 +165,8 @@ class VllmEngine:
         proof.check(model)
 
     def wake(self, part: str) -> None:
-        """Takes back the memory of "weights" or "kv_cache"; raises torch's OutOfMemoryError where it is gone."""
+        """Takes back the memory of "weights" or "kv_cache"; raises torch's OutOfMemoryError where
+        it is gone."""
         try:
             self.engine.wake_up([part])
         except RuntimeError as e:  # of vLLM's own allocator
@@ -158,13 +185,18 @@ class VllmEngine:
 
 
 def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -> dict[str, Any]:
-    """Returns vLLM's arguments for an engine in this process; call it before vllm is imported (it sets environment)."""
+    """Returns vLLM's arguments for an engine in this process; call it before vllm is imported (it
+    sets environment)."""
     cuda = torch.cuda.is_available()
-    # FlashInfer's sampler, which needs a compiler on the machine, takes no rows that have a seed and want log-probs.
+    # FlashInfer's sampler, which needs a compiler on the machine, takes no rows that have a seed
+    # and want log-probs.
     os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_USE_FLASHINFER_SAMPLER="0",
-        VLLM_DISTRIBUTED_USE_SPLIT_GROUP="0",  # the trainer's process group is not bound to a device
-    )  # fmt: skip
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_USE_FLASHINFER_SAMPLER="0",
+        # the trainer's process group is not bound to a device
+        VLLM_DISTRIBUTED_USE_SPLIT_GROUP="0",
+    )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM's own
     return {
@@ -175,7 +207,8 @@ def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -
         "max_num_seqs": MAX_SEQS if cuda else None,
         "max_num_batched_tokens": MAX_BATCHED_TOKENS if cuda else None,
         "gpu_memory_utilization": memory,
-        # On the CPU vLLM would take the whole process's memory, the trainer's included, off this share.
+        # On the CPU vLLM would take the whole process's memory, the trainer's included, off this
+        # share.
         "kv_cache_memory_bytes": None if cuda else int(memory * psutil.virtual_memory().total),
         "load_format": "dummy",  # `load` brings the weights
         "hf_overrides": {"head_dtype": "float32"},  # float32 logits, like the trainer's
@@ -185,7 +218,9 @@ def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -
         "enable_prefix_caching": True,
         "enable_sleep_mode": cuda,
         "enforce_eager": not cuda,
-        "distributed_executor_backend": "external_launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else None,
+        "distributed_executor_backend": "external_launcher"
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1
+        else None,
         "disable_log_stats": True,
     }
 
@@ -208,26 +243,30 @@ def sampling(engine: Any, max_new: int, temperature: float) -> dict[str, Any]:
 def rebuild_heads(model: Any) -> None:
     """Packs the head's weights again after a load.
 
-    vLLM 0.32 does not when the head is tied to the embedding, so on the CPU its packed copy would keep the old weights.
-    A GPU packs nothing, and this does nothing.
+    vLLM 0.32 does not when the head is tied to the embedding, so on the CPU its packed copy would
+    keep the old weights. A GPU packs nothing, and this does nothing.
     """
-    head = model.lm_head if hasattr(model, "lm_head") else model.model.embed_tokens  # Cohere has no separate head
+    # Cohere has no separate head
+    head = model.lm_head if hasattr(model, "lm_head") else model.model.embed_tokens
     head.quant_method.process_weights_after_loading(head)
 
 
 class Proof:
     """Compares the weights that an engine's layers compute with to those that it was sent.
 
-    Unit vectors pushed through a layer return columns of its weight without rounding, whatever the kernel; so even in
-    bfloat16, one small update makes a difference. Comparing parameters would prove nothing: kernels may compute with
-    packed copies. `scale`: the family's `logit_scale`.
+    Unit vectors pushed through a layer return columns of its weight without rounding, whatever the
+    kernel; so even in bfloat16, one small update makes a difference. Comparing parameters would
+    prove nothing: kernels may compute with packed copies. `scale`: the family's `logit_scale`.
     """
 
     def __init__(self, dtype: torch.dtype, scale: float = 1.0):
         self.dtype, self.scale = dtype, scale
-        self.sent: dict[str, list[torch.Tensor]] = {}  # name -> [some columns, some rows] of a matrix, or [a vector]
+        # name -> [some columns, some rows] of a matrix, or [a vector]
+        self.sent: dict[str, list[torch.Tensor]] = {}
 
-    def record(self, named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def record(
+        self, named: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the weights on their way to the engine and remembers what `check` will compare."""
         for name, tensor in named:
             if tensor.ndim == 2:
@@ -239,12 +278,17 @@ class Proof:
 
     @torch.inference_mode()
     def check(self, model: Any) -> None:
-        """Raises StaleWeights for the first layer that differs, or else for the first weight that was not found."""
+        """Raises StaleWeights for the first layer that differs, or else for the first weight that
+        was not found."""
         from vllm.model_executor.layers.linear import LinearBase
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+        from vllm.model_executor.layers.vocab_parallel_embedding import (
+            ParallelLMHead,
+            VocabParallelEmbedding,
+        )
 
         device = next(model.parameters()).device
-        packed = getattr(model, "packed_modules_mapping", {})  # {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+        # {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+        packed = getattr(model, "packed_modules_mapping", {})
         unproven, missing, head = dict.fromkeys(self.sent), [], "lm_head.weight"
         for path, module in model.named_modules():
             parent, _, last = path.rpartition(".")
@@ -258,12 +302,15 @@ class Proof:
                 if absent:
                     if kind == "weight":  # a missing bias is no fault: vLLM creates biases of 0
                         missing += absent
-                        for name in names:  # the layer was found, though it cannot be compared as a whole
+                        # the layer was found, though it cannot be compared as a whole
+                        for name in names:
                             unproven.pop(name, None)
                     continue
                 wanted = [self.sent[name][0] for name in names]
                 if isinstance(module, LinearBase) and kind == "weight":
-                    got = module.quant_method.apply(module, unit_vectors(module.input_size, self.dtype, device), None)
+                    got = module.quant_method.apply(
+                        module, unit_vectors(module.input_size, self.dtype, device), None
+                    )
                 elif isinstance(module, VocabParallelEmbedding):
                     got = module(probed(wanted[0].shape[1]).to(device))
                     wanted = [self.sent[names[0]][1]]
@@ -301,4 +348,6 @@ def require_equal(name: str, want: torch.Tensor, got: torch.Tensor) -> None:
     want, got = want.to(got.device).float(), got.float()
     off = (got - want).abs().max().item()
     if not off <= 1e-6 * want.abs().max().item():  # a NaN differs, too
-        raise StaleWeights(f"{name} in the engine is not what was sent: {off:.2g} off, largest {want.abs().max():.2g}")
+        raise StaleWeights(
+            f"{name} in the engine is not what was sent: {off:.2g} off, largest {want.abs().max():.2g}"
+        )

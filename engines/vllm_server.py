@@ -1,7 +1,8 @@
 """Generation by one or more `vllm serve`, on this machine or others.
 
-Turns go to vLLM's endpoint for token ids; weights reach the servers over NCCL, with vLLM's weight transfer. Their
-layers are out of reach; all that can be seen of a load is that a server's answers change.
+Turns go to vLLM's endpoint for token ids; weights reach the servers over NCCL, with vLLM's weight
+transfer. Their layers are out of reach; all that can be seen of a load is that a server's answers
+change.
 """
 
 import socket
@@ -23,16 +24,18 @@ from plumbing.client import Client
 from plumbing.faults import Fault, Outage
 from plumbing.outside import at, without_secrets
 
-# Mean change of a weight after which a server that answers as before has not taken it: in bfloat16 1e-8 shows (LOG.md).
+# Mean change of a weight after which a server that answers as before has not taken it: in bfloat16
+# 1e-8 shows (LOG.md).
 SHOWS = 1e-5
 
 
 class VllmServer:
     """An Engine: one or more `vllm serve`, and the connection that brings them the weights.
 
-    `urls`: the servers, separated by commas; a row stays with one server, which has cached its context. Every rank
-    constructs its own and calls `load` together with the others; rank 0 sends. Raises Fault with the command to start
-    a server that is unsuitable, Outage when one stops answering, StaleWeights when one was restarted.
+    `urls`: the servers, separated by commas; a row stays with one server, which has cached its
+    context. Every rank constructs its own and calls `load` together with the others; rank 0 sends.
+    Raises Fault with the command to start a server that is unsuitable, Outage when one stops
+    answering, StaleWeights when one was restarted.
     """
 
     max_rows = sys.maxsize
@@ -40,15 +43,16 @@ class VllmServer:
     retries, timeout = 4, 600.0  # of a request; seconds to wait for its answer
     backend = "nccl"
 
-    def __init__(self, urls: str, tokenizer: Any, stop: tuple[str, ...], *, model: str, max_len: int):
+    def __init__(
+        self, urls: str, tokenizer: Any, stop: tuple[str, ...], *, model: str, max_len: int
+    ):
         check_vllm()
         self.model = model
         self.urls = [at(url) for url in urls.split(",")]
         self.tokenizer, self.stop, self.loads = tokenizer, stop, 0
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.clients = {
-            url: Client([url], self.timeout, self.retries, retry_timeout=False)
-            for url in self.urls
+            url: Client([url], self.timeout, self.retries, retry_timeout=False) for url in self.urls
         }
         configs = [self.inspect(url, max_len) for url in self.urls]
         rows = sum(config["scheduler_config"]["max_num_seqs"] for config in configs)
@@ -56,13 +60,17 @@ class VllmServer:
         self.begin(0)
         parallel = [config["parallel_config"] for config in configs]
         self.workers = [of["world_size"] * of["data_parallel_size"] for of in parallel]
-        self.source = WeightSource(model, getattr(torch, configs[0]["model_config"]["dtype"].removeprefix("torch.")))
+        self.source = WeightSource(
+            model, getattr(torch, configs[0]["model_config"]["dtype"].removeprefix("torch."))
+        )
         self.sender = self.connect()
-        # What the servers said at first, or when they last said anything else, and a sample of the weights then.
+        # What the servers said at first, or when they last said anything else, and a sample of the
+        # weights then.
         self.answers, self.known = self.probe(), Sample()
 
     def inspect(self, url: str, max_len: int) -> dict[str, Any]:
-        """Returns a server's configuration; raises Fault with the command that starts a suitable one."""
+        """Returns a server's configuration; raises Fault with the command that starts a suitable
+        one."""
         place = urlsplit(url)
         command = (
             f"VLLM_SERVER_DEV_MODE=1 vllm serve {self.model} --host {place.hostname} --port {place.port} "
@@ -74,8 +82,13 @@ class VllmServer:
             version = self.request(url, "/version")["version"]
             if not version.startswith(f"{VERSION}."):
                 raise Outage(f"{url} is vLLM {version}, this is written for {VERSION}")
-            config: dict[str, Any] = self.request(url, "/server_info?config_format=json")["vllm_config"]
-            longest, mode = config["model_config"]["max_model_len"], config["model_config"]["logprobs_mode"]
+            config: dict[str, Any] = self.request(url, "/server_info?config_format=json")[
+                "vllm_config"
+            ]
+            longest, mode = (
+                config["model_config"]["max_model_len"],
+                config["model_config"]["logprobs_mode"],
+            )
             backend = (config["weight_transfer_config"] or {}).get("backend")
             if longest < max_len:
                 raise Outage(f"{url} takes {longest} tokens, {max_len} are needed")
@@ -90,24 +103,32 @@ class VllmServer:
         return config
 
     def connect(self) -> Any:
-        """Returns vLLM's sender of weights, once trainer and servers have met at a free port of this machine."""
+        """Returns vLLM's sender of weights, once trainer and servers have met at a free port of
+        this machine."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         addresses = {self.own_address(url) for url in self.urls}
-        address = min(addresses, key=lambda a: a.startswith("127."))  # loopback only if all servers are on this machine
+        # loopback only if all servers are on this machine
+        address = min(addresses, key=lambda a: a.startswith("127."))
         with socket.socket() as s:
             s.bind((address, 0))
             port = s.getsockname()[1]
         info = self.transfer_info()(
-            rank=self.rank, master_address=address, master_port=port, world_size=1 + sum(self.workers)
+            rank=self.rank,
+            master_address=address,
+            master_port=port,
+            world_size=1 + sum(self.workers),
         )
         try:
             if self.rank == 0:
-                self.request_all("/shutdown_weight_transfer_engine")  # left over from an earlier run
+                # left over from an earlier run
+                self.request_all("/shutdown_weight_transfer_engine")
             return WeightTransferTrainerFactory.trainer_init(info, client=self, source=self.source)
         except Exception as e:
             urls = without_secrets(",".join(self.urls))
-            raise Fault(f"--vllm {urls}: no connection for the weights at {address}:{port} ({e})") from e
+            raise Fault(
+                f"--vllm {urls}: no connection for the weights at {address}:{port} ({e})"
+            ) from e
 
     @staticmethod
     def transfer_info() -> Any:
@@ -127,23 +148,33 @@ class VllmServer:
         """As Engine; samples depend only on `seed` and contexts."""
         self.seed, self.turns = seed, RemoteTurns(self.pool)
 
-    def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
+    def generate(
+        self, contexts: dict[int, list[int]], max_new: int, temperature: float
+    ) -> Iterator[FinishedTurn]:
         """As Engine; a call waits up to 5 ms for a turn to finish."""
         for key, ids in contexts.items():
             seed = hash((self.seed, key, len(ids))) % 2**63
             sampling_params = sampling(self, max_new, temperature) | {"seed": seed}
-            self.turns.start(self.generate_turn, key, self.urls[key % len(self.urls)], ids, sampling_params)
+            self.turns.start(
+                self.generate_turn, key, self.urls[key % len(self.urls)], ids, sampling_params
+            )
         yield from self.turns.finished()
 
-    def generate_turn(self, key: int, url: str, ids: list[int], sampling_params: dict[str, Any]) -> FinishedTurn:
+    def generate_turn(
+        self, key: int, url: str, ids: list[int], sampling_params: dict[str, Any]
+    ) -> FinishedTurn:
         """Returns a turn of row `key` from one of the servers."""
         body = {"token_ids": ids, "sampling_params": sampling_params}
         answer = self.request(url, "/inference/v1/generate", body)["choices"][0]
         versions = {span["version"] for span in answer["weight_versions"]}
         if self.loads and versions != {str(self.loads)}:
             place = without_secrets(url)
-            raise StaleWeights(f"{place} has weights {versions}, not those of load {self.loads}: was it restarted?")
-        return FinishedTurn(key, answer["token_ids"], [token["logprob"] for token in answer["logprobs"]["content"]])
+            raise StaleWeights(
+                f"{place} has weights {versions}, not those of load {self.loads}: was it restarted?"
+            )
+        return FinishedTurn(
+            key, answer["token_ids"], [token["logprob"] for token in answer["logprobs"]["content"]]
+        )
 
     def sleep(self) -> None:
         """Does nothing: the servers have their own devices."""
@@ -160,17 +191,22 @@ class VllmServer:
         fault: list[Outage | None] = [None]
         try:
             if self.rank == 0:
-                self.request_all("/pause")  # ends forgotten turns: vLLM would crash if their weights changed
+                # ends forgotten turns: vLLM would crash if their weights changed
+                self.request_all("/pause")
             self.source.weights = weights
-            if torch.cuda.is_available():  # vLLM reads them in streams of its own, which do not wait for the optimizer
+            # vLLM reads them in streams of its own, which do not wait for the optimizer
+            if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.sender.send_weights()
-            if self.rank == 0 and not all(answer["success"] for answer in self.request_all("/reset_prefix_cache")):
+            if self.rank == 0 and not all(
+                answer["success"] for answer in self.request_all("/reset_prefix_cache")
+            ):
                 urls = without_secrets(",".join(self.urls))
                 raise Outage(f"{urls}: could not drop the prefix cache of the old weights")
         except Outage as e:
             fault = [e]
-        for _ in weights:  # after a fault on rank 0, the other ranks still wait for it to gather the rest
+        # after a fault on rank 0, the other ranks still wait for it to gather the rest
+        for _ in weights:
             pass
         if self.rank == 0:
             try:
@@ -185,23 +221,32 @@ class VllmServer:
             raise fault[0]
 
     def probe(self) -> list[FinishedTurn]:
-        """Returns what each server says to the same few tokens, with the same seed: ids and log-probabilities."""
+        """Returns what each server says to the same few tokens, with the same seed: ids and
+        log-probabilities."""
         ids = probed(len(self.tokenizer)).tolist()
         params = sampling(self, 16, 1.0) | {"seed": 0, "stop": [], "stop_token_ids": []}
         return [self.generate_turn(0, url, ids, params) for url in self.urls]
 
     def require_another_answer(self, sent: "Sample") -> None:
-        """Raises StaleWeights if a server answers as it did with weights that were clearly others than these."""
+        """Raises StaleWeights if a server answers as it did with weights that were clearly others
+        than these."""
         answers = self.probe()
-        same = [url for url, now, then in zip(self.urls, answers, self.answers, strict=True) if now == then]
+        same = [
+            url
+            for url, now, then in zip(self.urls, answers, self.answers, strict=True)
+            if now == then
+        ]
         first = not self.known  # its own files may hold the same weights
         if same and not first and sent.distance(self.known) > SHOWS:
             place = without_secrets(same[0])
-            raise StaleWeights(f"{place} answers as before, after load {self.loads}: it has not taken the weights")
+            raise StaleWeights(
+                f"{place} answers as before, after load {self.loads}: it has not taken the weights"
+            )
         if not same or first:
             self.answers, self.known = answers, sent
 
-    # vLLM's sender calls these on "the" server. Every worker of every server has its own rank in the transfer group.
+    # vLLM's sender calls these on "the" server. Every worker of every server has its own rank in
+    # the transfer group.
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         offsets = [init_info["rank_offset"] + sum(self.workers[:k]) for k in range(len(self.urls))]
@@ -218,21 +263,32 @@ class VllmServer:
         self.request_all("/finish_weight_update", {"weight_version": str(self.loads)})
 
     def request_all(self, path: str, *bodies: dict[str, Any]) -> list[Any]:
-        """Returns the answers of all servers to simultaneous requests, with one body for all or one for each.
+        """Returns the answers of all servers to simultaneous requests, with one body for all or one
+        for each.
 
         The servers wait for each other, hence simultaneous; they count requests, hence no retries.
         """
         with ThreadPoolExecutor(len(self.urls)) as pool:
-            return list(pool.map(lambda url, body: self.request(url, path, body, 0), self.urls, cycle(bodies or [{}])))
+            return list(
+                pool.map(
+                    lambda url, body: self.request(url, path, body, 0),
+                    self.urls,
+                    cycle(bodies or [{}]),
+                )
+            )
 
-    def request(self, url: str, path: str, body: dict[str, Any] | None = None, retries: int | None = None) -> Any:
-        """Returns a server's answer to a POST of `body`, or to a GET; raises Outage after the last attempt."""
+    def request(
+        self, url: str, path: str, body: dict[str, Any] | None = None, retries: int | None = None
+    ) -> Any:
+        """Returns a server's answer to a POST of `body`, or to a GET; raises Outage after the last
+        attempt."""
         return self.clients[url].ask(path, body, dict, retries)
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
         if self.rank == 0:
-            with ThreadPoolExecutor(1) as pool:  # both sides must shut down at once; ignore servers that are gone
+            # both sides must shut down at once; ignore servers that are gone
+            with ThreadPoolExecutor(1) as pool:
                 pool.submit(self.request_all, "/shutdown_weight_transfer_engine")
                 self.sender.shutdown()
 
@@ -241,12 +297,18 @@ class Sample(dict[str, torch.Tensor]):
     """Some of the weights of each name, by which two loads are compared."""
 
     def distance(self, other: "Sample") -> float:
-        """Returns the mean difference of a weight; one that the other does not have is zero there."""
-        return torch.cat([(w - other.get(name, torch.zeros(1))).abs() for name, w in self.items()]).mean().item()
+        """Returns the mean difference of a weight; one that the other does not have is zero
+        there."""
+        return (
+            torch.cat([(w - other.get(name, torch.zeros(1))).abs() for name, w in self.items()])
+            .mean()
+            .item()
+        )
 
 
 class WeightSource:
-    """Implements vLLM's WeightSource: the metadata of all weights beforehand, then the tensors one at a time."""
+    """Implements vLLM's WeightSource: the metadata of all weights beforehand, then the tensors one
+    at a time."""
 
     def __init__(self, model: str, dtype: torch.dtype):
         from vllm.distributed.weight_transfer.base import ParamMeta

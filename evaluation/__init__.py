@@ -1,1 +1,2 @@
-"""Around evaluate.py and ask.py: agents of every kind, the benchmarks' files, intervals and tests."""
+"""Around evaluate.py and ask.py: agents of every kind, the benchmarks' files, intervals and
+tests."""

@@ -19,7 +19,8 @@ from rollout import rollout
 from tasks import Job, Question, Task, Trajectory, choose_instruction, load_task, read_instruction
 from tasks.search_qa import SearchQA
 
-# Flags of inspo.py that matter here; a run's own values are the defaults. The second half changes no result.
+# Flags of inspo.py that matter here; a run's own values are the defaults. The second half changes
+# no result.
 PLAYED = (
     "task", "reward", "tools", "format", "test", "topk", "max_turns", "max_response", "max_observation", "max_prompt",
 )  # fmt: skip
@@ -38,7 +39,8 @@ class Subject:
     run: Path | None = None  # whose config.json it is
 
     def configured(self, given: Mapping[str, Any], names: Collection[str], **knobs: Any) -> Config:
-        """Applies the flags of these names that were given, then `knobs`. Raises Fault if they cannot be."""
+        """Applies the flags of these names that were given, then `knobs`. Raises Fault if they
+        cannot be."""
         flags = {name: value for name in names if (value := given.get(name)) is not None}
         if self.run:
             check_origin(self.run, {name: getattr(self.cfg, name) for name in names}, flags)
@@ -51,11 +53,15 @@ class Subject:
 def subject(what: str, served: str = "") -> Subject:
     """Finds what a command line names; Fault for a run that has not finished.
 
-    `what`: directory of a run, or of a checkpoint that export.py put there; a preset (world); another Hugging Face
-    directory or id; or a URL, where `served` is the model to ask.
+    `what`: directory of a run, or of a checkpoint that export.py put there; a preset (world);
+    another Hugging Face directory or id; or a URL, where `served` is the model to ask.
     """
     path = Path(what)
-    runs = (p for p in (path, path.parent) if (p / "config.json").is_file() and (p / "checkpoints").is_dir())
+    runs = (
+        p
+        for p in (path, path.parent)
+        if (p / "config.json").is_file() and (p / "checkpoints").is_dir()
+    )
     run, file = next(runs, None), path / "I_star.txt"
     I_star = file.read_text("utf-8").strip() if file.is_file() else ""
     if "://" in what:
@@ -68,8 +74,10 @@ def subject(what: str, served: str = "") -> Subject:
             check_model(what)
         return Subject(path.resolve().name, what, Config(model=what), I_star)
     if run == path and not I_star:
-        raise Fault(f"{what} has no I_star.txt, so it has not finished: resume it, or give a directory that "
-                    f"`python export.py {what}` has written")  # fmt: skip
+        raise Fault(
+            f"{what} has no I_star.txt, so it has not finished: resume it, or give a directory that "
+            f"`python export.py {what}` has written"
+        )
     weights = path / "policy" if run == path else path
     return Subject(path.resolve().name, str(weights), read_config(run), I_star, run=run)
 
@@ -78,7 +86,8 @@ def subject(what: str, served: str = "") -> Subject:
 class Agent(contextlib.AbstractContextManager["Agent"]):
     """A model that plays a task under an instruction.
 
-    `tools`: where it searches, in a line; `seed`: of its samples; `progress` is told how many episodes have ended.
+    `tools`: where it searches, in a line; `seed`: of its samples; `progress` is told how many
+    episodes have ended.
     """
 
     engine: Engine
@@ -95,7 +104,8 @@ class Agent(contextlib.AbstractContextManager["Agent"]):
         self.close()
 
     def ask(self, text: str) -> Trajectory:
-        """Plays a held-out question, of this id or text, or a new one; its `prediction` is the answer. Raises Fault."""
+        """Plays a held-out question, of this id or text, or a new one; its `prediction` is the
+        answer. Raises Fault."""
         [tau] = self.play([question_of(self.task, text, held_out(self.task))])
         return tau
 
@@ -103,19 +113,28 @@ class Agent(contextlib.AbstractContextManager["Agent"]):
         """Plays each question once, as in training."""
         jobs = [Job(None, self.instruction, q, k) for k, q in enumerate(questions)]
         return rollout(
-            self.engine, self.tokenizer, self.task, jobs, self.task.cfg, temperature=self.temperature, seed=self.seed,
+            self.engine,
+            self.tokenizer,
+            self.task,
+            jobs,
+            self.task.cfg,
+            temperature=self.temperature,
+            seed=self.seed,
             progress=self.progress,
-        )  # fmt: skip
+        )
 
 
 class Method(NamedTuple):
-    """What --method names. The defaults are the task's own loop, under a run's first instruction."""
+    """What --method names. The defaults are the task's own loop, under a run's first
+    instruction."""
 
     play: Callable[[Agent, Sequence[Question]], list[Trajectory]] = Agent.play
     I_star: bool = False  # whether it plays under the run's best instruction
-    trained: Callable[[Config], bool] = lambda cfg: False  # whether a run of this configuration trained for it
+    # whether a run of this configuration trained for it
+    trained: Callable[[Config], bool] = lambda cfg: False
     knobs: Mapping[str, Any] = {}  # of the configuration, that it changes
-    stop: Callable[[Task], tuple[str, ...]] = lambda task: task.format.stop(task)  # what ends a turn
+    # what ends a turn
+    stop: Callable[[Task], tuple[str, ...]] = lambda task: task.format.stop(task)
     task: type[Any] = Task  # what it can play
 
 
@@ -129,11 +148,14 @@ def method_of(chosen: Subject, methods: Mapping[str, Method]) -> str:
 
 
 def instruction_of(chosen: Subject, task: Task, method: Method, file: str = "") -> str:
-    """The instruction to play under: that in `file`, I_star, or the first one of the run or the task."""
+    """The instruction to play under: that in `file`, I_star, or the first one of the run or the
+    task."""
     if file:
         return read_instruction("instruction", file)
     if method.I_star and not chosen.I_star:
-        raise Fault(f"{chosen.name} has no I_star.txt to play under; give an instruction with --instruction")
+        raise Fault(
+            f"{chosen.name} has no I_star.txt to play under; give an instruction with --instruction"
+        )
     return chosen.I_star if method.I_star else choose_instruction(task)
 
 
@@ -145,22 +167,26 @@ def held_out(task: Task) -> list[Question]:
 
 
 def question_of(task: Task, text: str, held_out: list[Question]) -> Question:
-    """Returns the held-out question of this id or text, or a new one; Fault if the task's are more than text."""
+    """Returns the held-out question of this id or text, or a new one; Fault if the task's are more
+    than text."""
     text = clean(text.strip())  # the shell's bytes may not be text
     question = text if text.endswith("?") or not isinstance(task, SearchQA) else text + "?"
     if matches := [q for q in held_out if text == q.id or question == q.text]:
         return matches[0]
     if any(q.data is not None for q in held_out):
         example = held_out[0].id
-        raise Fault(f"a question of {task.cfg.task} is more than its text: give the id of one, such as {example}")
+        raise Fault(
+            f"a question of {task.cfg.task} is more than its text: give the id of one, such as {example}"
+        )
     return Question("asked", question, source="asked")
 
 
 def load(path: str | Path, temperature: float = 0.0, seed: int = 0, **settings: Any) -> Agent:
-    """Returns the agent of a finished run, or of a checkpoint that export.py has written, under its best instruction.
+    """Returns the agent of a finished run, or of a checkpoint that export.py has written, under its
+    best instruction.
 
-    `settings`: those in which it differs from the run, as `inspo.train` takes them. Raises Fault. Close the agent, or
-    use it in a `with`.
+    `settings`: those in which it differs from the run, as `inspo.train` takes them. Raises Fault.
+    Close the agent, or use it in a `with`.
     """
     chosen = subject(str(path))
     if not chosen.I_star:
@@ -172,20 +198,30 @@ def load(path: str | Path, temperature: float = 0.0, seed: int = 0, **settings: 
 
 
 def agent(
-    chosen: Subject, task: Task, instruction: str, temperature: float, seed: int, stop: tuple[str, ...] | None = None
+    chosen: Subject,
+    task: Task,
+    instruction: str,
+    temperature: float,
+    seed: int,
+    stop: tuple[str, ...] | None = None,
 ) -> Agent:
     """Returns the agent that plays a task; `close` ends its engine and its tools' servers.
 
-    `stop`: what ends its turns, by default what the task's tools need. Raises Fault where something is missing.
+    `stop`: what ends its turns, by default what the task's tools need. Raises Fault where something
+    is missing.
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         task.check()
         tools = task.start(stack.enter_context(Servers(f"{folder}/log")))
         open_engine = chat if "://" in chosen.weights else local
-        engine, tokenizer = open_engine(chosen, task.cfg, task.format.stop(task) if stop is None else stop)
+        engine, tokenizer = open_engine(
+            chosen, task.cfg, task.format.stop(task) if stop is None else stop
+        )
         stack.callback(engine.close)
-        return Agent(engine, tokenizer, task, instruction, temperature, seed, stack.pop_all().close, tools)
+        return Agent(
+            engine, tokenizer, task, instruction, temperature, seed, stack.pop_all().close, tools
+        )
 
 
 def chat(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Any, Any]:
@@ -193,14 +229,17 @@ def chat(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Any, Any]
     from engines.chat_engine import ChatEngine, Words
 
     if cfg.format != "tags":
-        raise Fault(f"--format {cfg.format}: a chat endpoint renders its own template; give the model's directory")
+        raise Fault(
+            f"--format {cfg.format}: a chat endpoint renders its own template; give the model's directory"
+        )
     words = Words()
     key = os.environ.get("OPENAI_API_KEY", "")
     return ChatEngine(chosen.weights, chosen.served, words, stop, api_key=key), words
 
 
 def local(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Engine, Any]:
-    """Loads a directory or a hub id into the engine that training would choose; with its tokenizer."""
+    """Loads a directory or a hub id into the engine that training would choose; with its
+    tokenizer."""
     import torch
 
     from engines.choose import choose_engine, device_of, explain_too_old
@@ -211,16 +250,25 @@ def local(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Engine, 
     model, tokenizer = load_policy(path, stop, cfg.max_prompt + cfg.max_response)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
-        raise Fault(f"{path}: its tokenizer has {len(tokenizer)} tokens and its model {rows}: use the model's own")
+        raise Fault(
+            f"{path}: its tokenizer has {len(tokenizer)} tokens and its model {rows}: use the model's own"
+        )
     wide = device == "cpu" or cfg.dtype == "float32" or explain_too_old(device)
     dtype = "float32" if wide else "bfloat16"
     if choose_engine(cfg, device)[0] == "torch":
-        return TorchEngine(model.to(device, getattr(torch, dtype)), tokenizer, stop, cfg.max_rows), tokenizer
+        return TorchEngine(
+            model.to(device, getattr(torch, dtype)), tokenizer, stop, cfg.max_rows
+        ), tokenizer
     from engines.vllm_engine import VllmEngine
 
     engine = VllmEngine(
-        path, tokenizer, stop, max_len=cfg.max_prompt + cfg.max_response, memory=cfg.vllm_memory, seed=cfg.seed,
+        path,
+        tokenizer,
+        stop,
+        max_len=cfg.max_prompt + cfg.max_response,
+        memory=cfg.vllm_memory,
+        seed=cfg.seed,
         dtype=dtype,
-    )  # fmt: skip
+    )
     engine.load(weights(model))
     return engine, tokenizer

@@ -1,4 +1,5 @@
-"""Two evaluations or more side by side: paired differences, McNemar's test, seeds as a second level, power."""
+"""Two evaluations or more side by side: paired differences, McNemar's test, seeds as a second
+level, power."""
 
 import math
 from collections.abc import Sequence
@@ -58,9 +59,15 @@ def read(path: Path) -> Evaluation:
     """Reads summary.json and results.jsonl; Fault if they do not hold a finished evaluation."""
     try:
         summary = decoded((path / "summary.json").read_bytes())
-        metric, sizes = summary["metrics"][0], {data: part["questions"] for data, part in summary["benchmarks"].items()}
+        metric, sizes = (
+            summary["metrics"][0],
+            {data: part["questions"] for data, part in summary["benchmarks"].items()},
+        )
         rows = read_jsonl(path / "results.jsonl")
-        values = {data: np.array([float(row[metric]) for row in rows if row["data"] == data]) for data in sizes}
+        values = {
+            data: np.array([float(row[metric]) for row in rows if row["data"] == data])
+            for data in sizes
+        }
         finished = sizes == {data: len(x) for data, x in values.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         finished = False
@@ -70,11 +77,14 @@ def read(path: Path) -> Evaluation:
 
 
 def check_comparable(one: Evaluation, other: Evaluation) -> list[str]:
-    """Names what differs; Fault unless both measure the same thing on the same questions with the same gold answers."""
+    """Names what differs; Fault unless both measure the same thing on the same questions with the
+    same gold answers."""
     paths = f"{one.path} and {other.path}"
     measured = [f"{x.metric} of {x.setting['task']}" for x in (one, other)]
     if measured[0] != measured[1]:
-        raise Fault(f"--compare: {paths} measure {' and '.join(measured)}: compare evaluations of one task")
+        raise Fault(
+            f"--compare: {paths} measure {' and '.join(measured)}: compare evaluations of one task"
+        )
     unlike = list(differences(one.setting, other.setting, ("data",)))
     if others := [name for name in unlike if name.startswith(("questions of ", "golds of "))]:
         raise Fault(
@@ -84,12 +94,15 @@ def check_comparable(one: Evaluation, other: Evaluation) -> list[str]:
 
 
 def compare(directories: Sequence[str]) -> str:
-    """Returns a Markdown table of every arm against the first one, by set of questions and on average."""
+    """Returns a Markdown table of every arm against the first one, by set of questions and on
+    average."""
     first, *others = ([read(Path(name)) for name in names.split(",")] for names in directories)
     if not others:
         raise Fault("--compare: give two evaluations or more")
     one, *rest = [e for arm in (first, *others) for e in arm]
-    unlike = dict.fromkeys(name for evaluation in rest for name in check_comparable(one, evaluation))
+    unlike = dict.fromkeys(
+        name for evaluation in rest for name in check_comparable(one, evaluation)
+    )
     rows, headline = list[dict[str, str]](), list[Difference]()
     sets = list(one.values)
     for arm in others:
@@ -104,10 +117,15 @@ def compare(directories: Sequence[str]) -> str:
     out = [f"Differences from {name_arm(first)}.", "", markdown(rows)]
     if len(others) > 1:
         p = adjust(dict(enumerate(headline)))
-        shown = [f"{name_arm(arm)} {p_value(p[k]) if k in p else 'no test'}" for k, arm in enumerate(others)]
+        shown = [
+            f"{name_arm(arm)} {p_value(p[k]) if k in p else 'no test'}"
+            for k, arm in enumerate(others)
+        ]
         out.append(f"Holm's p over the {len(others)} comparisons: {', '.join(shown)}")
     if unlike:
-        out.append(f"Not all of these were made with the same {', '.join(unlike)}: summary.json has the values.")
+        out.append(
+            f"Not all of these were made with the same {', '.join(unlike)}: summary.json has the values."
+        )
     out.append(
         "Intervals over questions hold for these policies, those over seeds for other training runs. A test at 5 %\n"
         "finds a true difference called visible in 80 % of the cases; a smaller one cannot be told here. Where every\n"

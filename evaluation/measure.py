@@ -14,7 +14,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from evaluation.agents import PLAYED, SERVED, Agent, Method, agent, instruction_of, method_of, subject
+from evaluation.agents import (
+    PLAYED,
+    SERVED,
+    Agent,
+    Method,
+    agent,
+    instruction_of,
+    method_of,
+    subject,
+)
 from evaluation.benchmarks import load
 from evaluation.statistics import Interval, interval, macro
 from journal.directory import RunDirectory
@@ -29,7 +38,8 @@ from tasks import Question, Task, Trajectory, load_task, measure, reward, rng_of
 from tasks.questions import holds_gold
 from tasks.search_qa import SearchQA
 
-CHUNK = 256  # questions that are played together; an evaluation that was stopped repeats at most so many
+# questions that are played together; an evaluation that was stopped repeats at most so many
+CHUNK = 256
 SPLITS = ("test", "valid", "train")
 Row = dict[str, Any]
 Chunk = tuple[str, int, list[Question]]  # name of the set, number of the chunk in it, its questions
@@ -42,7 +52,9 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
     method = methods[name]
     task = load_task(chosen.configured(vars(args), (*PLAYED, *SERVED), **method.knobs))
     if not isinstance(task, method.task):
-        raise Fault(f"--method {name} cannot play {task.cfg.task}: it is for {method.task.__name__}")
+        raise Fault(
+            f"--method {name} cannot play {task.cfg.task}: it is for {method.task.__name__}"
+        )
     instruction = instruction_of(chosen, task, method, args.instruction)
     questions = collect_questions(task, args)
     task.check()
@@ -52,9 +64,16 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
         "method": name,
         **{key: getattr(task.cfg, key) for key in PLAYED},
         "commit": commit(),
-        "content": describe(task, questions, instruction, f"{chosen.served} {describe_model(chosen.weights)}".strip()),
+        "content": describe(
+            task,
+            questions,
+            instruction,
+            f"{chosen.served} {describe_model(chosen.weights)}".strip(),
+        ),
     }
-    load_player = partial(agent, chosen, task, instruction, args.temperature, args.seed, method.stop(task))
+    load_player = partial(
+        agent, chosen, task, instruction, args.temperature, args.seed, method.stop(task)
+    )
     out = Path(args.out or f"runs/evaluation/{chosen.name}-{name}")
     with contextlib.closing(RunDirectory(out)) as files:
         with writing(out):
@@ -66,7 +85,8 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
         if rows:
             total = sum(map(len, questions.values()))
             earlier = f"{len(rows)} of {total} rows are from an earlier call"
-            if since != setting["commit"]:  # code that it does not use may have changed: the reader decides
+            # code that it does not use may have changed: the reader decides
+            if since != setting["commit"]:
                 earlier += f" (commit {since}, not {setting['commit']})"
             setting["commit"] = since
             print(f"{earlier}; remove {out} to play them again", flush=True)
@@ -76,7 +96,9 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
         files.write("summary.json", json.dumps(finite(summary), indent=1))
         files.write("table.md", text := tabulate(summary))
     refused = sum(row["stop"] == "refused" for row in rows)
-    note = f"the server refused {refused} of {len(rows)} conversations, which count as wrong\n" * (refused > 0)
+    note = f"the server refused {refused} of {len(rows)} conversations, which count as wrong\n" * (
+        refused > 0
+    )
     print(f"\n{chosen.name}, {name}:\n\n{text}\n{note}{out}: summary.json, table.md, results.jsonl")
     return summary
 
@@ -86,11 +108,15 @@ def collect_questions(task: Task, args: argparse.Namespace) -> dict[str, list[Qu
     questions: dict[str, list[Question]] = {}
     for name in args.data:
         if name not in SPLITS and not isinstance(task, SearchQA):
-            raise Fault(f"--data {name}: {task.cfg.task} asks its own questions: give {', '.join(SPLITS)}, or --test")
+            raise Fault(
+                f"--data {name}: {task.cfg.task} asks its own questions: give {', '.join(SPLITS)}, or --test"
+            )
         every = task.questions(name) if name in SPLITS else load(name, Path(args.data_dir))
         title = Path(name).stem if name.endswith((".jsonl", ".parquet")) else name
         if title in questions:
-            raise Fault(f"--data {name}: there is a {title} already; give each once, and files different names")
+            raise Fault(
+                f"--data {name}: there is a {title} already; give each once, and files different names"
+            )
         if not every:
             raise Fault(f"--data {name}: {task.cfg.task} has no such questions")
         questions[title] = take_subset(every, args.n, args.seed)
@@ -126,7 +152,10 @@ def cut_chunks(rows: list[Row], questions: Mapping[str, list[Question]]) -> list
         for number, first in enumerate(range(0, len(some), CHUNK)):
             chunk = some[first : first + CHUNK]
             ids = [(title, q.id) for q in chunk]
-            if chunks or [(row.get("data"), row.get("id")) for row in rows[end : end + len(chunk)]] != ids:
+            if (
+                chunks
+                or [(row.get("data"), row.get("id")) for row in rows[end : end + len(chunk)]] != ids
+            ):
                 chunks.append((title, number, chunk))
             else:
                 end += len(chunk)
@@ -135,17 +164,25 @@ def cut_chunks(rows: list[Row], questions: Mapping[str, list[Question]]) -> list
 
 
 def play(
-    files: RunDirectory, setting: Row, load_player: Callable[[], Agent], method: Method, chunks: Sequence[Chunk],
+    files: RunDirectory,
+    setting: Row,
+    load_player: Callable[[], Agent],
+    method: Method,
+    chunks: Sequence[Chunk],
     rows: list[Row],
-) -> list[str]:  # fmt: skip
-    """Plays chunks and adds their rows to `rows` and results.jsonl; returns the names of the metrics.
+) -> list[str]:
+    """Plays chunks and adds their rows to `rows` and results.jsonl; returns the names of the
+    metrics.
 
     Where it is stopped, raises a Fault that says how to continue.
     """
     total = len(rows) + sum(len(some) for _, _, some in chunks)
     seconds = 0.1 if sys.stderr.isatty() else 30
     try:
-        with load_player() as player, tqdm(total=total, initial=len(rows), unit="question", mininterval=seconds) as bar:
+        with (
+            load_player() as player,
+            tqdm(total=total, initial=len(rows), unit="question", mininterval=seconds) as bar,
+        ):
             print(player.tools or f"task: {player.task.cfg.task}", flush=True)
             for title, number, some in chunks:
                 bar.set_description(title, refresh=False)
@@ -155,7 +192,9 @@ def play(
                 reward(player.task, taus)
                 measured = measure(player.task, taus)
                 metrics = list(measured[0])
-                files.write("summary.json", json.dumps({"setting": setting, "metrics": metrics}, indent=1))
+                files.write(
+                    "summary.json", json.dumps({"setting": setting, "metrics": metrics}, indent=1)
+                )
                 for tau, values in zip(taus, measured, strict=True):
                     rows.append({"data": title} | row_of(player.task, tau, values))
                     files.append("results", rows[-1])
@@ -166,7 +205,8 @@ def play(
 
 
 def row_of(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:
-    """Makes a line of results.jsonl. `gold_found`: a gold answer stands in some passage that was retrieved."""
+    """Makes a line of results.jsonl. `gold_found`: a gold answer stands in some passage that was
+    retrieved."""
     q = tau.question
     row: Row = {
         "answered": float(tau.stop == "over" or (tau.stop == "answer" and bool((tau.prediction or "").strip()))),
@@ -175,14 +215,19 @@ def row_of(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:
     }  # fmt: skip
     row |= {tool.plural: tau.served(tool.tag) for tool in tools_of(task)}
     if isinstance(task, SearchQA):
-        row["gold_found"] = float(holds_gold((text for turn in tau.turns for text in turn.result or []), q.golds))
+        row["gold_found"] = float(
+            holds_gold((text for turn in tau.turns for text in turn.result or []), q.golds)
+        )
     if clash := sorted(metrics.keys() & {"id", "data", "questions", "gold_recall", *row}):
-        raise Fault(f"--task {task.cfg.task}: evaluate.py has a figure called {clash[0]}: give the metric another name")
+        raise Fault(
+            f"--task {task.cfg.task}: evaluate.py has a figure called {clash[0]}: give the metric another name"
+        )
     return {"id": q.id, "reward": tau.reward, **metrics, **row}
 
 
 def tools_of(task: Task) -> Sequence[Any]:
-    """The tools whose calls are counted: of search QA the search even for a method that does not use it."""
+    """The tools whose calls are counted: of search QA the search even for a method that does not
+    use it."""
     return task.tools or ([task.search] if isinstance(task, SearchQA) else [])
 
 
@@ -190,11 +235,21 @@ def tools_of(task: Task) -> Sequence[Any]:
 
 
 def summary_of(setting: Row, metrics: list[str], tools: list[str], rows: Sequence[Row]) -> Row:
-    """The figures of all rows, by the sets of questions and on average; the first metric is the main one."""
+    """The figures of all rows, by the sets of questions and on average; the first metric is the
+    main one."""
     titles = dict.fromkeys(row["data"] for row in rows)
-    parts = {title: summarize([row for row in rows if row["data"] == title], metrics, tools) for title in titles}
+    parts = {
+        title: summarize([row for row in rows if row["data"] == title], metrics, tools)
+        for title in titles
+    }
     average = macro([Interval(**part[metrics[0]]) for part in parts.values()])
-    return {"setting": setting, "metrics": metrics, "tools": tools, "benchmarks": parts, "average": average._asdict()}
+    return {
+        "setting": setting,
+        "metrics": metrics,
+        "tools": tools,
+        "benchmarks": parts,
+        "average": average._asdict(),
+    }
 
 
 def summarize(rows: Sequence[Row], metrics: Sequence[str], tools: Sequence[str]) -> Row:
@@ -219,15 +274,24 @@ def tabulate(summary: Row) -> str:
     head = f"{label(main)}, 95 %"
     for title, part in summary["benchmarks"].items():
         recall = "gold_recall" in part
-        cells[title] = {"": title, "questions": f"{part['questions']:,}", head: f"{Interval(**part[main])}"}
+        cells[title] = {
+            "": title,
+            "questions": f"{part['questions']:,}",
+            head: f"{Interval(**part[main])}",
+        }
         cells[title] |= {label(key): f"{part[key]['mean']:.3f}" for key in others}
-        cells[title] |= {"answered" if recall else "finished": f"{part['answered']:.3f}"}  # what a tool ends is over
+        # what a tool ends is over
+        cells[title] |= {"answered" if recall else "finished": f"{part['answered']:.3f}"}
         cells[title] |= {key: f"{x:.2f}" for key, x in count_calls(part, summary["tools"]).items()}
         cells[title] |= {"gold recall": f"{part['gold_recall']:.3f}"} if recall else {}
         cells[title] |= {"sampled tokens": f"{part['sampled_tokens']:.0f}"}
     if len(cells) > 1:
         average = summary["average"]
-        cells["average"] = {"": "average", "questions": f"{average['n']:,}", head: f"{Interval(**average)}"}
+        cells["average"] = {
+            "": "average",
+            "questions": f"{average['n']:,}",
+            head: f"{Interval(**average)}",
+        }
     return markdown(list(cells.values()))
 
 

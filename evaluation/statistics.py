@@ -1,7 +1,8 @@
 """Intervals, paired tests, and what a table could have shown at all; scipy does the mathematics.
 
-Questions and seeds are two levels and are never pooled into one number: an interval over questions holds for these
-trained policies on other questions, an interval over seeds for other training runs on these questions.
+Questions and seeds are two levels and are never pooled into one number: an interval over questions
+holds for these trained policies on other questions, an interval over seeds for other training runs
+on these questions.
 """
 
 import math
@@ -31,18 +32,26 @@ class Interval(NamedTuple):
     n: int
 
     def __format__(self, style: str) -> str:
-        """As "0.512 [0.490, 0.534]", or with another `style` of its numbers: "+" is for differences, ",.0f" for counts.
+        """As "0.512 [0.490, 0.534]", or with another `style` of its numbers: "+" is for
+        differences, ",.0f" for counts.
 
-        The mean alone where the interval is infinite, or where equal values say nothing of how they differ.
+        The mean alone where the interval is infinite, or where equal values say nothing of how they
+        differ.
         """
         style = style if style.endswith("f") else style + ".3f"
         known = math.isfinite(self.low) and self.low < self.high
-        return f"{self.mean:{style}} [{self.low:{style}}, {self.high:{style}}]" if known else f"{self.mean:{style}}"
+        return (
+            f"{self.mean:{style}} [{self.low:{style}}, {self.high:{style}}]"
+            if known
+            else f"{self.mean:{style}}"
+        )
 
     def within(self, least: float, most: float) -> "Interval":
-        """Cuts the interval at the bounds of a measure: its true mean lies in them, so that the coverage stays.
+        """Cuts the interval at the bounds of a measure: its true mean lies in them, so that the
+        coverage stays.
 
-        Nothing is cut where it is infinite, or where the mean shows that those are not the bounds (percentages, say).
+        Nothing is cut where it is infinite, or where the mean shows that those are not the bounds
+        (percentages, say).
         """
         if math.isinf(self.low) or not least <= self.mean <= most:
             return self
@@ -50,7 +59,8 @@ class Interval(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How much higher a is than b, with the p-value of no difference and the smallest one that would have shown."""
+    """How much higher a is than b, with the p-value of no difference and the smallest one that
+    would have shown."""
 
     interval: Interval
     p: float
@@ -60,8 +70,8 @@ class Difference(NamedTuple):
 def interval(x: Values) -> Interval:
     """Wilson's interval of the mean of zeros and ones (n,), Student's t for anything else.
 
-    The standard error of zeros and ones is Wilson's too, half the interval's width over 1.96: that no question was
-    right is no proof of an accuracy of 0.
+    The standard error of zeros and ones is Wilson's too, half the interval's width over 1.96: that
+    no question was right is no proof of an accuracy of 0.
     """
     a = _array(x)
     if not right_or_wrong(a):
@@ -71,7 +81,8 @@ def interval(x: Values) -> Interval:
 
 
 def over_seeds(x: Values) -> Interval:
-    """Student's interval of the mean over training runs (n,), with n - 1 degrees of freedom; infinite for one run."""
+    """Student's interval of the mean over training runs (n,), with n - 1 degrees of freedom;
+    infinite for one run."""
     a = _array(x)
     return _interval(float(a.mean()), _se(a), len(a) - 1, len(a))
 
@@ -79,8 +90,9 @@ def over_seeds(x: Values) -> Interval:
 def paired(a: Values, b: Values) -> Difference:
     """Compares a with b (n,) on the same questions.
 
-    Of right and wrong: Bonett and Price's interval (2012) and McNemar's exact test. Of other values: Student's t on the
-    differences (Miller, arXiv 2411.00640); where they are all one difference, the sign test, and no interval.
+    Of right and wrong: Bonett and Price's interval (2012) and McNemar's exact test. Of other
+    values: Student's t on the differences (Miller, arXiv 2411.00640); where they are all one
+    difference, the sign test, and no interval.
     """
     x, y = _array(a), _array(b)
     d, n = _array(x - y), len(x)
@@ -93,26 +105,35 @@ def paired(a: Values, b: Values) -> Difference:
         return Difference(Interval(mean, low, high, se, n), p, visible(se, math.inf))
     if (se := _se(d)) > 0:  # NaN for a single question
         return Difference(over_seeds(d), float(stats.ttest_1samp(d, 0).pvalue), visible(se, n - 1))
-    return Difference(_interval(mean, math.nan, 0, n), min(1.0, 2 * 0.5**n) if mean else 1.0, math.inf)
+    return Difference(
+        _interval(mean, math.nan, 0, n), min(1.0, 2 * 0.5**n) if mean else 1.0, math.inf
+    )
 
 
 def between_seeds(a: Values, b: Values) -> Difference:
     """Compares the means of independent training runs, (n,) and (m,), by Welch's t test.
 
-    Seeds that all end alike say nothing of how seeds differ: then there is no test, as for a single run.
+    Seeds that all end alike say nothing of how seeds differ: then there is no test, as for a single
+    run.
     """
     x, y = _array(a), _array(b)
-    mean, se, n = round(float(x.mean() - y.mean()), DIGITS), math.hypot(_se(x), _se(y)), len(x) + len(y)
+    mean, se, n = (
+        round(float(x.mean() - y.mean()), DIGITS),
+        math.hypot(_se(x), _se(y)),
+        len(x) + len(y),
+    )
     if not se > 0:  # NaN for a single run
         return Difference(_interval(mean, math.nan, 0, n), math.nan, math.inf)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # seeds that end alike on one side: Welch's test can take it
+        # seeds that end alike on one side: Welch's test can take it
+        warnings.simplefilter("ignore", RuntimeWarning)
         test = stats.ttest_ind(x, y, equal_var=False)
     return Difference(_interval(mean, se, test.df, n), float(test.pvalue), visible(se, test.df))
 
 
 def mcnemar(a: Values, b: Values) -> tuple[int, int, float]:
-    """Counts questions that only a has right and that only b has right; with the exact two-sided p of greedy runs."""
+    """Counts questions that only a has right and that only b has right; with the exact two-sided p
+    of greedy runs."""
     x, y = np.asarray(a) > 0.5, np.asarray(b) > 0.5
     only_a, only_b = int((x & ~y).sum()), int((y & ~x).sum())
     p = float(stats.binomtest(only_a, only_a + only_b).pvalue) if only_a + only_b else 1.0
@@ -122,7 +143,8 @@ def mcnemar(a: Values, b: Values) -> tuple[int, int, float]:
 def macro(parts: Sequence[Interval]) -> Interval:
     """The unweighted mean over benchmarks; their errors are independent, so their squares add.
 
-    Those below and those above the mean are added apart (Zou and Donner, 2008): Wilson's interval is lopsided.
+    Those below and those above the mean are added apart (Zou and Donner, 2008): Wilson's interval
+    is lopsided.
     """
     k = len(parts)
     mean = sum(part.mean for part in parts) / k
@@ -135,7 +157,9 @@ def macro(parts: Sequence[Interval]) -> Interval:
 def macro_difference(parts: Sequence[Difference]) -> Difference:
     """The macro average of differences, by the normal distribution."""
     whole = macro([part.interval for part in parts])
-    return Difference(whole, 2 * float(stats.norm.sf(abs(whole.mean) / whole.se)), visible(whole.se, math.inf))
+    return Difference(
+        whole, 2 * float(stats.norm.sf(abs(whole.mean) / whole.se)), visible(whole.se, math.inf)
+    )
 
 
 def adjust(differences: Mapping[K, Difference]) -> dict[K, float]:
@@ -151,9 +175,11 @@ def adjust(differences: Mapping[K, Difference]) -> dict[K, float]:
 
 
 def visible(se: float, df: float) -> float:
-    """The true difference that a two-sided t test with this standard error finds at 5 % in 80 % of the cases.
+    """The true difference that a two-sided t test with this standard error finds at 5 % in 80 % of
+    the cases.
 
-    `df` inf is the normal distribution: (1.960 + 0.842) se. Infinite where there is no standard error.
+    `df` inf is the normal distribution: (1.960 + 0.842) se. Infinite where there is no standard
+    error.
     """
     t = stats.t.ppf((1 + LEVEL) / 2, df)
     return float(special.nctdtrinc(df, 1 - POWER, t)) * se if se > 0 else math.inf

@@ -17,18 +17,27 @@ SMALL = 1e-6  # added to a standard deviation in a denominator, as in Eq. 3
 
 
 class Batch:
-    """n trajectories with N action tokens and at most K turns, as columns (n,), (n, K) or, one after another, (N,)."""
+    """n trajectories with N action tokens and at most K turns, as columns (n,), (n, K) or, one
+    after another, (N,)."""
 
     def __init__(
-        self, taus: Sequence[Trajectory], limit: int, memory: Any = None, old: Array | None = None, score: Any = None
+        self,
+        taus: Sequence[Trajectory],
+        limit: int,
+        memory: Any = None,
+        old: Array | None = None,
+        score: Any = None,
     ):
-        """`limit`: tokens that a trajectory may sample; `memory`: what an objective remembers from step to step.
+        """`limit`: tokens that a trajectory may sample; `memory`: what an objective remembers from
+        step to step.
 
-        `old`: log-probs and entropies (2, N) under pi_old; None: it is the policy in training, under which `score`
-        computes them, in a pass over the mini-batch. All ranks read the same columns, so they do it together.
+        `old`: log-probs and entropies (2, N) under pi_old; None: it is the policy in training,
+        under which `score` computes them, in a pass over the mini-batch. All ranks read the same
+        columns, so they do it together.
         """
         self.taus, self.limit, self.memory, self.old, self.score = taus, limit, memory, old, score
-        self.reward: Array = np.array([tau.reward for tau in taus], float)  # the reward stage shapes it
+        # the reward stage shapes it
+        self.reward: Array = np.array([tau.reward for tau in taus], float)
         self.n = len(taus)
 
     # ---- trajectories (n,)
@@ -81,14 +90,20 @@ class Batch:
     @cached_property
     def found(self) -> Ints:
         """Whether what the tool returned holds a gold answer, 1 or 0."""
-        rows = [[holds_gold(turn.result or [], tau.question.golds) for turn in tau.turns] for tau in self.taus]
+        rows = [
+            [holds_gold(turn.result or [], tau.question.golds) for turn in tau.turns]
+            for tau in self.taus
+        ]
         return self.turns(rows)
 
     @cached_property
     def state(self) -> Ints:
-        """Numbers of equal states: the group, and what the turn is the answer to; -1 where there is no turn."""
+        """Numbers of equal states: the group, and what the turn is the answer to; -1 where there is
+        no turn."""
         seen = [
-            [(int(g), "start"), *((int(g), tuple(turn.result or ())) for turn in tau.turns)][: len(tau.turns)]
+            [(int(g), "start"), *((int(g), tuple(turn.result or ())) for turn in tau.turns)][
+                : len(tau.turns)
+            ]
             for g, tau in zip(self.group, self.taus, strict=True)
         ]
         flat = iter(numbers(x for row in seen for x in row).tolist())
@@ -126,7 +141,9 @@ class Batch:
     @cached_property
     def engine(self) -> Array:
         """Log-probs under the engine's policy."""
-        return np.array([lp for tau in self.taus for lp, m in zip(tau.logps, tau.mask, strict=True) if m], float)
+        return np.array(
+            [lp for tau in self.taus for lp, m in zip(tau.logps, tau.mask, strict=True) if m], float
+        )
 
     @cached_property
     def advantage(self) -> Array:
@@ -138,7 +155,9 @@ class Batch:
         """A-hat, as `set_advantages` has left it in the trajectories."""
         if not any(tau.credit for tau in self.taus):
             return self.advantage[self.tau]
-        return np.concatenate([np.repeat(tau.credit, tau.acted or [sum(tau.mask)]) for tau in self.taus])
+        return np.concatenate(
+            [np.repeat(tau.credit, tau.acted or [sum(tau.mask)]) for tau in self.taus]
+        )
 
     @property
     def grpo(self) -> Array:
@@ -163,8 +182,8 @@ class Batch:
     def per_instruction(self, A: Array) -> Array:
         """Returns A minus its mean over the trajectories of the same instruction.
 
-        A baseline across groups compares instructions too, and would credit tokens for their instruction's words. That
-        belongs in the weights of Eq. 6.
+        A baseline across groups compares instructions too, and would credit tokens for their
+        instruction's words. That belongs in the weights of Eq. 6.
         """
         return A - self.mean(A, self.instruction)
 

@@ -5,8 +5,9 @@
     python -m extras.campaign real                 # the real model: 12 runs of 20 to 40 minutes, after `make real`
     python -m extras.campaign staged               # evolving along with training, or between: 10 runs of 4 minutes
 
-A finished run leaves a row in rows/NAME.jsonl of --results and is not repeated; a stopped one is resumed. Runs that are
-reported have seeds that nothing was tuned on; docs/results/README.md says what they show.
+A finished run leaves a row in rows/NAME.jsonl of --results and is not repeated; a stopped one is
+resumed. Runs that are reported have seeds that nothing was tuned on; docs/results/README.md says
+what they show.
 """
 
 import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
@@ -44,11 +45,21 @@ class Campaign(NamedTuple):
     program: str = "inspo.py"
 
 
-TOGETHER, FROZEN = ("instruction and policy evolve together", ""), ("evolution, the policy frozen", "--lr 0")
+TOGETHER, FROZEN = (
+    ("instruction and policy evolve together", ""),
+    ("evolution, the policy frozen", "--lr 0"),
+)
 CAMPAIGNS = {
     "default": Campaign(
-        {"inspo": TOGETHER, "static": ("one instruction, the policy trains", "--mode static"), "frozen": FROZEN},
-        range(5), "--eval_every 20", 1, "learning.png",
+        {
+            "inspo": TOGETHER,
+            "static": ("one instruction, the policy trains", "--mode static"),
+            "frozen": FROZEN,
+        },
+        range(5),
+        "--eval_every 20",
+        1,
+        "learning.png",
     ),
     "real": Campaign(
         {
@@ -58,7 +69,10 @@ CAMPAIGNS = {
             "frozen": FROZEN,
             "guessing": ("the optimizer proposes at random", "--optimizer_model guessing"),
         },
-        (1, 2, 3), "--preset smollm2-135m --model runs/real/cold/policy", 2, "real.png",
+        (1, 2, 3),
+        "--preset smollm2-135m --model runs/real/cold/policy",
+        2,
+        "real.png",
     ),
     "staged": Campaign(
         {
@@ -68,14 +82,18 @@ CAMPAIGNS = {
                 "--parts extras.staged:Staged,extras.staged:Late --T_e 60",
             ),
         },
-        range(20, 25), "--eval_every 20", 1, program="extras/fork.py",
+        range(20, 25),
+        "--eval_every 20",
+        1,
+        program="extras/fork.py",
     ),
-}  # fmt: skip
+}
 COLORS = {"inspo": "C0", "static": "C3", "frozen": "C2", "guessing": "C7"}
 
 
 def play(campaign: Campaign, arm: str, seed: int, extra: str, runs: Path) -> Row:
-    """Runs an arm with a seed, or resumes it, and returns its row; `extra` flags are added to the campaign's."""
+    """Runs an arm with a seed, or resumes it, and returns its row; `extra` flags are added to the
+    campaign's."""
     out, flags = runs / f"{arm}-seed{seed}", flags_of(campaign, arm, extra)
     runs.mkdir(parents=True, exist_ok=True)
     if not (out / "summary.json").exists():
@@ -103,13 +121,20 @@ def row_of(out: Path) -> Row:
     held = {name: round(means["em"], 4) for name, means in summary["held_out"].items()}
     evals = [[row["t"], row["test/em"]] for row in steps if "test/em" in row]
     return {
-        "commit": summary["versions"]["inspo"], "machine": machine(), "date": time.strftime("%Y-%m-%d"),
-        "minutes": round(summary["seconds"] / 60, 1), "questions": summary["questions"], "em": summary["end"]["em"],
-        "searches": round(summary["end"]["searches"], 3), "I_star": summary["I_star"], "held_out": held,
-        "trajectories": summary["ledger"]["training_rollouts"] + summary["ledger"]["verification_rollouts"],
+        "commit": summary["versions"]["inspo"],
+        "machine": machine(),
+        "date": time.strftime("%Y-%m-%d"),
+        "minutes": round(summary["seconds"] / 60, 1),
+        "questions": summary["questions"],
+        "em": summary["end"]["em"],
+        "searches": round(summary["end"]["searches"], 3),
+        "I_star": summary["I_star"],
+        "held_out": held,
+        "trajectories": summary["ledger"]["training_rollouts"]
+        + summary["ledger"]["verification_rollouts"],
         "evals": [[0, summary["start"]["em"]], *evals, [summary["steps"], summary["end"]["em"]]],
         "curves": {name: [round(row[name], 3) for row in steps] for name in ("reward", "searches")},
-    }  # fmt: skip
+    }
 
 
 def machine() -> str:
@@ -119,13 +144,19 @@ def machine() -> str:
 
 
 def table(campaign: Campaign, rows: Sequence[Row]) -> str:
-    """Lists the arms, a line for each; intervals are over seeds, by Student's t, differences by Welch's; both are
-    cut at the bounds of EM.
+    """Lists the arms, a line for each; intervals are over seeds, by Student's t, differences by
+    Welch's; both are cut at the bounds of EM.
 
     "would have shown": the true difference that the test finds at 5 % in 80 % of the cases.
     """
-    em = {arm: x for arm in campaign.arms if (x := [row["em"] for row in rows if row["arm"] == arm])}
-    less = {arm: between_seeds(em["inspo"], x) for arm, x in em.items() if arm != "inspo" and "inspo" in em}
+    em = {
+        arm: x for arm in campaign.arms if (x := [row["em"] for row in rows if row["arm"] == arm])
+    }
+    less = {
+        arm: between_seeds(em["inspo"], x)
+        for arm, x in em.items()
+        if arm != "inspo" and "inspo" in em
+    }
     p = adjust(less)
     return markdown(
         [
@@ -133,7 +164,9 @@ def table(campaign: Campaign, rows: Sequence[Row]) -> str:
                 "": f"{arm}: {campaign.arms[arm][0]}",
                 "EM, by seed": ", ".join(f"{y:.2f}" for y in x),
                 "mean, 95 %": f"{over_seeds(x).within(0, 1):.2f}",
-                "inspo less this, 95 %": f"{less[arm].interval.within(-1, 1):+.2f}" if arm in less else "",
+                "inspo less this, 95 %": f"{less[arm].interval.within(-1, 1):+.2f}"
+                if arm in less
+                else "",
                 "p (Holm)": f"{p[arm]:.2g}" if arm in p else "",
                 "would have shown": f"{less[arm].visible:.2f}" if arm in p else "",
                 "searches": f"{np.mean([row['searches'] for row in rows if row['arm'] == arm]):.1f}",
@@ -162,9 +195,12 @@ def make_panels(n: int, **how: Any) -> tuple[Any, Any]:
 
 
 def draw(campaign: Campaign, rows: Sequence[Row], path: Path) -> None:
-    """Draws every run as a thin line, the mean of an arm as a thick one; EM only if it was measured on the way."""
+    """Draws every run as a thin line, the mean of an arm as a thick one; EM only if it was measured
+    on the way."""
     panels = {
-        "reward of a step's rollouts\n(temperature 1, mean of 5 steps)": lambda row: smooth(row["curves"]["reward"]),
+        "reward of a step's rollouts\n(temperature 1, mean of 5 steps)": lambda row: smooth(
+            row["curves"]["reward"]
+        ),
         "searches a question\n(mean of 5 steps)": lambda row: smooth(row["curves"]["searches"]),
     }
     if any(len(row.get("evals", ())) > 2 for row in rows):
@@ -181,7 +217,9 @@ def draw(campaign: Campaign, rows: Sequence[Row], path: Path) -> None:
                 ax.plot(mean[:, 0], mean[:, 1], color=COLORS[arm], lw=2.2, label=f"{arm}: {what}")
         ax.set_title(title, fontsize=9, loc="left")
         ax.set(xlabel="step t", ylim=(0, 1 if "searches" not in title else None))
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncol=2, frameon=False, fontsize=8)
+    fig.legend(
+        *axes[0].get_legend_handles_labels(), loc="lower center", ncol=2, frameon=False, fontsize=8
+    )
     fig.tight_layout(rect=(0, 0.12, 1, 1))
     fig.savefig(path, dpi=130)
 
@@ -193,9 +231,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("name", choices=CAMPAIGNS)
     parser.add_argument("--arms", nargs="+", help="default: all")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: the reported ones")
-    parser.add_argument("--extra", default="", help="flags of inspo.py for every run, in one string")
-    parser.add_argument("--runs", type=Path, help="where the runs' directories go; default: runs/NAME")
-    parser.add_argument("--results", type=Path, default=HERE / "docs" / "results", help="where rows and figure go")
+    parser.add_argument(
+        "--extra", default="", help="flags of inspo.py for every run, in one string"
+    )
+    parser.add_argument(
+        "--runs", type=Path, help="where the runs' directories go; default: runs/NAME"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=HERE / "docs" / "results", help="where rows and figure go"
+    )
     args = parser.parse_args(argv)
     campaign, path = CAMPAIGNS[args.name], args.results / "rows" / f"{args.name}.jsonl"
     if unknown := set(args.arms or ()) - set(campaign.arms):
@@ -205,12 +249,22 @@ def main(argv: list[str] | None = None) -> None:
     with one_line("extras.campaign"):
         path.parent.mkdir(parents=True, exist_ok=True)
         done = {(row["arm"], row["seed"]): row for row in read_jsonl(path)}
-        todo = [(arm, seed) for seed in args.seeds or campaign.seeds for arm in args.arms or campaign.arms]
+        todo = [
+            (arm, seed)
+            for seed in args.seeds or campaign.seeds
+            for arm in args.arms or campaign.arms
+        ]
         for arm, seed in done.keys() & set(todo):
             if done[arm, seed]["flags"] != flags_of(campaign, arm, args.extra):
-                raise Fault(f"{path} has {arm}, seed {seed}, with other flags: choose another --results")
+                raise Fault(
+                    f"{path} has {arm}, seed {seed}, with other flags: choose another --results"
+                )
         with ThreadPoolExecutor(2 // campaign.threads) as pool:
-            started = [pool.submit(play, campaign, *job, args.extra, runs) for job in todo if job not in done]
+            started = [
+                pool.submit(play, campaign, *job, args.extra, runs)
+                for job in todo
+                if job not in done
+            ]
             for future in as_completed(started):
                 try:
                     row = future.result()

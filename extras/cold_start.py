@@ -1,11 +1,13 @@
-"""The cold start: fine-tuning on demonstrations, so that a base model can be rolled out (docs/cold_start.md).
+"""The cold start: fine-tuning on demonstrations, so that a base model can be rolled out
+(docs/cold_start.md).
 
     python extras/cold_start.py --demos demos.jsonl --model smollm2-135m --out runs/cold    # and the flags of inspo.py
 
-A row of --demos is {"messages": [{"role": "system" | "user" | "assistant" | "tool", "content": text}, ...]}; other
-columns are ignored, except "id" and "data_source", which name its trajectory. What precedes the first assistant
-message is the prompt. Assistant messages are learned; a tool's is what the call before it returned, with or without its
-tag. The ids are those that a rollout of these texts has, and what ends a turn after a last assistant message.
+A row of --demos is {"messages": [{"role": "system" | "user" | "assistant" | "tool", "content":
+text}, ...]}; other columns are ignored, except "id" and "data_source", which name its trajectory.
+What precedes the first assistant message is the prompt. Assistant messages are learned; a tool's is
+what the call before it returned, with or without its tag. The ids are those that a rollout of these
+texts has, and what ends a turn after a last assistant message.
 """
 
 if not __package__:
@@ -42,11 +44,17 @@ class ColdStartConfig(SupervisedConfig):
     demos: str = knob("", "demonstrations to learn, .jsonl: a conversation a line")
 
     def check(self) -> str:
-        return "" if self.demos or self.dry_run else "--demos is missing: give a .jsonl of conversations"
+        return (
+            ""
+            if self.demos or self.dry_run
+            else "--demos is missing: give a .jsonl of conversations"
+        )
 
 
 def config_of(argv: list[str] | None = None) -> ColdStartConfig:
-    cfg = parse(argv, ColdStartConfig, **STATIC, T=40, batch=16, lr=1e-4, save_every=10, eval_every=0)
+    cfg = parse(
+        argv, ColdStartConfig, **STATIC, T=40, batch=16, lr=1e-4, save_every=10, eval_every=0
+    )
     return dataclasses.replace(cfg, demos=os.path.abspath(cfg.demos) if cfg.demos else "")
 
 
@@ -54,28 +62,40 @@ def config_of(argv: list[str] | None = None) -> ColdStartConfig:
 
 
 def conversation(row: Any, task: Task) -> tuple[list[Message], list[Turn]]:
-    """Splits a row into its prompt and its turns, each with what its call returned: [text], or None.
+    """Splits a row into its prompt and its turns, each with what its call returned: [text], or
+    None.
 
     Raises ValueError, with the remedy, at what no rollout could have.
     """
     try:
         messages: list[Any] = row["messages"]
-        parts = [(str(message["role"]), message["content"].strip() and message["content"]) for message in messages]
+        parts = [
+            (str(message["role"]), message["content"].strip() and message["content"])
+            for message in messages
+        ]
     except (TypeError, LookupError, AttributeError):
-        raise ValueError('no messages; write {"messages": [{"role": ..., "content": text}, ...]}') from None
+        raise ValueError(
+            'no messages; write {"messages": [{"role": ..., "content": text}, ...]}'
+        ) from None
     roles = " ".join(role for role, _ in parts)
     if not re.fullmatch(r"((system|user) )+assistant( tool assistant)*( tool)?", roles):
-        raise ValueError(f"the roles are {roles:.80}; write system or user, then assistant, tool, assistant ...")
+        raise ValueError(
+            f"the roles are {roles:.80}; write system or user, then assistant, tool, assistant ..."
+        )
     tools = {tool.tag: tool for tool in task.tools}
     prompt, turns = list[Message](), list[Turn]()
     for n, (role, content) in enumerate(parts, 1):
         if not content:
-            raise ValueError(f"message {n}, the {role}'s, has no content; write its text, or leave the message out")
+            raise ValueError(
+                f"message {n}, the {role}'s, has no content; write its text, or leave the message out"
+            )
         if role == "assistant":
             turns.append(turn_of(content, task, n))
         elif role == "tool":
             if not turns[-1].tool:
-                raise ValueError(f"message {n} is a tool's, but message {n - 1} calls none; write the call there")
+                raise ValueError(
+                    f"message {n} is a tool's, but message {n - 1} calls none; write the call there"
+                )
             turns[-1].result = [untag(content, *task.format.results([tools[turns[-1].tool]]))]
         else:
             prompt.append({"role": role, "content": content})
@@ -86,7 +106,9 @@ def turn_of(text: str, task: Task, n: int) -> Turn:
     """Parses message n; ValueError if it continues where a rollout ends a turn."""
     turn = cut_at_stop(text, task)
     if rest := text[len(turn) :].strip():
-        raise ValueError(f"message {n} goes on after {turn[turn.rfind('<') :]}, which ends a turn: {rest:.40}; cut it")
+        raise ValueError(
+            f"message {n} goes on after {turn[turn.rfind('<') :]}, which ends a turn: {rest:.40}; cut it"
+        )
     action = task.format.parse(turn, task.tools)
     return Turn(turn, action.tool.tag, action.argument) if action.tool else Turn(turn)
 
@@ -103,9 +125,11 @@ def untag(text: str, tag: str) -> str:
     return inside if len(inside) == len(text.strip()) - len(f"<{tag}></{tag}>") else text
 
 
-def encode_row(row: Any, k: int, task: Task, tokenizer: "Tokenizer", cfg: RolloutKnobs) -> Trajectory:
-    """Encodes the k-th row as a rollout does, each part by itself; the end of its last turn is learned too, and that of
-    every turn where no string ends one.
+def encode_row(
+    row: Any, k: int, task: Task, tokenizer: "Tokenizer", cfg: RolloutKnobs
+) -> Trajectory:
+    """Encodes the k-th row as a rollout does, each part by itself; the end of its last turn is
+    learned too, and that of every turn where no string ends one.
 
     Raises ValueError, and Fault where the chat template refuses the prompt.
     """
@@ -113,9 +137,17 @@ def encode_row(row: Any, k: int, task: Task, tokenizer: "Tokenizer", cfg: Rollou
 
     prompt, turns = conversation(row, task)
     form, tools = task.format(tokenizer, task), {tool.tag: tool for tool in task.tools}
-    ids = encode_conversation(tokenizer, prompt, **form.options(task, str(row.get("instruction", ""))))
-    q = Question(str(row.get("id", f"row {k}")), prompt[-1]["content"], source=str(row.get("data_source", "data")))
-    tau = demonstration(q, k, ids, [0] * len(ids), len(ids), form.parse(turns[-1].text, task.tools).answer)
+    ids = encode_conversation(
+        tokenizer, prompt, **form.options(task, str(row.get("instruction", "")))
+    )
+    q = Question(
+        str(row.get("id", f"row {k}")),
+        prompt[-1]["content"],
+        source=str(row.get("data_source", "data")),
+    )
+    tau = demonstration(
+        q, k, ids, [0] * len(ids), len(ids), form.parse(turns[-1].text, task.tools).answer
+    )
     tau.turns = turns
     tau.stop = "over" if turns[-1].result else "answer" if tau.prediction is not None else "turns"
     forbidden = control(tokenizer, simple=True)
@@ -123,20 +155,26 @@ def encode_row(row: Any, k: int, task: Task, tokenizer: "Tokenizer", cfg: Rollou
         if as_data(turn.text, forbidden) != turn.text:
             token = forbidden.search(turn.text)
             what = repr(token[0]) if token else "a control token in other letters"
-            raise ValueError(f"an assistant message holds {what}, which the chat template writes; take it out")
+            raise ValueError(
+                f"an assistant message holds {what}, which the chat template writes; take it out"
+            )
         written = encode(tokenizer, turn.text)
         if not form.stop(task) or (turn is turns[-1] and not turn.result):
             written.append(turn_ends(tokenizer)[0])
         tau.act(written, [0.0] * len(written))
         if turn.result:
-            as_it_stands: Any = SimpleNamespace(result_tag=tools[turn.tool].result_tag, show="".join)
+            as_it_stands: Any = SimpleNamespace(
+                result_tag=tools[turn.tool].result_tag, show="".join
+            )
             action = dataclasses.replace(form.parse(turn.text, task.tools), tool=as_it_stands)
             tau.observe(form.result(action, turn.result, cfg.max_observation))
     tau.response = form.response(tau.ids[tau.prompt_tokens :])
     return tau
 
 
-def read_demonstrations(cfg: ColdStartConfig, task: Task, tokenizer: "Tokenizer") -> dict[int, Trajectory]:
+def read_demonstrations(
+    cfg: ColdStartConfig, task: Task, tokenizer: "Tokenizer"
+) -> dict[int, Trajectory]:
     """Reads --demos, by line of the file; of equal rows the first. Raises Fault."""
     path, limit = Path(cfg.demos), cfg.max_prompt + cfg.max_response
     what = f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response} are"
@@ -147,7 +185,9 @@ def read_demonstrations(cfg: ColdStartConfig, task: Task, tokenizer: "Tokenizer"
         try:
             tau = encode_row(clean(row), line, task, tokenizer, cfg)
             if len(tau.ids) > limit:
-                raise ValueError(f"{len(tau.ids):,} tokens, and {what} {limit:,}; shorten the row, or leave it out")
+                raise ValueError(
+                    f"{len(tau.ids):,} tokens, and {what} {limit:,}; shorten the row, or leave it out"
+                )
         except (ValueError, Fault) as e:
             raise Fault(f"--demos {path}:{line}: {e}") from None
         demos.setdefault(tuple(tau.ids), (line, tau))
@@ -166,10 +206,13 @@ def main(argv: list[str] | None = None) -> None:
 
     demos: dict[int, Trajectory] = {}
     with one_line():
-        if not cfg.dry_run and os.environ.get("RANK", "0") == "0":  # before anything large is loaded
+        # before anything large is loaded
+        if not cfg.dry_run and os.environ.get("RANK", "0") == "0":
             status("reading the demonstrations")
             task = load_task(cfg)
-            demos = read_demonstrations(cfg, task, load_tokenizer(cfg.model, task.format.stop(task)))
+            demos = read_demonstrations(
+                cfg, task, load_tokenizer(cfg.model, task.format.stop(task))
+            )
         inspo.train(cfg, Demonstrated, algorithm=partial(learn, demos), listening=stop.listening)
 
 

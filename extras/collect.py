@@ -3,9 +3,10 @@
     python extras/collect.py runs/NAME --out demos.jsonl        # those of a training run
     python extras/collect.py http://127.0.0.1:8001/v1 --train train.jsonl --corpus passages.jsonl --out demos.jsonl
 
-WHAT is a run, whose training rollouts are read, or what evaluate.py can play: the URL of an OpenAI-compatible chat
-endpoint (OPENAI_API_KEY), a preset, a Hugging Face directory or id; it is asked each training question once.
-A row is added to --out for each question and instruction that has none there: the same command again continues.
+WHAT is a run, whose training rollouts are read, or what evaluate.py can play: the URL of an
+OpenAI-compatible chat endpoint (OPENAI_API_KEY), a preset, a Hugging Face directory or id; it is
+asked each training question once. A row is added to --out for each question and instruction that
+has none there: the same command again continues.
 """
 
 if not __package__:
@@ -33,14 +34,18 @@ from tasks.questions import read_json_lines
 CHUNK = 64  # questions that are played together
 KNOBS = (*PLAYED, *SERVED, "train")
 Row = dict[str, Any]
-Played = tuple[Task, str, Question, Row]  # with its instruction, and what Trajectory.record says of it
+# with its instruction, and what Trajectory.record says of it
+Played = tuple[Task, str, Question, Row]
 
 
 def row_of(task: Task, instruction: str, q: Question, played: Row) -> Row:
-    """Writes a trajectory as a conversation: its prompt, its turns as far as they count, and what was shown."""
+    """Writes a trajectory as a conversation: its prompt, its turns as far as they count, and what
+    was shown."""
     # Control tokens are handled where the row is read.
     form, words, tags = task.format, Words(), task.format.words(task.tools)
-    messages = form.messages(task, instruction, dataclasses.replace(q, text=as_data(q.text, control(words, tags))))
+    messages = form.messages(
+        task, instruction, dataclasses.replace(q, text=as_data(q.text, control(words, tags)))
+    )
     tools = {tool.tag: tool for tool in task.tools}
     for turn in played["turns"]:
         messages.append({"role": "assistant", "content": cut_at_stop(turn["text"], task)})
@@ -51,7 +56,12 @@ def row_of(task: Task, instruction: str, q: Question, played: Row) -> Row:
             if form.stop(task):  # calls and results are in tags
                 shown = f"<{tool.result_tag}>{shown}</{tool.result_tag}>"
             messages.append({"role": "tool", "content": shown})
-    about = {"id": q.id, "instruction": instruction, "data_source": q.source, "reward": played["reward"]}
+    about = {
+        "id": q.id,
+        "instruction": instruction,
+        "data_source": q.source,
+        "reward": played["reward"],
+    }
     return about | {"messages": messages}
 
 
@@ -67,7 +77,9 @@ def read(run: Path, args: argparse.Namespace) -> Iterator[Played]:
     """Yields a run's training rollouts, the latest first."""
     task = load_task(Subject(run.name, "", read_config(run), run=run).configured(vars(args), KNOBS))
     questions = {q.id: q for q in task.questions("train")}
-    texts = {I["id"]: I["text"] for event in read_jsonl(run / "population.jsonl") for I in event["P"]}
+    texts = {
+        I["id"]: I["text"] for event in read_jsonl(run / "population.jsonl") for I in event["P"]
+    }
     for path in sorted((run / "trajectories").glob("step-*.jsonl.gz"), reverse=True):
         with gzip.open(path, "rt", encoding="utf-8") as file:
             for played in map(json.loads, file):
@@ -75,7 +87,8 @@ def read(run: Path, args: argparse.Namespace) -> Iterator[Played]:
 
 
 def play(args: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[Played]:
-    """Yields what WHAT plays of the training questions, without those that are `done` under its instruction."""
+    """Yields what WHAT plays of the training questions, without those that are `done` under its
+    instruction."""
     chosen = subject(args.what, args.served_model)
     task = load_task(chosen.configured(vars(args), KNOBS))
     instruction = instruction_of(chosen, task, Method(), args.instruction)
@@ -93,32 +106,57 @@ def play(args: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[Playe
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        "extras/collect.py", usage="%(prog)s WHAT --out FILE [--flag value ...]", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+        "extras/collect.py",
+        usage="%(prog)s WHAT --out FILE [--flag value ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("what", metavar="WHAT")
-    parser.add_argument("--out", required=True, type=Path, help="file of demonstrations, .jsonl; rows are added")
-    parser.add_argument("--least", type=float, help="lowest reward of what is kept; default: the task's best")
-    parser.add_argument("--n", type=int, default=0, help="questions to play, a fixed sample by --seed; 0: all")
+    parser.add_argument(
+        "--out", required=True, type=Path, help="file of demonstrations, .jsonl; rows are added"
+    )
+    parser.add_argument(
+        "--least", type=float, help="lowest reward of what is kept; default: the task's best"
+    )
+    parser.add_argument(
+        "--n", type=int, default=0, help="questions to play, a fixed sample by --seed; 0: all"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy; above, failures are worth a retry")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="0 is greedy; above, failures are worth a retry",
+    )
     parser.add_argument("--instruction", default="", help="file; default: the task's first one")
-    parser.add_argument("--served_model", default="", help="model of a URL; default: the only one that it serves")
+    parser.add_argument(
+        "--served_model", default="", help="model of a URL; default: the only one that it serves"
+    )
     knobs = {f.name: f for f in dataclasses.fields(Config)}
     for name in KNOBS:
-        parser.add_argument(f"--{name}", type=knobs[name].type, help=knobs[name].metadata["doc"].replace("%", "%%"))
+        parser.add_argument(
+            f"--{name}", type=knobs[name].type, help=knobs[name].metadata["doc"].replace("%", "%%")
+        )
     args = parser.parse_args(argv)
     with one_line("extras/collect.py"), stop.listening(), stop.may_stop():
-        if args.out.is_dir() or not args.out.parent.is_dir():  # before anything is played, and perhaps paid for
+        # before anything is played, and perhaps paid for
+        if args.out.is_dir() or not args.out.parent.is_dir():
             raise Fault(f"--out {args.out}: name a file in a directory that is there")
         rows: Any = read_json_lines(args.out) if args.out.is_file() else ()
         done = {(row["instruction"], row["id"]) for _, row in rows}
         is_run = (Path(args.what) / "trajectories").is_dir()
         new = left_out = 0
-        for task, instruction, q, played in read(Path(args.what), args) if is_run else play(args, done):
+        for task, instruction, q, played in (
+            read(Path(args.what), args) if is_run else play(args, done)
+        ):
             row = row_of(task, instruction, q, played)
             good = played["reward"] >= (task.best_reward if args.least is None else args.least)
-            whole = played["stop"] in ("answer", "over") and not played["invalid"] and possible(row, task)
+            whole = (
+                played["stop"] in ("answer", "over")
+                and not played["invalid"]
+                and possible(row, task)
+            )
             if (instruction, q.id) in done or not good or not whole:
                 left_out += 1
                 continue
@@ -127,8 +165,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             done.add((instruction, q.id))
             new += 1
         if not done:
-            raise Fault(f"nothing to demonstrate in {left_out:,} trajectories; try another --least, or another model")
-        print(f"{args.out}: {len(done):,} rows, {new:,} of them new; {left_out:,} trajectories left out")
+            raise Fault(
+                f"nothing to demonstrate in {left_out:,} trajectories; try another --least, or another model"
+            )
+        print(
+            f"{args.out}: {len(done):,} rows, {new:,} of them new; {left_out:,} trajectories left out"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Instructions that share questions: which of them are asked together, and by least squares what each is worth."""
+"""Instructions that share questions: which of them are asked together, and by least squares what
+each is worth."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,13 +16,15 @@ class Fit(NamedTuple):
     """Effects of n instructions, of which only differences mean anything."""
 
     a: Array  # (n,) in units of reward
-    level: Array  # (n,): the mean reward under an effect of 0, of the questions of each instruction's part
+    # (n,): the mean reward under an effect of 0, of the questions of each instruction's part
+    level: Array
     cov: Array  # (n, n): the variance of a_j - a_l is cov_jj + cov_ll - 2 cov_jl
     df: int  # degrees of freedom of the variance; without any, the errors are infinite
     part: Ints  # (n,): those with one number are linked by questions; others cannot be compared
 
     def behind(self, leader: int) -> tuple[Array, Array]:
-        """Returns (a_leader - a_j, its standard error), (n,) each; infinite where no question links the two."""
+        """Returns (a_leader - a_j, its standard error), (n,) each; infinite where no question links
+        the two."""
         var = self.cov.diagonal() + self.cov[leader, leader] - 2 * self.cov[leader]
         linked = (self.part == self.part[leader]) & (self.df > 0)
         return self.a[leader] - self.a, np.where(linked, np.sqrt(np.maximum(0, var)), np.inf)
@@ -34,13 +37,17 @@ class Design:
     """
 
     def __init__(
-        self, ids: Sequence[int], asked: Sequence[list[int]] = (), rewards: Sequence[list[float]] = ()
-    ):  # fmt: skip
+        self,
+        ids: Sequence[int],
+        asked: Sequence[list[int]] = (),
+        rewards: Sequence[list[float]] = (),
+    ):
         """`asked`: the ids that each question went to; `rewards`: their mean rewards on it."""
         self.ids, self.asked, self.rewards = list(ids), list(asked), list(rewards)
 
     def columns(self) -> tuple[Array, Array]:
-        """Returns (questions, n) each: whether a question went to an instruction, and the reward or 0."""
+        """Returns (questions, n) each: whether a question went to an instruction, and the reward or
+        0."""
         row = {j: k for k, j in enumerate(self.ids)}
         went, reward = np.zeros((2, len(self.asked), len(self.ids)))
         for q, (block, r) in enumerate(zip(self.asked, self.rewards, strict=True)):
@@ -55,7 +62,8 @@ class Design:
         return shared
 
     def fit(self) -> Fit:
-        """Returns the least squares of r on question and instruction; without freedom left the errors are infinite."""
+        """Returns the least squares of r on question and instruction; without freedom left the
+        errors are infinite."""
         went, reward = self.columns()
         n, size = len(self.ids), went.sum(1, keepdims=True)
         centred = went * (reward - reward.sum(1, keepdims=True) / size)
@@ -72,11 +80,13 @@ class Design:
         level: Array = (total / np.maximum(1, np.bincount(part, times)))[part]
         return Fit(a, level, inverse * residual / max(1, df), df, part)
 
-    def blocks(self, active: Sequence[int], sizes: Sequence[int], rng: np.random.Generator) -> list[list[int]]:
+    def blocks(
+        self, active: Sequence[int], sizes: Sequence[int], rng: np.random.Generator
+    ) -> list[list[int]]:
         """Returns for each size, 1 or 2, as many of the active ids, to share a question.
 
-        The two that have met the least; ties, and who is alone, go by the fewest questions, then by the rng. What has
-        been drawn in this call counts as if it had been asked.
+        The two that have met the least; ties, and who is alone, go by the fewest questions, then by
+        the rng. What has been drawn in this call counts as if it had been asked.
         """
         out, rows = [], np.array([self.ids.index(j) for j in active])
         met = self.drawn()

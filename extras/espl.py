@@ -1,9 +1,11 @@
-"""E-SPL (arXiv 2602.14697): the best prompt of every batch mutates, nothing is verified, TrueSkill rates.
+"""E-SPL (arXiv 2602.14697): the best prompt of every batch mutates, nothing is verified, TrueSkill
+rates.
 
     python extras/espl.py --crossover 0.2      # and the flags of inspo.py
 
-Read: the paper and the authors' code (LunjunZhang/E-SPL, MIT, 2026-02-25), of which no line is copied. Policy, world,
-optimizer, ledger, resume and report are those of INSPO. docs/selection.md lists what is restated and what deviates.
+Read: the paper and the authors' code (LunjunZhang/E-SPL, MIT, 2026-02-25), of which no line is
+copied. Policy, world, optimizer, ledger, resume and report are those of INSPO. docs/selection.md
+lists what is restated and what deviates.
 """
 
 if not __package__:
@@ -79,7 +81,11 @@ class ESPLConfig(ObjectiveConfig):
     """E-SPL (docs/selection.md)"""
 
     mode: str = knob("espl", "espl", of=("espl",), more=True)
-    rivals: int = knob(3, "programs that play the same problems: the newest and some of the latest; 0: all", least=0)
+    rivals: int = knob(
+        3,
+        "programs that play the same problems: the newest and some of the latest; 0: all",
+        least=0,
+    )
     crossover: float = knob(0.0, "probability of a child of two parents in a step")
 
     def check(self) -> str:
@@ -91,13 +97,17 @@ class ESPLConfig(ObjectiveConfig):
 
 
 def check_buffer(cfg: Config, name: str) -> str:
-    """Says what is wrong with --buffer for a method of this name, which reads all that a step has played."""
+    """Says what is wrong with --buffer for a method of this name, which reads all that a step has
+    played."""
     step = cfg.batch * cfg.G
-    return f"--buffer {cfg.buffer}: {name} learns from whole steps of {step} trajectories" * (cfg.buffer < step)
+    return f"--buffer {cfg.buffer}: {name} learns from whole steps of {step} trajectories" * (
+        cfg.buffer < step
+    )
 
 
 class Pool(Population):
-    """A queue of programs: the newest and some of the latest play the same problems, and TrueSkill rates them by it.
+    """A queue of programs: the newest and some of the latest play the same problems, and TrueSkill
+    rates them by it.
 
     Weights are what they are elsewhere, but no program is drawn by them.
     """
@@ -107,18 +117,25 @@ class Pool(Population):
         self.rivals = rivals
         self.ratings: list[tuple[float, float]] = []  # mu and sigma, by id
 
-    def join(self, text: str, parent: int | None, t: int, verified: float | None = None) -> Instruction:
+    def join(
+        self, text: str, parent: int | None, t: int, verified: float | None = None
+    ) -> Instruction:
         self.ratings.append((SKILL.mu, SKILL.sigma))
         return super().join(text, parent, t, verified)
 
     def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
-        """Makes as many groups as there are questions, of the first of them: all under the same programs."""
+        """Makes as many groups as there are questions, of the first of them: all under the same
+        programs."""
         recent = self.active[-RECENT:]
         k = min(self.rivals or RECENT, len(recent))
-        others: list[int] = rng.choice(len(recent) - 1, k - 1, replace=False).tolist() if k > 1 else []
+        others: list[int] = (
+            rng.choice(len(recent) - 1, k - 1, replace=False).tolist() if k > 1 else []
+        )
         programs = [recent[-1], *(recent[j] for j in sorted(others))]
         played = [(q, I) for q in questions for I in programs][: len(questions)]
-        return [Job(I.id, I.text, q, group) for group, (q, I) in enumerate(played) for _ in range(G)]
+        return [
+            Job(I.id, I.text, q, group) for group, (q, I) in enumerate(played) for _ in range(G)
+        ]
 
     def probabilities(self) -> Array:
         """Returns the share of the problems that each active program can expect."""
@@ -130,14 +147,16 @@ class Pool(Population):
         return p
 
     def attribute(self, taus: Iterable[Trajectory]) -> None:
-        """Credits every program with its mean reward, and rates them by the problems that all of them played."""
+        """Credits every program with its mean reward, and rates them by the problems that all of
+        them played."""
         taus = list(taus)
         super().attribute(taus)
         common = played_by_all((tau.instruction, tau.question.id) for tau in taus)
         self.rate(mean_rewards(tau for tau in taus if tau.question.id in common))
 
     def rate(self, means: dict[int, float]) -> None:
-        """Updates the ratings by the mean rewards of one batch; neighbours at most TIE apart are a draw."""
+        """Updates the ratings by the mean rewards of one batch; neighbours at most TIE apart are a
+        draw."""
         if len(means) < 2:
             return
         order = sorted(means, key=lambda j: -means[j])
@@ -159,10 +178,13 @@ class Pool(Population):
     def bear(self, text: str, parents: Sequence[int], t: int) -> Instruction:
         """Adds a child of one or two parents with the rating that follows from theirs.
 
-        mu: theirs, weighted by precision; sigma^2 = 1 / (sum of precisions) + GROWTH^2, which for one is its own + 1.
+        mu: theirs, weighted by precision; sigma^2 = 1 / (sum of precisions) + GROWTH^2, which for
+        one is its own + 1.
         """
         precision = [self.ratings[j][1] ** -2 for j in parents]
-        mu = sum(p * self.ratings[j][0] for p, j in zip(precision, parents, strict=True)) / sum(precision)
+        mu = sum(p * self.ratings[j][0] for p, j in zip(precision, parents, strict=True)) / sum(
+            precision
+        )
         child = self.join(text, parents[0], t)
         self.ratings[child.id] = mu, math.sqrt(1 / sum(precision) + GROWTH**2)
         return child
@@ -194,7 +216,8 @@ class ESPL(FromOne):
     P: Pool
 
     def evolve(self, t: int, policy: Policy) -> None:
-        """Adds a mutation of the step's best program, and with probability --crossover its child with another one."""
+        """Adds a mutation of the step's best program, and with probability --crossover its child
+        with another one."""
         cfg, P, D = self.cfg, self.P, self.D
         if t == cfg.T:  # no step would play what is new
             return
@@ -204,7 +227,11 @@ class ESPL(FromOne):
         self.t, self.used = t, {normalize(I.text) for I in P.active}
         children: list[tuple[str, list[int]]] = []
         tried = mixed([e for e in step if e.instruction == best])[: cfg.failures]
-        shortfall = "no well-formed candidate" if tried else f"no question that #{best} got both right and wrong"
+        shortfall = (
+            "no well-formed candidate"
+            if tried
+            else f"no question that #{best} got both right and wrong"
+        )
         try:
             crossed = rng_of(cfg.seed, t, "crossover").random() < cfg.crossover
             if crossed and (pair := mate(step, best)):
@@ -213,7 +240,9 @@ class ESPL(FromOne):
                 prompt = crossover_prompt(P.family[best].text, P.family[other].text, *texts)
                 golds = [gold for j in (best, other) for q in wins[j] for gold in D[q].golds]
                 self.round = 0
-                children += [(text, [best, other]) for text in self.ask(P.family[best], prompt, golds, 1)]
+                children += [
+                    (text, [best, other]) for text in self.ask(P.family[best], prompt, golds, 1)
+                ]
             if tried:
                 prompt = mutation_prompt(P.family[best].text, tried, cfg.prompt_budget, self.task)
                 golds = [gold for _, e in tried for gold in e.golds]
@@ -228,7 +257,9 @@ class ESPL(FromOne):
         self.log.joined(t, P, joined, f"best #{best} (rated {mu:.1f} ± {2 * sigma:.1f}); {outcome}")
 
 
-def mutation_prompt(instruction: str, tried: Sequence[tuple[Experience, Experience]], budget: int, task: Task) -> str:
+def mutation_prompt(
+    instruction: str, tried: Sequence[tuple[Experience, Experience]], budget: int, task: Task
+) -> str:
     """Asks for a small change after questions `tried`: a right attempt and a wrong one at each."""
     count, _ = make_token_counter()
     observations, half = task.format.results(task.tools), budget // 2
@@ -238,7 +269,9 @@ def mutation_prompt(instruction: str, tried: Sequence[tuple[Experience, Experien
     return MUTATION.format(instruction=instruction, attempts="\n".join(attempts), one=ONE)
 
 
-def crossover_prompt(instruction: str, other: str, first: Sequence[str], second: Sequence[str]) -> str:
+def crossover_prompt(
+    instruction: str, other: str, first: Sequence[str], second: Sequence[str]
+) -> str:
     """Asks for a child of two instructions, given the questions that only one of them got right."""
     won = {"first": "\n".join(first), "second": "\n".join(second)}
     return CROSSOVER.format(instruction=instruction, other=other, one=ONE, **won)
@@ -253,7 +286,8 @@ def played_by_all(plays: Iterable[tuple[int | None, str]]) -> set[str]:
 
 
 def mate(step: Sequence[Experience], best: int) -> tuple[int, dict[int, list[str]]] | None:
-    """Returns (the program to cross the best one with, the questions that only one program won, by program).
+    """Returns (the program to cross the best one with, the questions that only one program won, by
+    program).
 
     The one with most such questions; None unless both have some.
     """
@@ -268,10 +302,15 @@ def mate(step: Sequence[Experience], best: int) -> tuple[int, dict[int, list[str
 
 
 def mixed(played: Sequence[Experience]) -> list[tuple[Experience, Experience]]:
-    """Returns (a right attempt, a wrong one) of each question that was answered both ways, in the order of the step."""
+    """Returns (a right attempt, a wrong one) of each question that was answered both ways, in the
+    order of the step."""
     right = {e.question: e for e in reversed(played) if not e.failed}
     wrong = {e.question: e for e in reversed(played) if e.failed}
-    return [(right[q], wrong[q]) for q in dict.fromkeys(e.question for e in played) if q in right and q in wrong]
+    return [
+        (right[q], wrong[q])
+        for q in dict.fromkeys(e.question for e in played)
+        if q in right and q in wrong
+    ]
 
 
 def population_of(cfg: ESPLConfig) -> Pool:

@@ -1,8 +1,10 @@
-"""inspo.py with your classes in place of its own: a Learner (grpo.py), a Population, an Evolution (inspo.py).
+"""inspo.py with your classes in place of its own: a Learner (grpo.py), a Population, an Evolution
+(inspo.py).
 
     python extras/fork.py --parts extras.examples.margin:Margin,extras.examples.opo:OPO      # and the flags of inspo.py
 
-Several of one kind become one class that inherits from all. A run resumes with the parts that it started with.
+Several of one kind become one class that inherits from all. A run resumes with the parts that it
+started with.
 """
 
 if not __package__:

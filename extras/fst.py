@@ -1,10 +1,11 @@
-"""FST (arXiv 2605.12484): a round of GEPA every K_e steps; a question's rollouts are spread over the prompts it keeps.
+"""FST (arXiv 2605.12484): a round of GEPA every K_e steps; a question's rollouts are spread over
+the prompts it keeps.
 
     python extras/fst.py      # and the flags of inspo.py
 
-Read: the paper's abstract and summaries, since its code is not public; GEPA (gepa-ai/gepa, MIT) from its documentation.
-Policy, world, optimizer, ledger, resume and report are those of INSPO. docs/selection.md lists what is restated and
-what deviates.
+Read: the paper's abstract and summaries, since its code is not public; GEPA (gepa-ai/gepa, MIT)
+from its documentation. Policy, world, optimizer, ledger, resume and report are those of INSPO.
+docs/selection.md lists what is restated and what deviates.
 """
 
 if not __package__:
@@ -55,13 +56,19 @@ class FSTConfig(ObjectiveConfig):
 
 
 class Front(Population):
-    """The prompts of a Pareto front. All of them take turns on every question, whose rollouts are one group."""
+    """The prompts of a Pareto front. All of them take turns on every question, whose rollouts are
+    one group."""
 
     def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
         """Makes G jobs for each question: its rollouts go round the prompts, from a random one."""
         active, first = self.active, rng.integers(len(self.ids), size=len(questions))
-        drawn = [(q, [active[(k + g) % len(active)] for g in range(G)]) for q, k in zip(questions, first, strict=True)]
-        return [Job(I.id, I.text, q, group) for group, (q, turns) in enumerate(drawn) for I in turns]
+        drawn = [
+            (q, [active[(k + g) % len(active)] for g in range(G)])
+            for q, k in zip(questions, first, strict=True)
+        ]
+        return [
+            Job(I.id, I.text, q, group) for group, (q, turns) in enumerate(drawn) for I in turns
+        ]
 
     def probabilities(self) -> Array:
         """Returns the share of the rollouts of each active prompt."""
@@ -75,7 +82,8 @@ class Front(Population):
 class GEPA(FromOne):
     """`rounds` revisions of prompts drawn by what they win, of which N_P stay.
 
-    A revision passes if it has strictly more reward than its parent on the questions whose failures were shown.
+    A revision passes if it has strictly more reward than its parent on the questions whose failures
+    were shown.
     """
 
     P: Front
@@ -86,7 +94,8 @@ class GEPA(FromOne):
             return
         rng = rng_of(cfg.seed, t, "gepa")
         D_B = [self.D[q] for q in self.B.questions(rng, cfg.D_B, [])]
-        shown = ReplayBuffer(cfg.buffer)  # what the optimizer may see: no question on which prompts are chosen
+        # what the optimizer may see: no question on which prompts are chosen
+        shown = ReplayBuffer(cfg.buffer)
         shown.items = [e for e in self.B.items if e.question not in {q.id for q in D_B}]
         prompts: list[tuple[int | None, str]] = [(I.id, I.text) for I in P.active]
         self.t, self.used = t, {normalize(text) for _, text in prompts}
@@ -118,28 +127,44 @@ class GEPA(FromOne):
         wins, means = instance_wins(r), r.mean(1)
         order = sorted(range(len(r)), key=lambda k: (-wins[k], -means[k]))[: cfg.N_P]
         kept = [P.ids[k] for k in order if k < len(prompts) and wins[k]]
-        won = [(k, *passed[k - len(prompts)]) for k in sorted(order) if k >= len(prompts) and wins[k]]
+        won = [
+            (k, *passed[k - len(prompts)]) for k in sorted(order) if k >= len(prompts) and wins[k]
+        ]
         if won:
             P.keep(kept, t)
         joined = [P.join(text, parent, t, float(means[k])) for k, text, parent in won]
-        outcome = f"{len(passed)} passed, {len(joined)} joined" if joined else f"none joined: {shortfall}"
+        outcome = (
+            f"{len(passed)} passed, {len(joined)} joined" if joined else f"none joined: {shortfall}"
+        )
         self.log.joined(t, P, joined, f"front of {len(P)} on {len(D_B)} questions; {outcome}")
 
     def rewards_on(
-        self, policy: Policy, purpose: str, prompts: Sequence[tuple[int | None, str]], D_B: Sequence[Question]
+        self,
+        policy: Policy,
+        purpose: str,
+        prompts: Sequence[tuple[int | None, str]],
+        D_B: Sequence[Question],
     ) -> Array:
-        """Plays D_B under each prompt, its id and its text; returns the rewards (prompts, questions)."""
+        """Plays D_B under each prompt, its id and its text; returns the rewards (prompts,
+        questions)."""
         plays = [(id, text, q) for id, text in prompts for q in D_B]
         jobs = [Job(id, text, q, group) for group, (id, text, q) in enumerate(plays)]
         taus = policy.rollout(self.t, purpose, jobs)
         reward(self.task, taus)
         self.log.ledger.verification_rollouts += len(taus)
-        row = {"t": self.t, "scored": [text for _, text in prompts], "D_B": [q.id for q in D_B], "rollouts": len(taus)}
+        row = {
+            "t": self.t,
+            "scored": [text for _, text in prompts],
+            "D_B": [q.id for q in D_B],
+            "rollouts": len(taus),
+        }
         self.log.run.append("reflections", row)
         return np.array([tau.reward for tau in taus], float).reshape(len(prompts), len(D_B))
 
 
-def feedback_prompt(instruction: str, tau_fail: Sequence[Experience], budget: int, task: Task) -> str:
+def feedback_prompt(
+    instruction: str, tau_fail: Sequence[Experience], budget: int, task: Task
+) -> str:
     """Asks for one new instruction after failures."""
     observations = task.format.results(task.tools)
     shown = format_examples([(e.text, e.golds) for e in tau_fail], budget, observations)
@@ -147,10 +172,11 @@ def feedback_prompt(instruction: str, tau_fail: Sequence[Experience], budget: in
 
 
 def instance_wins(r: Array) -> npt.NDArray[np.int64]:
-    """Counts on how many questions each prompt is among the best, of rewards (prompts, questions); 0: dominated.
+    """Counts on how many questions each prompt is among the best, of rewards (prompts, questions);
+    0: dominated.
 
-    GEPA's rule: from the lowest mean upwards, a prompt is dropped if on every question that it wins, another remaining
-    one wins too.
+    GEPA's rule: from the lowest mean upwards, a prompt is dropped if on every question that it
+    wins, another remaining one wins too.
     """
     best = r == r.max(0)
     left = np.ones(len(r), bool)

@@ -1,10 +1,11 @@
-"""HotpotQA's questions and the passages that come with them, in this project's formats (docs/real.md).
+"""HotpotQA's questions and the passages that come with them, in this project's formats
+(docs/real.md).
 
     python extras/hotpot.py data/hotpotqa                        # fetches 0.4 GB from the Hugging Face hub, once
 
-Reads the distractor setting as the hub has it, in parquet: each question with ten passages, two that answer it and
-eight that look alike. All passages of all questions, each once, are a corpus that one machine searches:
-OUT/corpus.jsonl. OUT/train.jsonl and OUT/test.jsonl have the questions.
+Reads the distractor setting as the hub has it, in parquet: each question with ten passages, two
+that answer it and eight that look alike. All passages of all questions, each once, are a corpus
+that one machine searches: OUT/corpus.jsonl. OUT/train.jsonl and OUT/test.jsonl have the questions.
 """
 
 if not __package__:
@@ -27,25 +28,39 @@ COLUMNS = ("id", "question", "answer", "context")
 
 
 def convert(out: Path, files: dict[str, Sequence[str]]) -> Counter[str]:
-    """Writes OUT/NAME.jsonl with the questions of each name's files, and OUT/corpus.jsonl; returns their rows."""
+    """Writes OUT/NAME.jsonl with the questions of each name's files, and OUT/corpus.jsonl; returns
+    their rows."""
     out.mkdir(parents=True, exist_ok=True)
-    rows, seen = Counter[str](), set[int]()  # hashes of passages, which take a tenth of their memory
+    # hashes of passages, which take a tenth of their memory
+    rows, seen = Counter[str](), set[int]()
     with contextlib.ExitStack() as stack:
         to = {
-            name: stack.enter_context(open(out / f".{name}.part", "w", encoding="utf-8")) for name in (*files, "corpus")
+            name: stack.enter_context(open(out / f".{name}.part", "w", encoding="utf-8"))
+            for name in (*files, "corpus")
         }
         for name, some in files.items():
             for _, row in (pair for file in some for pair in read_parquet(fetch(file), COLUMNS)):
-                question = {"id": row["id"], "question": row["question"], "golden_answers": [row["answer"]]}
+                question = {
+                    "id": row["id"],
+                    "question": row["question"],
+                    "golden_answers": [row["answer"]],
+                }
                 question["data_source"] = "hotpotqa"
                 to[name].write(json.dumps(question, ensure_ascii=False) + "\n")
                 rows[name] += 1
-                for title, sentences in zip(row["context"]["title"], row["context"]["sentences"], strict=True):
-                    text = f'"{title.strip()}"\n{" ".join(sentence.strip() for sentence in sentences)}'
+                for title, sentences in zip(
+                    row["context"]["title"], row["context"]["sentences"], strict=True
+                ):
+                    text = (
+                        f'"{title.strip()}"\n{" ".join(sentence.strip() for sentence in sentences)}'
+                    )
                     if any(sentences) and hash(text) not in seen:
                         seen.add(hash(text))
                         to["corpus"].write(
-                            json.dumps({"id": str(rows["corpus"]), "contents": text}, ensure_ascii=False) + "\n"
+                            json.dumps(
+                                {"id": str(rows["corpus"]), "contents": text}, ensure_ascii=False
+                            )
+                            + "\n"
                         )
                         rows["corpus"] += 1
     for name in to:  # together, in the end: what is there is whole
@@ -54,14 +69,22 @@ def convert(out: Path, files: dict[str, Sequence[str]]) -> Counter[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
-    parser.add_argument("--train", nargs="+", default=TRAIN, help="files of training questions; default: the hub's")
-    parser.add_argument("--test", nargs="+", default=TEST, help="files of held-out questions; default: the hub's")
+    parser.add_argument(
+        "--train", nargs="+", default=TRAIN, help="files of training questions; default: the hub's"
+    )
+    parser.add_argument(
+        "--test", nargs="+", default=TEST, help="files of held-out questions; default: the hub's"
+    )
     args = parser.parse_args(argv)
     with one_line("extras/hotpot.py"):
         n = convert(args.out, {"train": args.train, "test": args.test})
-        print(f"{args.out}: {n['train']:,} questions to train on, {n['test']:,} held out, {n['corpus']:,} passages")
+        print(
+            f"{args.out}: {n['train']:,} questions to train on, {n['test']:,} held out, {n['corpus']:,} passages"
+        )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python extras/objectives.py --objective gspo      # and the flags of inspo.py; docs/objectives.md lists all
 
-An objective is a line of `OBJECTIVES` below: it names the stages in which it differs from GRPO, functions in
-variants.py. Most are functions of a `Batch`, the trajectories as columns; the surrogate is one of n tokens, in torch.
+An objective is a line of `OBJECTIVES` below: it names the stages in which it differs from GRPO,
+functions in variants.py. Most are functions of a `Batch`, the trajectories as columns; the
+surrogate is one of n tokens, in torch.
 
     set_advantages   a step's trajectories, on rank 0:  reward -> advantage -> credit over turns
     terms            a mini-batch's, on every rank:     selection -> weights -> clip bounds -> further columns
@@ -34,12 +35,17 @@ class Objective:
     """The stages of an objective; the defaults are the paper's (Eq. 2 and 3)."""
 
     reward: Callable[[Batch], Array] = lambda b: b.reward  # (n,)
-    advantage: Callable[[Batch], Array] = lambda b: b.each(group_advantages, b.reward, b.group)  # (n,)
-    credit: Callable[[Batch, Array], Array] | None = None  # A (n,) -> (n, K); None: every turn has the trajectory's
-    select: Callable[[Batch], Mask] = lambda b: np.ones(len(b.tau), bool)  # (N,): the tokens to train on
+    # (n,)
+    advantage: Callable[[Batch], Array] = lambda b: b.each(group_advantages, b.reward, b.group)
+    # A (n,) -> (n, K); None: every turn has the trajectory's
+    credit: Callable[[Batch, Array], Array] | None = None
+    # (N,): the tokens to train on
+    select: Callable[[Batch], Mask] = lambda b: np.ones(len(b.tau), bool)
     weight: Callable[[Batch, Mask], Array] = v.trajectory_mean  # (N,)
-    clip: Callable[[Batch], tuple[Array, Array]] | tuple[float, ...] | None = None  # None: --eps; (): S has no bounds
-    columns: Callable[[Batch, Array], v.Columns] = lambda b, w: {}  # w (N,) -> what else the surrogate reads, (N,)
+    # None: --eps; (): S has no bounds
+    clip: Callable[[Batch], tuple[Array, Array]] | tuple[float, ...] | None = None
+    # w (N,) -> what else the surrogate reads, (N,)
+    columns: Callable[[Batch, Array], v.Columns] = lambda b, w: {}
     surrogate: Callable[..., torch.Tensor] = clipped_surrogate
 
 
@@ -47,14 +53,18 @@ class Objective:
 OBJECTIVES = {
     "grpo": Objective(),
     "dr_grpo": Objective(advantage=v.centred, weight=v.longest_mean),
-    "dapo": Objective(reward=v.overlong, select=v.mixed_groups, weight=v.token_mean, clip=(0.2, 0.28)),
+    "dapo": Objective(
+        reward=v.overlong, select=v.mixed_groups, weight=v.token_mean, clip=(0.2, 0.28)
+    ),
     "rloo": Objective(advantage=v.leave_one_out),
     "loop": Objective(advantage=v.leave_one_out, select=v.not_small, clip=(0.1, 0.1)),
     "maxrl": Objective(advantage=v.over_mean),
     "reinforce_baseline": Objective(advantage=v.whitened),
     "spo": Objective(advantage=v.beta_tracker, clip=(0.2, 0.28)),
     "gspo": Objective(columns=v.per_sequence, surrogate=v.gspo, clip=(3e-4, 4e-4)),
-    "gspo_turn": Objective(columns=v.per_turn, surrogate=v.gspo, clip=(3e-4, 4e-4), weight=v.turn_mean),
+    "gspo_turn": Objective(
+        columns=v.per_turn, surrogate=v.gspo, clip=(3e-4, 4e-4), weight=v.turn_mean
+    ),
     "cispo": Objective(surrogate=v.cispo, clip=(1.0, 0.28), weight=v.token_mean),
     "cispo_cap": Objective(surrogate=v.cispo, clip=(1.0, 4.0), weight=v.token_mean),
     "sapo": Objective(surrogate=v.sapo, clip=()),
@@ -63,7 +73,11 @@ OBJECTIVES = {
     "tis": Objective(weight=v.truncated),
     "r2vpo": Objective(surrogate=v.r2vpo, clip=()),
     "hapo": Objective(
-        advantage=v.token_weighted, columns=v.heterogeneity, surrogate=v.hapo, clip=(), weight=v.token_mean
+        advantage=v.token_weighted,
+        columns=v.heterogeneity,
+        surrogate=v.hapo,
+        clip=(),
+        weight=v.token_mean,
     ),
     "etr": Objective(clip=v.elastic),
     "icpo": Objective(columns=v.by_context, surrogate=v.icpo),
@@ -78,11 +92,18 @@ OBJECTIVES = {
     "hbpo": Objective(reward=v.budgeted, advantage=v.across_budgets),
     "mt_grpo": Objective(credit=v.first_result),
     "gigpo": Objective(credit=v.anchored),
-    "eapo": Objective(credit=v.discounted, columns=v.per_sequence, surrogate=v.gspo, clip=(3e-4, 4e-4)),
+    "eapo": Objective(
+        credit=v.discounted, columns=v.per_sequence, surrogate=v.gspo, clip=(3e-4, 4e-4)
+    ),
     "rubricem": Objective(credit=v.stage_returns),
     "d3s": Objective(select=v.diverse),
     "espl": Objective(
-        advantage=v.centred, select=v.not_small, weight=v.token_mean, clip=(), columns=v.to_engine, surrogate=v.espl
+        advantage=v.centred,
+        select=v.not_small,
+        weight=v.token_mean,
+        clip=(),
+        columns=v.to_engine,
+        surrogate=v.espl,
     ),
 }
 
@@ -124,12 +145,21 @@ class ObjectiveLearner(Learner):
             tau.advantage, tau.credit = a, row[: len(tau.acted or [1])]
 
     def terms(self, part: list[Trajectory], old: Array | None) -> Terms:
-        o, b = OBJECTIVES[self.cfg.objective], Batch(part, self.limit, old=old, score=partial(self.score, part))
+        o, b = (
+            OBJECTIVES[self.cfg.objective],
+            Batch(part, self.limit, old=old, score=partial(self.score, part)),
+        )
         w = o.weight(b, o.select(b))
         bounds = o.clip(b) if callable(o.clip) else o.clip
         low, high = bounds or (self.cfg.eps, self.cfg.eps)
         old_logp = None if old is None else old[0]
-        return {"adv": b.A, "w": w, "old_logp": old_logp, "eps_low": low, "eps_high": high} | o.columns(b, w)
+        return {
+            "adv": b.A,
+            "w": w,
+            "old_logp": old_logp,
+            "eps_low": low,
+            "eps_high": high,
+        } | o.columns(b, w)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,4 +1,5 @@
-"""The prompts of Table 1's methods, restated: in prose, and in the few words that the world's policy knows."""
+"""The prompts of Table 1's methods, restated: in prose, and in the few words that the world's
+policy knows."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,8 @@ from config import WORLD
 
 
 class Prompt(NamedTuple):
-    """What the user says, and how the model's reply begins; both with {question}, {documents}, {thoughts}."""
+    """What the user says, and how the model's reply begins; both with {question}, {documents},
+    {thoughts}."""
 
     user: str
     reply: str = ""
@@ -16,7 +18,8 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Wording:
-    """The prompts of the methods in one language: prose, or the few words that the world's policy knows."""
+    """The prompts of the methods in one language: prose, or the few words that the world's policy
+    knows."""
 
     direct: str  # the instruction for answering at once
     target: str  # what supervision shows as the reply to it
@@ -45,7 +48,7 @@ PROSE = Wording(
         "Answer the question from these documents. Write the answer alone, no other words.\n\n{documents}\n\n{question}"
     ),
     ircot=Prompt(
-        "Reason step by step over the documents, one sentence a step, and end with the sentence \"So the answer is: \" "
+        'Reason step by step over the documents, one sentence a step, and end with the sentence "So the answer is: " '
         "and the answer.\n\nDoc 1(Title: Lisbon) Lisbon is the capital and largest city of Portugal.\n"
         "Doc 2(Title: Portugal) Portugal is a country in Europe. It borders Spain and the Atlantic Ocean.\n"
         "Question: Which ocean borders the country whose capital is Lisbon?\n"
@@ -63,12 +66,14 @@ PROSE = Wording(
     result=("\n\n<|begin_search_result|>", "<|end_search_result|>\n\n"),
     read=Prompt(
         "Somebody reasons about a question and has searched. Find in the documents what helps the next step, and write "
-        "it in a few sentences after \"Final Information:\"; write that nothing helps if that is so.\n\n"
+        'it in a few sentences after "Final Information:"; write that nothing helps if that is so.\n\n'
         "Reasoning so far:\n{thoughts}\n\nQuery: {question}\n\nDocuments:\n{documents}"
     ),
     read_end="Reasoning so far:",
-)  # fmt: skip
-_FRAME = "Think in <think> </think>, {}read <information> </information>, answer in <answer> </answer>."
+)
+_FRAME = (
+    "Think in <think> </think>, {}read <information> </information>, answer in <answer> </answer>."
+)
 _ASK = "\n\nQuestion: {question}\n"
 IN_WORLD = Wording(
     direct=f"{_FRAME.format('')} Answer from memory. Give just the name as answer.",
@@ -100,5 +105,6 @@ IN_WORLD = Wording(
 
 
 def wording(model: str) -> Wording:
-    """Returns the prompts for a model: the world's for the world's policy and for what was trained from it."""
+    """Returns the prompts for a model: the world's for the world's policy and for what was trained
+    from it."""
     return IN_WORLD if Path(model) == WORLD / "policy" else PROSE

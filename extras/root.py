@@ -1,7 +1,8 @@
-"""`import root`: the first line of a script in this folder. The project's root takes the folder's place on sys.path.
+"""`import root`: the first line of a script in this folder. The project's root takes the folder's
+place on sys.path.
 
-`python extras/NAME.py` searches imports in extras/, where neither the core nor `extras` itself is found, and where
-`world` would be another package. From here on a Ctrl-C is one line.
+`python extras/NAME.py` searches imports in extras/, where neither the core nor `extras` itself is
+found, and where `world` would be another package. From here on a Ctrl-C is one line.
 """
 
 import sys

@@ -1,4 +1,5 @@
-"""Other rules for choosing instructions, singly or combined; docs/selection.md has the formulas and what they cost.
+"""Other rules for choosing instructions, singly or combined; docs/selection.md has the formulas and
+what they cost.
 
     python extras/selection.py --rank paired                         # two share a question, a test prunes
     python extras/selection.py --gate lower_bound --rounds 2         # a revision must almost surely be hardly worse
@@ -6,7 +7,8 @@
     python extras/selection.py --groups question                     # Eq. 3 compares a question's rollouts under all
     python extras/selection.py --rank paired --objective consistent  # any of objectives.py, and the flags of inspo.py
 
-A rule is a subclass of Population with the methods in which it differs from Algorithm 1; `population_of` combines them.
+A rule is a subclass of Population with the methods in which it differs from Algorithm 1;
+`population_of` combines them.
 """
 
 if not __package__:
@@ -18,7 +20,9 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from scipy.special import bdtr, stdtrit  # P(X <= k), quantiles of Student's t; scipy.stats is slow to import
+
+# P(X <= k), quantiles of Student's t; scipy.stats is slow to import
+from scipy.special import bdtr, stdtrit
 
 import inspo
 from config import knob
@@ -28,7 +32,8 @@ from population import Array, Candidate, Instruction, Population
 from tasks import Job, Question, Trajectory
 
 ALPHA = 0.1  # how often a generation of equals loses anyone
-SURE, TOLERANCE = 0.8, 0.01  # of the lower bound: certainty, and the loss of mean reward that does not matter
+# of the lower bound: certainty, and the loss of mean reward that does not matter
+SURE, TOLERANCE = 0.8, 0.01
 
 
 @dataclass(frozen=True)
@@ -36,25 +41,31 @@ class SelectionConfig(ObjectiveConfig):
     """choosing instructions (docs/selection.md)"""
 
     rank: str = knob(
-        "paper", "paper; paired: two share a question, and a test prunes those significantly behind",
+        "paper",
+        "paper; paired: two share a question, and a test prunes those significantly behind",
         of=("paper", "paired"),
-    )  # fmt: skip
+    )
     gate: str = knob(
-        "paper", "who joins: paper; lower_bound: at most .01 below its parent, with 80 % confidence; fill: where places"
-        " are left, also those not significantly below", of=("paper", "lower_bound", "fill"),
-    )  # fmt: skip
+        "paper",
+        "who joins: paper; lower_bound: at most .01 below its parent, with 80 % confidence; fill: where places"
+        " are left, also those not significantly below",
+        of=("paper", "lower_bound", "fill"),
+    )
     groups: str = knob(
-        "pair", "pair: trajectories of an instruction and question are compared; question: of a question under any",
+        "pair",
+        "pair: trajectories of an instruction and question are compared; question: of a question under any",
         of=("pair", "question"),
-    )  # fmt: skip
+    )
 
     def check(self) -> str:
         for name in ("rank", "gate"):
             if self.mode == "static" and getattr(self, name) != "paper":
                 return f"--{name} {getattr(self, name)}: --mode static has one instruction; leave it out"
         if self.rank == "paired" and self.groups != "pair":
-            return f"--groups {self.groups}: --rank paired compares whole groups of a question and instruction; leave" \
-                   " it out"  # fmt: skip
+            return (
+                f"--groups {self.groups}: --rank paired compares whole groups of a question and instruction; leave"
+                " it out"
+            )
         if self.gate == "lower_bound" and self.D_B < 2:
             return f"--D_B {self.D_B}: --gate lower_bound needs at least 2 questions"
         return ""
@@ -71,14 +82,19 @@ class ByQuestion(Rule):
 
     def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
         drawn = iter(self.sample(rng, G * len(questions)))
-        return [Job(I.id, I.text, q, group) for group, q in enumerate(questions) for I in islice(drawn, G)]
+        return [
+            Job(I.id, I.text, q, group)
+            for group, q in enumerate(questions)
+            for I in islice(drawn, G)
+        ]
 
 
 class Fill(Rule):
-    """Places that are left after the rounds go to candidates that a sign test does not find worse than their parent.
+    """Places that are left after the rounds go to candidates that a sign test does not find worse
+    than their parent.
 
-    Those with the smallest loss against their own parent come first, since raw rewards of different rounds do not
-    compare.
+    Those with the smallest loss against their own parent come first, since raw rewards of different
+    rounds do not compare.
     """
 
     def __init__(self, cfg: SelectionConfig):
@@ -91,13 +107,16 @@ class Fill(Rule):
         self.spare += [c for c in others if not significantly_worse(c.rewards, c.parent_rewards)]
         return joining
 
-    def succeed(self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int) -> list[Instruction]:
+    def succeed(
+        self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int
+    ) -> list[Instruction]:
         spare, self.spare = sorted(self.spare, key=lambda c: c.r_parent - c.r), []
         return super().succeed(parents, [*new, *spare[: self.cfg.N_P - len(parents) - len(new)]], t)
 
 
 def significantly_worse(r: Sequence[float], r_parent: Sequence[float]) -> bool:
-    """Tests whether r (n,) is below r_parent (n,) on the same n questions: exact sign test, one-sided, 5 %."""
+    """Tests whether r (n,) is below r_parent (n,) on the same n questions: exact sign test,
+    one-sided, 5 %."""
     wins = sum(a > b for a, b in zip(r, r_parent, strict=True))
     losses = sum(a < b for a, b in zip(r, r_parent, strict=True))
     return bool(bdtr(wins, wins + losses, 0.5) < 0.05)  # ties say nothing
@@ -107,11 +126,16 @@ class LowerBound(Rule):
     """A candidate joins if it loses at most TOLERANCE against its parent, with confidence SURE."""
 
     def admit(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
-        return [c for c in verified if lower_bound(c.rewards, c.parent_rewards) + TOLERANCE >= c.r_parent][:room]
+        return [
+            c
+            for c in verified
+            if lower_bound(c.rewards, c.parent_rewards) + TOLERANCE >= c.r_parent
+        ][:room]
 
 
 def lower_bound(r: Sequence[float], r_parent: Sequence[float]) -> float:
-    """Returns mean(r) - t se of a revision with mean rewards r (n,), and its parent's on the same n questions.
+    """Returns mean(r) - t se of a revision with mean rewards r (n,), and its parent's on the same n
+    questions.
 
     se: standard error of the mean difference; t: the quantile SURE with n - 1 degrees of freedom.
     """
@@ -123,10 +147,12 @@ def lower_bound(r: Sequence[float], r_parent: Sequence[float]) -> float:
 
 
 class Paired(Rule):
-    """A population that compares its instructions on questions which they share, since the generation began.
+    """A population that compares its instructions on questions which they share, since the
+    generation began.
 
-    Every question goes to two of them, so that its difficulty and the policy's progress cancel. Weights are mean
-    rewards on the common questions. All are drawn equally often, not by Eq. 4: those significantly behind are dropped.
+    Every question goes to two of them, so that its difficulty and the policy's progress cancel.
+    Weights are mean rewards on the common questions. All are drawn equally often, not by Eq. 4:
+    those significantly behind are dropped.
     """
 
     def __init__(self, cfg: SelectionConfig):
@@ -135,19 +161,22 @@ class Paired(Rule):
         self.looks = 0  # prunings so far in it
 
     def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
-        """Makes as many groups as there are questions, of the first of them: each under its instructions in turn."""
+        """Makes as many groups as there are questions, of the first of them: each under its
+        instructions in turn."""
         blocks = zip(questions, self.blocks(rng, len(questions)), strict=False)
         drawn = [(q, self.family[j]) for q, block in blocks for j in block]
         return [Job(I.id, I.text, q, group) for group, (q, I) in enumerate(drawn) for _ in range(G)]
 
     def blocks(self, rng: np.random.Generator, n: int) -> list[list[int]]:
-        """Chooses the ids that share a question, for as many questions as `n` (question, instruction) groups make."""
+        """Chooses the ids that share a question, for as many questions as `n` (question,
+        instruction) groups make."""
         self.design = self.design or Design(self.ids)
         m = min(2, len(self.ids))
         return self.design.blocks(self.ids, [m] * (n // m) + [n % m] * bool(n % m), rng)
 
     def probabilities(self) -> Array:
-        """Returns the share of the questions that each active instruction is to get: all the same."""
+        """Returns the share of the questions that each active instruction is to get: all the
+        same."""
         return np.full(len(self.ids), 1 / len(self.ids))
 
     def attribute(self, taus: Iterable[Trajectory]) -> None:
@@ -155,7 +184,9 @@ class Paired(Rule):
         rewards: dict[str, dict[int, list[float]]] = {}
         for tau in taus:
             assert tau.instruction is not None
-            rewards.setdefault(tau.question.id, {}).setdefault(tau.instruction, []).append(tau.reward)
+            rewards.setdefault(tau.question.id, {}).setdefault(tau.instruction, []).append(
+                tau.reward
+            )
         for by_id in rewards.values():
             self.learn([list(by_id)], [[sum(r) / len(r) for r in by_id.values()]])
         self.weigh()
@@ -175,7 +206,8 @@ class Paired(Rule):
                 self.family[j].rewards = [float(fit.level[k] + fit.a[k])]
 
     def prune(self, ranked: Sequence[Instruction], N_parent: int, t: int) -> list[Instruction]:
-        """Drops those that are significantly behind the leader, the last ones first; returns the dropped ones.
+        """Drops those that are significantly behind the leader, the last ones first; returns the
+        dropped ones.
 
         At most floor(|P|/2), and never below N_parent.
         """
@@ -187,8 +219,9 @@ class Paired(Rule):
     def behind(self, ranked: Sequence[Instruction]) -> list[Instruction]:
         """Finds those whose distance to the first of `ranked` is significant: one-sided t tests.
 
-        The data choose the leader, so that any of n (n - 1) ordered pairs may come to be tested, and they do so again
-        at every pruning: the k-th of a generation spends ALPHA / (k (k + 1)), which adds up to ALPHA however many.
+        The data choose the leader, so that any of n (n - 1) ordered pairs may come to be tested,
+        and they do so again at every pruning: the k-th of a generation spends ALPHA / (k (k + 1)),
+        which adds up to ALPHA however many.
         """
         if not self.design or len(ranked) < 2:
             return []
@@ -197,7 +230,9 @@ class Paired(Rule):
         t = -float(stdtrit(max(1, fit.df), ALPHA / (self.looks * (self.looks + 1) * n * (n - 1))))
         return [I for I, k in zip(ranked, rows, strict=True) if distance[k] > t * se[k] + 1e-9]
 
-    def succeed(self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int) -> list[Instruction]:
+    def succeed(
+        self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int
+    ) -> list[Instruction]:
         """Starts the comparison anew with each generation."""
         joined = super().succeed(parents, new, t)
         if joined:
@@ -218,7 +253,8 @@ RULES = {"paired": Paired, "question": ByQuestion, "lower_bound": LowerBound, "f
 
 
 def population_of(cfg: SelectionConfig) -> Population:
-    """Makes an empty population that follows the rules of --rank, --gate and --groups, and else the paper."""
+    """Makes an empty population that follows the rules of --rank, --gate and --groups, and else the
+    paper."""
     rules = [RULES[name] for name in (cfg.gate, cfg.rank, cfg.groups) if name in RULES]
     P: Population = type("Chosen", (*rules, Rule), {})(cfg)
     return P

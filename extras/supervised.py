@@ -1,8 +1,10 @@
-"""Supervised fine-tuning, for the SFT rows of Table 1 and for a cold start, with the training code of everything else.
+"""Supervised fine-tuning, for the SFT rows of Table 1 and for a cold start, with the training code
+of everything else.
 
-A demonstration is a trajectory with advantage 1. Its policy gradient at ratio 1 is the gradient of its tokens'
-log-likelihood, so one mini-batch a step, no KL and the token mean make GRPO's update a supervised one. The constants
-of Search-R1's SFT rows (axolotl) are not published: T, lr, batch and the schedule are those of this project's flags.
+A demonstration is a trajectory with advantage 1. Its policy gradient at ratio 1 is the gradient of
+its tokens' log-likelihood, so one mini-batch a step, no KL and the token mean make GRPO's update a
+supervised one. The constants of Search-R1's SFT rows (axolotl) are not published: T, lr, batch and
+the schedule are those of this project's flags.
 """
 
 import json
@@ -32,12 +34,14 @@ from tasks.formats import encode
 from training.checkpoint import digest
 from training.policy import Policy, of_rank_0, on_all_ranks
 
-DEMONSTRATIONS = "demonstrations.json"  # in a run: the file that it learns from, the rows held out, their log-prob
+# in a run: the file that it learns from, the rows held out, their log-prob
+DEMONSTRATIONS = "demonstrations.json"
 HELD_OUT = 64  # demonstrations at most that are never trained on
 
 
 class Demonstrated(Learner):
-    """Averages over the tokens of a mini-batch. Demonstrations were not sampled: their log-probs prove nothing."""
+    """Averages over the tokens of a mini-batch. Demonstrations were not sampled: their log-probs
+    prove nothing."""
 
     MAX_GAP: ClassVar[dict[str, float]] = dict.fromkeys(Learner.MAX_GAP, math.inf)
 
@@ -47,21 +51,32 @@ class Demonstrated(Learner):
 
 
 def supervised(
-    cfg: Config, task: Task, policy: Policy, evolution: Evolution, checkpoints: Checkpoints, log: Log
+    cfg: Config,
+    task: Task,
+    policy: Policy,
+    evolution: Evolution,
+    checkpoints: Checkpoints,
+    log: Log,
 ) -> tuple[Policy, Instruction]:
-    """Trains `policy` on the questions of its task; returns it with the instruction of all demonstrations.
+    """Trains `policy` on the questions of its task; returns it with the instruction of all
+    demonstrations.
 
-    Without tools these are the gold answers; else the policy's own correct rollouts of G a question (rejection
-    sampling, as in Search-R1). Raises Fault if it has none. The signature is `inspo`'s.
+    Without tools these are the gold answers; else the policy's own correct rollouts of G a question
+    (rejection sampling, as in Search-R1). Raises Fault if it has none. The signature is `inspo`'s.
     """
-    examples = own_successes(policy, evolution) if task.tools else gold_answers(task, policy, evolution.D.values())
+    examples = (
+        own_successes(policy, evolution)
+        if task.tools
+        else gold_answers(task, policy, evolution.D.values())
+    )
     return imitate(examples, policy, evolution, checkpoints)
 
 
 def imitate(
     examples: list[Trajectory], policy: Policy, evolution: Evolution, checkpoints: Checkpoints
 ) -> tuple[Policy, Instruction]:
-    """Trains `policy` on demonstrations, `batch` a step for T steps; returns it with the first instruction."""
+    """Trains `policy` on demonstrations, `batch` a step for T steps; returns it with the first
+    instruction."""
     cfg, P, log = evolution.cfg, evolution.P, evolution.log
     first, trained = checkpoints.restore()
     if not P.family:
@@ -74,7 +89,8 @@ def imitate(
             taus = draw(dict(enumerate(examples)), cfg.batch, cfg.seed, t)
             update = policy.update(t, taus)
             if "logp_gap" in update:  # not where every optimizer step was skipped
-                # No engine sampled a demonstration: the "gap" to log-probs of 0 is the trainer's log-prob itself.
+                # No engine sampled a demonstration: the "gap" to log-probs of 0 is the trainer's
+                # log-prob itself.
                 update["logp"] = -update.pop("logp_gap")
             log.updated(t, taus, update | {"time/update": policy.seconds["update"]})
             checkpoints.mark(t)
@@ -87,7 +103,8 @@ def imitate(
 
 
 def gold_answers(task: Task, policy: Policy, D: Iterable[Question]) -> list[Trajectory]:
-    """Demonstrates each question's first gold answer, in the words that the instruction asks for."""
+    """Demonstrates each question's first gold answer, in the words that the instruction asks
+    for."""
     tokenizer, target = policy.tokenizer, wording(task.cfg.model).target
     examples = []
     for k, q in enumerate(D):
@@ -101,7 +118,8 @@ def gold_answers(task: Task, policy: Policy, D: Iterable[Question]) -> list[Traj
 
 
 def own_successes(policy: Policy, evolution: Evolution) -> list[Trajectory]:
-    """Collects the first policy's correct rollouts of G a question, of as many questions as the steps can show.
+    """Collects the first policy's correct rollouts of G a question, of as many questions as the
+    steps can show.
 
     A resumed run finds them in successes.jsonl: its policy is no longer the first.
     """
@@ -120,14 +138,18 @@ def own_successes(policy: Policy, evolution: Evolution) -> list[Trajectory]:
             )
         kept = [
             {
-                "q": tau.question.id, "ids": tau.ids, "mask": tau.mask, "prompt": tau.prompt_tokens,
+                "q": tau.question.id,
+                "ids": tau.ids,
+                "mask": tau.mask,
+                "prompt": tau.prompt_tokens,
                 "said": tau.prediction,
             }
             for tau in right
-        ]  # fmt: skip
+        ]
         log.run.write("successes.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
     return [
-        demonstration(D[row["q"]], k, row["ids"], row["mask"], row["prompt"], row["said"]) for k, row in enumerate(kept)
+        demonstration(D[row["q"]], k, row["ids"], row["mask"], row["prompt"], row["said"])
+        for k, row in enumerate(kept)
     ]
 
 
@@ -142,7 +164,8 @@ def demonstration(
 
 @on_all_ranks(of_rank_0)
 def mean_logp(policy: Policy, taus: list[Trajectory]) -> float:
-    """Averages the log-probability of the demonstrations' learned tokens under the present policy, in nats."""
+    """Averages the log-probability of the demonstrations' learned tokens under the present policy,
+    in nats."""
     policy.sleep()  # as for an update
     return float(policy.learner.score(taus)[0].mean())
 
@@ -151,14 +174,23 @@ def mean_logp(policy: Policy, taus: list[Trajectory]) -> float:
 
 
 def learn(
-    demos: dict[int, Trajectory], cfg: Any, task: Task, policy: Policy, evolution: Evolution, checkpoints: Checkpoints,
+    demos: dict[int, Trajectory],
+    cfg: Any,
+    task: Task,
+    policy: Policy,
+    evolution: Evolution,
+    checkpoints: Checkpoints,
     log: Log,
-) -> tuple[Policy, Instruction]:  # fmt: skip
-    """Trains `policy` on the demonstrations of a ColdStartConfig, and measures those held out before and after."""
+) -> tuple[Policy, Instruction]:
+    """Trains `policy` on the demonstrations of a ColdStartConfig, and measures those held out
+    before and after."""
     aside = hold_out(list(demos), cfg.seed)
     about = {"file": cfg.demos, "digest": digest(Path(cfg.demos)), "held_out": aside}
     remember(log.run, about)
-    learned, unseen = [tau for line, tau in demos.items() if line not in set(aside)], [demos[line] for line in aside]
+    learned, unseen = (
+        [tau for line, tau in demos.items() if line not in set(aside)],
+        [demos[line] for line in aside],
+    )
     n = len(learned)
     answered = sum(tau.stop == "answer" for tau in learned)
     calls = sum(tau.served(tool.tag) for tau in learned for tool in task.tools)
@@ -166,12 +198,15 @@ def learn(
         f"{many(n, 'demonstration')} to learn, {len(aside)} held out: {answered / n:.0%} answer,"
         f" {calls / n:.1f} calls and {sum(sum(tau.mask) for tau in learned) / n:.0f} learned tokens each"
     )
-    before = mean_logp(policy, unseen) if unseen else 0.0  # of the first policy: no checkpoint is loaded yet
+    # of the first policy: no checkpoint is loaded yet
+    before = mean_logp(policy, unseen) if unseen else 0.0
     trained = imitate(learned, policy, evolution, checkpoints)
     if unseen:
         after = mean_logp(policy, unseen)
         log.run.write(DEMONSTRATIONS, json.dumps(about | {"log_prob": [before, after]}, indent=1))
-        log.note(f"log-prob of a token of the held-out demonstrations: {before:.3f} before, {after:.3f} after")
+        log.note(
+            f"log-prob of a token of the held-out demonstrations: {before:.3f} before, {after:.3f} after"
+        )
     return trained
 
 
@@ -185,5 +220,7 @@ def remember(run: RunDirectory, about: dict[str, Any]) -> None:
     """Writes what is learned into a run; Fault if a resumed one has learned from other rows."""
     file = run.path / DEMONSTRATIONS
     if file.is_file() and decoded(file.read_bytes())["digest"] != about["digest"]:
-        raise Fault(f"--demos {about['file']} has changed since this run began: restore it, or start a new run")
+        raise Fault(
+            f"--demos {about['file']} has changed since this run began: restore it, or start a new run"
+        )
     run.write(DEMONSTRATIONS, json.dumps(about, indent=1))

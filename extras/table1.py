@@ -1,12 +1,14 @@
-"""The other methods of Table 1: each a short function that plays search QA; those that train, with their command.
+"""The other methods of Table 1: each a short function that plays search QA; those that train, with
+their command.
 
     python extras/table1.py Qwen/Qwen2.5-3B-Instruct --method ircot --data hotpotqa      # and the flags of evaluate.py
     python extras/table1.py train sft --model qwen2.5-3b --train train.parquet --test test.parquet --out runs/sft
     python extras/table1.py train grpo --model qwen2.5-3b ...      # and sft_reject: with the flags of inspo.py
 
-All play with the same engines, search client and scoring. The paper takes its baselines' figures from Search-R1 (arXiv
-2503.09516), whose authors name the sources (issue 91 there); prompts here are restated, not copied, and every docstring
-says what else differs. The paper's methods without training use instruct models, those with training base models.
+All play with the same engines, search client and scoring. The paper takes its baselines' figures
+from Search-R1 (arXiv 2503.09516), whose authors name the sources (issue 91 there); prompts here are
+restated, not copied, and every docstring says what else differs. The paper's methods without
+training use instruct models, those with training base models.
 """
 
 if not __package__:
@@ -39,12 +41,17 @@ ONE_HOP = ("nq", "triviaqa", "popqa")  # sources whose questions need one fact
 
 
 class Player:
-    """An agent as the methods need it: their prompts, single turns, searches by the method instead of the policy."""
+    """An agent as the methods need it: their prompts, single turns, searches by the method instead
+    of the policy."""
 
     def __init__(self, agent: Agent):
         assert isinstance(agent.task, SearchQA)
         self.agent, self.engine, self.tokenizer = agent, agent.engine, agent.tokenizer
-        self.cfg, self.search, self.words = agent.task.cfg, agent.task.search, wording(agent.task.cfg.model)
+        self.cfg, self.search, self.words = (
+            agent.task.cfg,
+            agent.task.search,
+            wording(agent.task.cfg.model),
+        )
 
     def under(self, instruction: str, questions: Sequence[Question]) -> list[Trajectory]:
         """Plays the task's own loop under the method's instruction."""
@@ -53,10 +60,13 @@ class Player:
     def ids(self, prompt: Prompt, **slots: object) -> list[int]:
         """Encodes a prompt in the chat template, with the beginning of the reply."""
         message = {"role": "user", "content": prompt.user.format(**slots)}
-        return encode(self.tokenizer, in_template(self.tokenizer, [message]) + prompt.reply.format(**slots))
+        return encode(
+            self.tokenizer, in_template(self.tokenizer, [message]) + prompt.reply.format(**slots)
+        )
 
     def turns(self, contexts: dict[int, list[int]], max_new: int) -> dict[int, FinishedTurn]:
-        """Samples one turn for each context (key -> ids); one that is too long, or that a server refuses, gets none."""
+        """Samples one turn for each context (key -> ids); one that is too long, or that a server
+        refuses, gets none."""
         fitting = {k: ids for k, ids in contexts.items() if len(ids) <= self.cfg.max_prompt}
         keys, done = list(fitting), dict[int, FinishedTurn]()
         for first in range(0, len(keys), self.engine.max_rows):
@@ -84,7 +94,9 @@ class Player:
         """Renders passages, each cut to `max_observation` tokens."""
         limit = self.cfg.max_observation
         cut = [self.tokenizer.decode(encode(self.tokenizer, text)[:limit]) for text in documents]
-        return self.search.show(cut if any(len(encode(self.tokenizer, d)) > limit for d in documents) else documents)
+        return self.search.show(
+            cut if any(len(encode(self.tokenizer, d)) > limit for d in documents) else documents
+        )
 
 
 def begin(questions: Sequence[Question]) -> list[Trajectory]:
@@ -92,7 +104,8 @@ def begin(questions: Sequence[Question]) -> list[Trajectory]:
 
 
 def answer_of(text: str) -> str:
-    r"""Finds the answer in a reply: the last \boxed{}, <answer>, or what follows "answer is:"; else all of it."""
+    r"""Finds the answer in a reply: the last \boxed{}, <answer>, or what follows "answer is:"; else
+    all of it."""
     if boxed := re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text):
         return re.sub(r"\\text\{([^{}]*)\}", r"\1", boxed[-1]).strip()
     tagged = find_answer(text)
@@ -104,12 +117,13 @@ def answer_of(text: str) -> str:
 def direct(player: Player, questions: Sequence[Question]) -> list[Trajectory]:
     """Asks without documents, for 32 tokens at most; without tags the whole reply is the answer.
 
-    After FlashRAG's zero-shot (examples/methods/run_exp.py, MIT). Restated: one message for system and user, and the
-    answer in tags, so that `sft` trains what all other methods are scored by.
+    After FlashRAG's zero-shot (examples/methods/run_exp.py, MIT). Restated: one message for system
+    and user, and the answer in tags, so that `sft` trains what all other methods are scored by.
     """
     taus = player.under(player.words.direct, questions)
     for tau in taus:
-        reply = player.tokenizer.decode(tau.ids[tau.prompt_tokens :], skip_special_tokens=True)  # no EOS in the answer
+        # no EOS in the answer
+        reply = player.tokenizer.decode(tau.ids[tau.prompt_tokens :], skip_special_tokens=True)
         tau.prediction, tau.stop = answer_of(reply), "answer"
     return taus
 
@@ -117,7 +131,8 @@ def direct(player: Player, questions: Sequence[Question]) -> list[Trajectory]:
 def rag(player: Player, questions: Sequence[Question]) -> list[Trajectory]:
     """Retrieves once with the question and answers from the passages, in 32 tokens at most.
 
-    After FlashRAG's naive generation (flashrag/prompt/base_prompt.py, MIT), with `topk` passages: 3, where it has 5.
+    After FlashRAG's naive generation (flashrag/prompt/base_prompt.py, MIT), with `topk` passages:
+    3, where it has 5.
     """
     taus, contexts = begin(questions), {}
     for k, documents in player.retrieve({k: q.text for k, q in enumerate(questions)}, taus).items():
@@ -135,9 +150,10 @@ def rag(player: Player, questions: Sequence[Question]) -> list[Trajectory]:
 def ircot(player: Player, questions: Sequence[Question], steps: int = 5) -> list[Trajectory]:
     """Reasons a sentence at a time and retrieves with each sentence, `steps` times at most.
 
-    After IRCoT (StonyBrookNLP/ircot, Apache-2) as FlashRAG plays it (active_pipeline.py, 5 steps in run_exp.py, MIT).
-    Restated: one demonstration of our own; passages stand in the order of retrieval, each once (FlashRAG sorts them by
-    ascending score); without "So the answer is:" all thoughts are the answer, as there.
+    After IRCoT (StonyBrookNLP/ircot, Apache-2) as FlashRAG plays it (active_pipeline.py, 5 steps in
+    run_exp.py, MIT). Restated: one demonstration of our own; passages stand in the order of
+    retrieval, each once (FlashRAG sorts them by ascending score); without "So the answer is:" all
+    thoughts are the answer, as there.
     """
     taus, thoughts = begin(questions), dict.fromkeys(range(len(questions)), "")
     documents: dict[int, dict[str, None]] = {k: {} for k in thoughts}
@@ -149,7 +165,10 @@ def ircot(player: Player, questions: Sequence[Question], steps: int = 5) -> list
         for k in queries:
             shown = player.show(list(documents[k]))
             contexts[k] = player.ids(
-                player.words.ircot, question=taus[k].question.text, documents=shown, thoughts=thoughts[k]
+                player.words.ircot,
+                question=taus[k].question.text,
+                documents=shown,
+                thoughts=thoughts[k],
             )
             taus[k].observe(contexts[k])
             taus[k].prompt_tokens = taus[k].prompt_tokens or len(contexts[k])
@@ -169,18 +188,22 @@ def ircot(player: Player, questions: Sequence[Question], steps: int = 5) -> list
 
 
 def search_o1(player: Player, questions: Sequence[Question]) -> list[Trajectory]:
-    """Reasons with searches in the middle; a second prompt reads the passages and puts its notes into the reasoning.
+    """Reasons with searches in the middle; a second prompt reads the passages and puts its notes
+    into the reasoning.
 
-    After Search-o1 (sunnynexus/Search-o1, scripts/run_search_o1.py, MIT): 5 searches for questions of one hop, 10 for
-    others; a query that was asked before is not searched again. Restated: `topk` passages for 10, the sampling of all
-    other methods for temperature 0.7, `max_response` tokens a turn, and prompts of our own.
+    After Search-o1 (sunnynexus/Search-o1, scripts/run_search_o1.py, MIT): 5 searches for questions
+    of one hop, 10 for others; a query that was asked before is not searched again. Restated: `topk`
+    passages for 10, the sampling of all other methods for temperature 0.7, `max_response` tokens a
+    turn, and prompts of our own.
     """
     taus = begin(questions)
     start, end = player.words.query
     before, after = player.words.result
     limit = [5 if q.source in ONE_HOP or q.source.endswith("1hop") else 10 for q in questions]
     for tau, searches in zip(taus, limit, strict=True):
-        tau.observe(player.ids(player.words.search_o1, question=tau.question.text, searches=searches))
+        tau.observe(
+            player.ids(player.words.search_o1, question=tau.question.text, searches=searches)
+        )
         tau.prompt_tokens = len(tau.ids)
     active = set(range(len(taus)))
     for _ in range(max(limit, default=0) + 1):
@@ -204,10 +227,18 @@ def search_o1(player: Player, questions: Sequence[Question]) -> list[Trajectory]
                 queries[k] = query
         contexts = {}
         for k, documents in player.retrieve(queries, taus).items():
-            slots = {"question": queries[k], "documents": player.show(documents), "thoughts": taus[k].response}
+            slots = {
+                "question": queries[k],
+                "documents": player.show(documents),
+                "thoughts": taus[k].response,
+            }
             contexts[k] = player.ids(player.words.read, **slots)
         for k, turn in player.turns(contexts, player.cfg.max_response).items():
-            read = player.text(turn).partition(player.words.read_end)[0].rpartition("Final Information:")[2]
+            read = (
+                player.text(turn)
+                .partition(player.words.read_end)[0]
+                .rpartition("Final Information:")[2]
+            )
             note = before + re.sub(r"</?\w+>", "", read).strip() + after
             taus[k].observe(encode(player.tokenizer, note)[: player.cfg.max_observation])
             taus[k].response += note
@@ -218,7 +249,8 @@ def search_o1(player: Player, questions: Sequence[Question]) -> list[Trajectory]
 
 
 def grpo(player: Player, questions: Sequence[Question]) -> list[Trajectory]:
-    """Reasons in one turn without tools, as Search-R1's R1 baseline does (issues 69 and 91 there)."""
+    """Reasons in one turn without tools, as Search-R1's R1 baseline does (issues 69 and 91
+    there)."""
     return player.under(player.words.grpo, questions)
 
 
@@ -231,11 +263,15 @@ ALONE: dict[str, Any] = {"tools": "none"}
 SHORT = ALONE | {"max_response": 32}
 TABLE_1 = {
     "direct": by(direct, knobs=SHORT),
-    "sft": by(direct, knobs=SHORT, trained=lambda cfg: cfg.mode == "supervised" and cfg.tools == "none"),
+    "sft": by(
+        direct, knobs=SHORT, trained=lambda cfg: cfg.mode == "supervised" and cfg.tools == "none"
+    ),
     "grpo": by(grpo, knobs=ALONE, trained=lambda cfg: cfg.mode == "static" and cfg.tools == "none"),
     "ircot": by(ircot, stop=lambda task: wording(task.cfg.model).sentence_ends),
     "rag": by(rag, stop=lambda task: ("</answer>",)),
-    "sft_reject": Method(trained=lambda cfg: cfg.mode == "supervised" and cfg.tools != "none", task=SearchQA),
+    "sft_reject": Method(
+        trained=lambda cfg: cfg.mode == "supervised" and cfg.tools != "none", task=SearchQA
+    ),
     "search_o1": by(search_o1, stop=lambda task: (wording(task.cfg.model).query[1], "</answer>")),
 } | METHODS
 
@@ -255,7 +291,8 @@ class SupervisedConfig(Config):
         object.__setattr__(self, "beta", 0.0)
 
 
-TRAINED: dict[str, tuple[type[Config], dict[str, Any]]] = {  # method -> its configuration, what it changes of a preset
+# method -> its configuration, what it changes of a preset
+TRAINED: dict[str, tuple[type[Config], dict[str, Any]]] = {
     "sft": (SupervisedConfig, STATIC | ALONE),
     "grpo": (Config, STATIC | ALONE | {"mode": "static"}),
     "sft_reject": (SupervisedConfig, STATIC),
@@ -263,26 +300,32 @@ TRAINED: dict[str, tuple[type[Config], dict[str, Any]]] = {  # method -> its con
 
 
 def config_of(method: str, flags: list[str]) -> Config:
-    """Configures the training of a method; writes the instruction of one that has its own to a file."""
+    """Configures the training of a method; writes the instruction of one that has its own to a
+    file."""
     kind, changes = TRAINED[method]
     cfg = parse(flags, kind, **changes)
     if method != "sft_reject":
         file = Path(f"{cfg.out or Path('runs') / method}.instruction.txt")
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(getattr(wording(cfg.model), "direct" if method == "sft" else "grpo") + "\n", "utf-8")
+        file.write_text(
+            getattr(wording(cfg.model), "direct" if method == "sft" else "grpo") + "\n", "utf-8"
+        )
         cfg = dataclasses.replace(cfg, instruction=str(file))
     return cfg
 
 
 def train(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser("extras/table1.py train", usage="%(prog)s METHOD [--flag value ...]")
+    parser = argparse.ArgumentParser(
+        "extras/table1.py train", usage="%(prog)s METHOD [--flag value ...]"
+    )
     parser.add_argument("method", choices=TRAINED, help="METHOD --help lists its flags")
     cfg = config_of(parser.parse_args(argv[:1]).method, argv[1:])
     import inspo
 
     parts: dict[str, Any] = {}
     if isinstance(cfg, SupervisedConfig):
-        from extras.supervised import Demonstrated, supervised  # with torch, which takes seconds to import
+        # with torch, which takes seconds to import
+        from extras.supervised import Demonstrated, supervised
 
         parts = {"learner": Demonstrated, "algorithm": supervised}
     with one_line():

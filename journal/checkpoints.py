@@ -1,4 +1,5 @@
-"""What a checkpoint holds, and when one is written: the policy's weights with a mark, what a run can go on from."""
+"""What a checkpoint holds, and when one is written: the policy's weights with a mark, what a run
+can go on from."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ class Checkpoints:
     def __init__(self, run: RunDirectory, policy: Policy, P: Population, B: ReplayBuffer, log: Log):
         self.run, self.policy, self.P, self.B, self.log = run, policy, P, B, log
         self.last: Row = {"t": 0}  # mark
-        self.saved = self.last  # the mark of the newest checkpoint; before there is one, nothing is to be saved
+        # the mark of the newest checkpoint; before there is one, nothing is to be saved
+        self.saved = self.last
         self.saving: Future[None] = Future()  # of the newest checkpoint
         self.saving.set_result(None)
 
     def restore(self) -> tuple[int, int]:
-        """Restores a run that is resumed; returns the step to play, and the last step that has been trained: (1, 0).
+        """Restores a run that is resumed; returns the step to play, and the last step that has been
+        trained: (1, 0).
 
         They are one step where the checkpoint lacks its evolution and evaluation.
         """
@@ -49,27 +52,34 @@ class Checkpoints:
         return t + ended, t
 
     def mark(self, t: int, ended: bool = False) -> None:
-        """Keeps a copy of what a run can go on from: here step t has been trained, and evolves and is evaluated next.
+        """Keeps a copy of what a run can go on from: here step t has been trained, and evolves and
+        is evaluated next.
 
         Raises the DiskFault of a checkpoint that could not be written.
         """
         if self.saving.done():
             self.settle()
-        changing = {"population": self.P.state_dict(), "memory": self.policy.learner.memory, **self.log.state_dict()}
+        changing = {
+            "population": self.P.state_dict(),
+            "memory": self.policy.learner.memory,
+            **self.log.state_dict(),
+        }
         place = {"run": self.run.id, "t": t, "ended": ended, "lengths": dict(self.run.lengths)}
         self.last = copy.deepcopy(changing) | place | {"buffer": self.B.state_dict()}
 
     def end_step(self, t: int, evaluated: bool = False) -> None:
-        """Marks that step t has ended; saves it every --save_every steps, where it was evaluated, and in the end."""
+        """Marks that step t has ended; saves it every --save_every steps, where it was evaluated,
+        and in the end."""
         self.mark(t, ended=True)
         if evaluated or (t and t % self.log.cfg.save_every == 0) or t == self.log.cfg.T:
             self.save()
 
     def save(self) -> None:
-        """Begins to write the last mark with the weights, unless it is on disk or an update has begun since.
+        """Begins to write the last mark with the weights, unless it is on disk or an update has
+        begun since.
 
-        A thread goes on with it: `settle` waits. Until then a kill leaves the checkpoint before. Nothing is saved once
-        the ranks have lost contact.
+        A thread goes on with it: `settle` waits. Until then a kill leaves the checkpoint before.
+        Nothing is saved once the ranks have lost contact.
         """
         mark, policy = self.last, self.policy
         if mark is self.saved or mark["t"] != policy.t or not policy.in_step:
@@ -82,7 +92,8 @@ class Checkpoints:
         self.saved = mark
 
     def _complete(self, stack: contextlib.ExitStack, path: Path, mark: Row) -> None:
-        """Adds the mark to weights that have been written, and removes the checkpoints that this one replaces."""
+        """Adds the mark to weights that have been written, and removes the checkpoints that this
+        one replaces."""
         with stack:
             digests = self.policy.written.result()
             torch.save(mark, content := io.BytesIO())
@@ -95,12 +106,14 @@ class Checkpoints:
                 remove(old)
 
     def settle(self) -> None:
-        """Waits until the checkpoint that is being written is there; raises the DiskFault that prevented it."""
+        """Waits until the checkpoint that is being written is there; raises the DiskFault that
+        prevented it."""
         self.saving.result()
 
     @contextlib.contextmanager
     def rescued(self) -> Iterator[None]:
-        """Saves the last mark where a run is stopped inside, or fails, and waits until it is written."""
+        """Saves the last mark where a run is stopped inside, or fails, and waits until it is
+        written."""
         try:
             yield
         except BaseException as e:
@@ -111,7 +124,8 @@ class Checkpoints:
             raise
 
     def export(self, I_star: Instruction) -> None:
-        """Writes the result of a run: I_star.txt, and the policy as a plain Hugging Face directory."""
+        """Writes the result of a run: I_star.txt, and the policy as a plain Hugging Face
+        directory."""
         self.settle()
         self.run.write("I_star.txt", I_star.text + "\n")
         with self.run.directory("policy") as path:

@@ -32,7 +32,8 @@ from tasks import Task
 from training import checkpoint
 
 LOGS = ("metrics", "population", "reflections")  # .jsonl
-NOTED = ("commit", "code", "passages", "words", "instruction text")  # may differ in a resumed run: a note names them
+# may differ in a resumed run: a note names them
+NOTED = ("commit", "code", "passages", "words", "instruction text")
 
 
 # What a run writes. It replaces nothing of these: they would be somebody's.
@@ -43,7 +44,8 @@ OWN = (
 
 
 class RunDirectory:
-    """`path/` with config.json, metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/, checkpoints/."""
+    """`path/` with config.json, metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/,
+    checkpoints/."""
 
     def __init__(self, path: Path, keep: int = 2):
         """`keep`: newest checkpoints to keep."""
@@ -58,7 +60,8 @@ class RunDirectory:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, cfg: Config, task: Task, *parts: object) -> Iterator[RunDirectory]:
-        """Yields the directory of a run; what ends a run that can be resumed becomes a Fault that says how.
+        """Yields the directory of a run; what ends a run that can be resumed becomes a Fault that
+        says how.
 
         An error in a user's code is raised as it is, for its traceback, after a line that says how.
         """
@@ -85,8 +88,8 @@ class RunDirectory:
     def open(cls, cfg: Config, name: str, content: Row | None = None) -> RunDirectory:
         """Creates or reopens the directory of a run and locks it until `close`.
 
-        `content`: see journal/record.py. Raises Fault if it cannot be written to, if it belongs to another run, or if a
-        process is writing to it.
+        `content`: see journal/record.py. Raises Fault if it cannot be written to, if it belongs to
+        another run, or if a process is writing to it.
         """
         if cfg.resume:
             read_config(Path(cfg.out), type(cfg), resume=True)
@@ -97,13 +100,24 @@ class RunDirectory:
                 run.path = _unused(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{cfg.mode}")
             run.path.mkdir(parents=True, exist_ok=True)
             run.others = set(run.path.iterdir())
-            if theirs := [name for name in OWN if run.path / name in run.others and not (cfg.resume or run.record)]:
-                raise Fault(f"{run.path} has {theirs[0]!r}, which a run would replace: choose another --out")
+            if theirs := [
+                name
+                for name in OWN
+                if run.path / name in run.others and not (cfg.resume or run.record)
+            ]:
+                raise Fault(
+                    f"{run.path} has {theirs[0]!r}, which a run would replace: choose another --out"
+                )
             run.lock()
-            about = {"program": program_of(type(cfg)), "commit": commit() or "unknown", "content": content or {}}
+            about = {
+                "program": program_of(type(cfg)),
+                "commit": commit() or "unknown",
+                "content": content or {},
+            }
             record = with_absolute_paths(cfg) | about
             for name, text in differences(run.record, record, FREE).items() if cfg.resume else ():
-                known = name in run.record | run.record.get("content", {})  # an older run may not have noted it
+                # an older run may not have noted it
+                known = name in run.record | run.record.get("content", {})
                 if known and name.partition(" of ")[0] not in NOTED:
                     flag = "--" if name in record else ""
                     raise Fault(f"--resume: {run.path} was started with {flag}{text}")
@@ -122,12 +136,16 @@ class RunDirectory:
         return run
 
     def lock(self) -> None:
-        """Raises Fault if another process is writing to this directory; the lock ends with the process."""
+        """Raises Fault if another process is writing to this directory; the lock ends with the
+        process."""
         self._lock = open(self.path / ".lock", "wb")
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by a process, not by what it forks
+            # held by a process, not by what it forks
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            raise Fault(f"another process writes to {self.path}: wait until it ends, or choose another --out") from None
+            raise Fault(
+                f"another process writes to {self.path}: wait until it ends, or choose another --out"
+            ) from None
         except OSError:  # a file system without locks
             pass
 
@@ -151,9 +169,12 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def directory(self, name: str) -> Iterator[Path]:
-        """Yields an empty directory, which is called `name` in the end: a reader finds the old one, none or the new."""
+        """Yields an empty directory, which is called `name` in the end: a reader finds the old one,
+        none or the new."""
         path = self.path / name
-        temporary, old = (path.with_name(f".{path.name}{end}.tmp").absolute() for end in ("", ".old"))
+        temporary, old = (
+            path.with_name(f".{path.name}{end}.tmp").absolute() for end in ("", ".old")
+        )
         with writing(path):
             remove(old)
             shutil.rmtree(temporary, ignore_errors=True)
@@ -169,7 +190,10 @@ class RunDirectory:
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         """Appends a line to `name`.jsonl; raises DiskFault."""
-        with writing(self.path / f"{name}.jsonl"), open(self.path / f"{name}.jsonl", "a", encoding="utf-8") as f:
+        with (
+            writing(self.path / f"{name}.jsonl"),
+            open(self.path / f"{name}.jsonl", "a", encoding="utf-8") as f,
+        ):
             f.write(json.dumps(row) + "\n")
         self.lengths[name] += 1
 
@@ -187,13 +211,18 @@ class RunDirectory:
     # ---- checkpoints
 
     def checkpoints(self) -> list[Path]:
-        """Returns the complete checkpoints, oldest first; directories with other names do not count."""
+        """Returns the complete checkpoints, oldest first; directories with other names do not
+        count."""
         paths = (self.path / "checkpoints").glob("step-*")
         pattern = r"step-\d{6,}(-unfinished)?"  # of earlier versions, which `rewind` refuses
-        return sorted((path for path in paths if re.fullmatch(pattern, path.name) and path.is_dir()), key=step_of)
+        return sorted(
+            (path for path in paths if re.fullmatch(pattern, path.name) and path.is_dir()),
+            key=step_of,
+        )
 
     def best(self) -> Path | None:
-        """Returns the checkpoint with the best mean of the task's first metric on the validation questions, if any."""
+        """Returns the checkpoint with the best mean of the task's first metric on the validation
+        questions, if any."""
         rows = self.rows("metrics")
         name = next((f"valid/{row['metrics'][0]}" for row in rows if row.get("metrics")), "")
         value = {row["t"]: row[name] for row in rows if type(row.get(name)) is float}
@@ -201,23 +230,30 @@ class RunDirectory:
         return max(evaluated, key=lambda path: value[step_of(path)], default=None)
 
     def load_state(self, path: Path) -> Row:
-        """Returns the mark in a checkpoint; raises Fault if it cannot be read, or if it is another run's."""
+        """Returns the mark in a checkpoint; raises Fault if it cannot be read, or if it is another
+        run's."""
         try:
             state: Row = torch.load(path / "state.pt", weights_only=True)
             whose = state["run"]
         except Exception as e:  # a damaged archive raises anything
-            raise CheckpointFault(f"{path}/state.pt cannot be read ({checkpoint.reason(e)})") from None
+            raise CheckpointFault(
+                f"{path}/state.pt cannot be read ({checkpoint.reason(e)})"
+            ) from None
         if whose != self.id:
-            raise CheckpointFault(f"{path} is of the run {whose}, not of {self.id}, that of {self.path}: move it away")
+            raise CheckpointFault(
+                f"{path} is of the run {whose}, not of {self.id}, that of {self.path}: move it away"
+            )
         return state
 
     def rewind(
         self, damage: Callable[[Path], list[str]], note: Callable[[str], None]
     ) -> tuple[Path, Row] | None:
-        """Returns (checkpoint, its mark) to resume from and drops log lines after it; None if there is none.
+        """Returns (checkpoint, its mark) to resume from and drops log lines after it; None if there
+        is none.
 
-        `damage` returns what is wrong with a checkpoint. One that is damaged is renamed, and `note` is told so; Fault
-        if all are. Calls to the optimizer stay in reflections.jsonl: they have been paid for.
+        `damage` returns what is wrong with a checkpoint. One that is damaged is renamed, and `note`
+        is told so; Fault if all are. Calls to the optimizer stay in reflections.jsonl: they have
+        been paid for.
         """
         saved, bad = self.checkpoints(), dict[Path, str]()
         while saved and (wrong := damage(saved[-1].absolute())):
@@ -227,7 +263,9 @@ class RunDirectory:
             mark = self.load_state(saved[-1])
             if "ended" not in mark:
                 commit = self.record["commit"]
-                raise CheckpointFault(f"{saved[-1]} is of an earlier version: resume with that, commit {commit}")
+                raise CheckpointFault(
+                    f"{saved[-1]} is of an earlier version: resume with that, commit {commit}"
+                )
         elif bad:
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in bad.items())
             raise CheckpointFault(
@@ -239,12 +277,16 @@ class RunDirectory:
             with writing(aside):
                 remove(aside)
                 path.rename(aside)
-            note(f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}")
+            note(
+                f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}"
+            )
         for name in LOGS:
             rows, n = self.rows(name), mark["lengths"].get(name, 0)
             kept = [row for row in rows[:n] if row["t"] <= mark["t"] or "call" in row]
             if lost := n - len(kept):
-                note(f"note: {self.path / name}.jsonl has lost {lost} of its first {n} lines: they were damaged")
+                note(
+                    f"note: {self.path / name}.jsonl has lost {lost} of its first {n} lines: they were damaged"
+                )
             kept += [row for row in rows[n:] if "call" in row]
             self.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
             self.lengths[name] = len(kept)
@@ -252,7 +294,8 @@ class RunDirectory:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or directory, if there is one; of a link only the link: what it points to is not the run's."""
+    """Removes a file or directory, if there is one; of a link only the link: what it points to is
+    not the run's."""
     with writing(path):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -273,4 +316,3 @@ def _unused(name: str) -> Path:
             path.mkdir(parents=True)
             break
     return path
-

@@ -37,9 +37,15 @@ from rollout import spread
 from tasks import Question, Task, Trajectory, average_by_source, measure, take_subset
 from training.policy import STORED
 
-BOOKS = ("row", "held_out", "spread", "metrics")  # attributes of Log that a resumed run goes on with
+# attributes of Log that a resumed run goes on with
+BOOKS = ("row", "held_out", "spread", "metrics")
 START = "first policy, first instruction"
-TABLE = ("trained policy, I_star", "trained policy, first instruction", START, "first policy, I_star")
+TABLE = (
+    "trained policy, I_star",
+    "trained policy, first instruction",
+    START,
+    "first policy, I_star",
+)
 
 
 @dataclass
@@ -62,14 +68,17 @@ class Log:
         self.screen = Screen(cfg.T)
         self.clock = self.began = time.perf_counter()
         # By earlier processes of this run, as far as they wrote it down.
-        self.spent: float = max((row.get("time/total", 0.0) for row in run.rows("metrics")), default=0.0)
+        self.spent: float = max(
+            (row.get("time/total", 0.0) for row in run.rows("metrics")), default=0.0
+        )
         self.versions = versions()  # now: the code may change while it runs
         self.track = Tracker(cfg.tracker, run.path, run.id, asdict(cfg))
         self.silence = Silence()
         self.ledger = Ledger()
         self.row: dict[str, Any] = {}  # of metrics.jsonl
         self.held_out: dict[str, dict[str, float]] = {}  # rows of the final table
-        self.spread: dict[str, float] = {}  # standard deviation of the first metric over the questions, by row
+        # standard deviation of the first metric over the questions, by row
+        self.spread: dict[str, float] = {}
         self.metrics: list[str] = []  # names of the task's metrics, the most important first
 
     def note(self, text: str) -> None:
@@ -78,8 +87,13 @@ class Log:
     def introduce(self, policy: str, tools: str, optimizer: str) -> None:
         """Prints what is about to be trained, and with what."""
         cfg = self.cfg
-        train, test = self.task.questions("train"), take_subset(self.task.questions("test"), cfg.eval_n)
-        lines = [f"{cfg.mode}: {preset_of(cfg.model)} ({policy}) on {len(train)} questions, {len(test)} held out"]
+        train, test = (
+            self.task.questions("train"),
+            take_subset(self.task.questions("test"), cfg.eval_n),
+        )
+        lines = [
+            f"{cfg.mode}: {preset_of(cfg.model)} ({policy}) on {len(train)} questions, {len(test)} held out"
+        ]
         steps = f"{cfg.T} steps of {cfg.batch} questions x {cfg.G}, seed {cfg.seed}"
         lines += [tools, f"optimizer: {optimizer}", f"{steps}; everything goes to {self.run.path}"]
         self.note("\n".join(filter(None, lines)))
@@ -118,17 +132,28 @@ class Log:
         return step_metrics(self.task, taus, self.cfg.G, self.metrics)
 
     def step(self, t: int, taus: Sequence[Trajectory], P: Population, row: dict[str, Any]) -> None:
-        """Logs the rollouts and the update of step t, with the weights as they are before any instruction is pruned."""
+        """Logs the rollouts and the update of step t, with the weights as they are before any
+        instruction is pruned."""
         self.ledger.training_rollouts += len(taus)
-        self.ledger.tool_calls += sum(tau.served(tool.tag) for tau in taus for tool in self.task.tools)
+        self.ledger.tool_calls += sum(
+            tau.served(tool.tag) for tau in taus for tool in self.task.tools
+        )
         if t == 1:
             longest = max(taus, key=lambda tau: len(tau.turns))
-            self.note(f"step   1  tokens after a | are trained on:\n{show_mask(longest, self.tokenizer)}")
-        # Only rewards take time besides rollouts, metrics and update: a judge may take more than all of them.
-        self.updated(t, taus, row | weights(P) | {"time/reward": self.rewarded - self.clock - row["time/rollout"]})
+            self.note(
+                f"step   1  tokens after a | are trained on:\n{show_mask(longest, self.tokenizer)}"
+            )
+        # Only rewards take time besides rollouts, metrics and update: a judge may take more than
+        # all of them.
+        self.updated(
+            t,
+            taus,
+            row | weights(P) | {"time/reward": self.rewarded - self.clock - row["time/rollout"]},
+        )
 
     def updated(self, t: int, taus: Sequence[Trajectory], row: dict[str, Any]) -> None:
-        """Logs an update of the policy: what it learned from, and the step's row of metrics.jsonl."""
+        """Logs an update of the policy: what it learned from, and the step's row of
+        metrics.jsonl."""
         rows = [
             tau.record() | ({"token_data": token_data(tau, self.tokenizer)} if tau.tokens else {})
             for tau in taus
@@ -136,7 +161,9 @@ class Log:
         self.run.write_trajectories(f"step-{t:06d}", rows)
         self.track.trajectories(taus, t)
         if n := row.get("skipped_updates"):
-            self.note(f"step {t:3d}  optimizer steps skipped, as loss or gradient were not finite: {n}")
+            self.note(
+                f"step {t:3d}  optimizer steps skipped, as loss or gradient were not finite: {n}"
+            )
         self.row, self.clock = row, time.perf_counter()
 
     def evaluated(self, split: str, taus: Sequence[Trajectory]) -> None:
@@ -150,7 +177,9 @@ class Log:
         self.run.append("metrics", {"t": t} | row)
         numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
         self.track.log(numbers | {f"w/{j}": w for j, w in row.get("w", {}).items()}, t)
-        seconds = sum(row.get(f"time/{name}", 0.0) for name in ("rollout", "reward", "update", "evolve"))
+        seconds = sum(
+            row.get(f"time/{name}", 0.0) for name in ("rollout", "reward", "update", "evolve")
+        )
         shown = line(row | {"P": len(P)}, [tool.plural for tool in self.task.tools])
         self.screen.step(t, f"{shown}  {seconds:.1f} s/step")
         for warning in self.silence.step(row):
@@ -161,17 +190,24 @@ class Log:
     def means(self, taus: Sequence[Trajectory], setting: str = "") -> dict[str, float]:
         """Returns means of the task's metrics, by source too, and of tool calls.
 
-        Of a `setting` of the final table it stores a sample of the trajectories, the same questions for all.
+        Of a `setting` of the final table it stores a sample of the trajectories, the same questions
+        for all.
         """
         rows = measure(self.task, taus, self.metrics)
         self.metrics = list(rows[0])
         if setting:
             self.spread[setting] = statistics.pstdev(row[self.metrics[0]] for row in rows)
             stored = [
-                taus[k].record() | {"setting": setting, "metrics": rows[k]} for k in spread(len(taus), STORED)
+                taus[k].record() | {"setting": setting, "metrics": rows[k]}
+                for k in spread(len(taus), STORED)
             ]
-            self.run.write_trajectories(f"test-{setting.replace(', ', '-').replace(' ', '_')}", stored)
-        calls = {tool.plural: statistics.fmean(tau.served(tool.tag) for tau in taus) for tool in self.task.tools}
+            self.run.write_trajectories(
+                f"test-{setting.replace(', ', '-').replace(' ', '_')}", stored
+            )
+        calls = {
+            tool.plural: statistics.fmean(tau.served(tool.tag) for tau in taus)
+            for tool in self.task.tools
+        }
         return average_by_source(taus, rows) | calls
 
     def compared(self, setting: str, taus: Sequence[Trajectory]) -> None:
@@ -193,11 +229,17 @@ class Log:
     # ---- the population
 
     def event(self, t: int, event: str, P: Population, text: str) -> None:
-        """Shows what happened to the population, and appends it with the population to population.jsonl."""
+        """Shows what happened to the population, and appends it with the population to
+        population.jsonl."""
         self.note(f"step {t:3d}  {event:6s}  {text}")
-        self.run.append("population", {"t": t, "event": event, "text": text, "P": [asdict(I) for I in P.active]})
+        self.run.append(
+            "population", {"t": t, "event": event, "text": text, "P": [asdict(I) for I in P.active]}
+        )
         if event != "prune":
-            self.track.log({"instructions": "\n\n".join(f"#{I.id} (w {I.w:.2f}): {I.text}" for I in P.active)}, t)
+            self.track.log(
+                {"instructions": "\n\n".join(f"#{I.id} (w {I.w:.2f}): {I.text}" for I in P.active)},
+                t,
+            )
 
     def started(self, P: Population) -> None:
         variations = f" and {many(len(P) - 1, 'variation')}" * (len(P) > 1)
@@ -209,18 +251,34 @@ class Log:
         self.event(t, "prune", P, f"|P| {len(P) + len(pruned)} -> {len(P)}: pruned {names}")
 
     def call(self, t: int, round: int, parent: Instruction, call: Call) -> None:
-        """Logs a call to the optimizer, before anything else happens: a resumed run never pays for it again."""
+        """Logs a call to the optimizer, before anything else happens: a resumed run never pays for
+        it again."""
         self.ledger.optimizer_calls += 1
         self.ledger.optimizer_tokens += call.prompt_tokens + call.completion_tokens
         self.ledger.optimizer_seconds += call.seconds
         if not call.paid_before:
-            self.run.append("reflections", {"t": t, "round": round, "parent": parent.id, "call": asdict(call)})
+            self.run.append(
+                "reflections", {"t": t, "round": round, "parent": parent.id, "call": asdict(call)}
+            )
 
     def proposed(
-        self, t: int, round: int, parent: Instruction, call: Call, accepted: list[int], rejected: list[dict[str, Any]]
+        self,
+        t: int,
+        round: int,
+        parent: Instruction,
+        call: Call,
+        accepted: list[int],
+        rejected: list[dict[str, Any]],
     ) -> None:
-        """Logs which blocks of a reply are candidates, by their place in it, and why the others are not."""
-        row = {"t": t, "round": round, "parent": parent.id, "accepted": accepted, "rejected": rejected}
+        """Logs which blocks of a reply are candidates, by their place in it, and why the others are
+        not."""
+        row = {
+            "t": t,
+            "round": round,
+            "parent": parent.id,
+            "accepted": accepted,
+            "rejected": rejected,
+        }
         self.run.append("reflections", row)
         self.row["candidates"] = self.row.get("candidates", 0) + len(accepted)
         self.spend("evolve")
@@ -228,10 +286,13 @@ class Log:
             return
         why = f"the first: {rejected[0]['reason']}" if rejected else "it has no <ins_k> block"
         cut = "; it was cut off by a length limit" * call.cut + "; it was refused" * call.refused
-        self.note(f"step {t:3d}  the optimizer's reply has no candidate, {len(rejected)} were rejected; {why}{cut}")
+        self.note(
+            f"step {t:3d}  the optimizer's reply has no candidate, {len(rejected)} were rejected; {why}{cut}"
+        )
 
     def played(self, t: int, round: int, parent: Instruction, taus: Sequence[Trajectory]) -> None:
-        """Counts a verification's rollouts, and stores a sample: the same questions under a parent and its revisions.
+        """Counts a verification's rollouts, and stores a sample: the same questions under a parent
+        and its revisions.
 
         `candidate` is 0 for the parent and k for the k-th accepted revision of the round.
         """
@@ -247,21 +308,47 @@ class Log:
         self.run.write_trajectories(f"verify-{t:06d}-{round}", rows)
 
     def verified(
-        self, t: int, round: int, D_B: Sequence[Question], verified: Sequence[Candidate], joining: Sequence[Candidate]
+        self,
+        t: int,
+        round: int,
+        D_B: Sequence[Question],
+        verified: Sequence[Candidate],
+        joining: Sequence[Candidate],
     ) -> None:
         parent, self.r_parent = verified[0].parent, verified[0].r_parent
         rows = [
-            {"text": c.text, "parent": c.parent, "r": c.r, "r_parent": c.r_parent, "joined": c in joining}
+            {
+                "text": c.text,
+                "parent": c.parent,
+                "r": c.r,
+                "r_parent": c.r_parent,
+                "joined": c in joining,
+            }
             for c in verified
         ]
-        row = {"t": t, "round": round, "parent": parent, "r_parent": self.r_parent, "D_B": [q.id for q in D_B]}
-        self.run.append("reflections", row | {"rollouts": (1 + len(rows)) * len(D_B), "verified": rows})
+        row = {
+            "t": t,
+            "round": round,
+            "parent": parent,
+            "r_parent": self.r_parent,
+            "D_B": [q.id for q in D_B],
+        }
+        self.run.append(
+            "reflections", row | {"rollouts": (1 + len(rows)) * len(D_B), "verified": rows}
+        )
         rewards = {x for c in verified for x in (*c.rewards, *c.parent_rewards)}
         if len(rewards) == 1:
-            self.note(f"step {t:3d}  verified nothing: all rewards on D_B are {rewards.pop():.2f}, the parent's too")
+            self.note(
+                f"step {t:3d}  verified nothing: all rewards on D_B are {rewards.pop():.2f}, the parent's too"
+            )
 
     def evolved(
-        self, t: int, P: Population, parents: Sequence[Instruction], joined: Sequence[Instruction], shortfall: str
+        self,
+        t: int,
+        P: Population,
+        parents: Sequence[Instruction],
+        joined: Sequence[Instruction],
+        shortfall: str,
     ) -> None:
         """Logs an evolution; `shortfall`: why there are places left."""
         text = f"no new instruction: {shortfall}; P stays as it is"
@@ -285,7 +372,8 @@ class Log:
     # ---- the end
 
     def finish(self, P: Population, I_star: Instruction) -> dict[str, Any]:
-        """Writes, prints and returns the result: I_star, and the metrics of both policies under both instructions."""
+        """Writes, prints and returns the result: I_star, and the metrics of both policies under
+        both instructions."""
         cfg, run, cost = self.cfg, self.run, self.ledger
         rows = {name: self.held_out[name] for name in TABLE if name in self.held_out}
         metric, n = self.metrics[0], self.questions
@@ -310,7 +398,9 @@ class Log:
             vain = "no evolution took place"
             if cost.evolutions:
                 vain = f"{many(cost.evolutions, 'evolution')} left the population as it was"
-            print(f"{vain}: this is no result of --mode {cfg.mode} (evolved: false in summary.json).")
+            print(
+                f"{vain}: this is no result of --mode {cfg.mode} (evolved: false in summary.json)."
+            )
         try:
             page = importlib.import_module("report").write([run.path], run.path / "report.html")
             print(f"see it: {page}")

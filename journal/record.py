@@ -1,4 +1,5 @@
-"""What a run or an evaluation is: its settings and, as "content", a digest of everything that they name."""
+"""What a run or an evaluation is: its settings and, as "content", a digest of everything that they
+name."""
 
 import hashlib
 import json
@@ -16,9 +17,11 @@ from tasks import Question, Task
 from tasks.tools import WORDS
 
 Row = dict[str, Any]
-BLOCK, BLOCKS = 1 << 20, 256  # a file is read in at most so many blocks: one of more than 256 MiB is sampled
+# a file is read in at most so many blocks: one of more than 256 MiB is sampled
+BLOCK, BLOCKS = 1 << 20, 256
 PLAIN = ("Learner", "Population", "Evolution")
-PATHS = ("train", "valid", "test", "corpus", "instruction", "model")  # knobs that name files: their content counts
+# knobs that name files: their content counts
+PATHS = ("train", "valid", "test", "corpus", "instruction", "model")
 # Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
 FREE = {
     "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries",
@@ -36,35 +39,59 @@ def with_absolute_paths(cfg: Config) -> Row:
 
 
 def describe_run(task: Task, *parts: object) -> Row:
-    """Returns the content of a run. Where --train is cut by --seed, both parts are one set: seeds do not differ."""
+    """Returns the content of a run. Where --train is cut by --seed, both parts are one set: seeds
+    do not differ."""
     train = sorted([*task.questions("train"), *task.questions("valid")], key=lambda q: q.id)
     questions = {"train or valid": train, "test": task.questions("test")}
     own = [part for part in parts if part and getattr(part, "__qualname__", "") not in PLAIN]
-    order = {"order of train": digest([q.id for q in task.questions("train")])}  # by which each step draws
+    # by which each step draws
+    order = {"order of train": digest([q.id for q in task.questions("train")])}
     order["classes given to train"] = digest([getattr(part, "__qualname__", part) for part in own])
     return describe(task, questions, task.instruction, describe_model(task.cfg.model), own) | order
 
 
 def describe(
-    task: Task, questions: Mapping[str, Sequence[Question]], instruction: str, weights: str, parts: Sequence[Any] = ()
+    task: Task,
+    questions: Mapping[str, Sequence[Question]],
+    instruction: str,
+    weights: str,
+    parts: Sequence[Any] = (),
 ) -> Row:
-    """Returns by name, for `differences`: what is asked, under which instruction, of which model, with what code."""
-    used = [*type(task).__mro__, task.format, *(getattr(tool, "function", tool) for tool in task.tools), *parts]
-    modules = {x.__module__ for x in used} | {spec.partition(":")[0] for spec in (task.cfg.task, task.cfg.reward)}
+    """Returns by name, for `differences`: what is asked, under which instruction, of which model,
+    with what code."""
+    used = [
+        *type(task).__mro__,
+        task.format,
+        *(getattr(tool, "function", tool) for tool in task.tools),
+        *parts,
+    ]
+    modules = {x.__module__ for x in used} | {
+        spec.partition(":")[0] for spec in (task.cfg.task, task.cfg.reward)
+    }
     words = (*WORDS, "description", "schema")
     return {
         "weights": weights,
         "instruction text": instruction,
         "passages": describe_corpus(task),
-        **{f"questions of {name}": digest([vars(q) | {"golds": ()} for q in some]) for name, some in questions.items()},
+        **{
+            f"questions of {name}": digest([vars(q) | {"golds": ()} for q in some])
+            for name, some in questions.items()
+        },
         **{f"golds of {name}": digest([q.golds for q in some]) for name, some in questions.items()},
-        **{f"words of {tool.tag}": digest([getattr(tool, x, "") for x in words]) for tool in task.tools},
-        **{f"code of {name}": digest_file(file) for name, file in sorted(find_code(modules).items())},
+        **{
+            f"words of {tool.tag}": digest([getattr(tool, x, "") for x in words])
+            for tool in task.tools
+        },
+        **{
+            f"code of {name}": digest_file(file)
+            for name, file in sorted(find_code(modules).items())
+        },
     }
 
 
 def find_code(modules: Collection[str]) -> dict[str, Path]:
-    """Returns the files of modules, and of what is imported from the same folders outside of this project."""
+    """Returns the files of modules, and of what is imported from the same folders outside of this
+    project."""
     places = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     theirs = {name for name in places if name.partition(".")[0] not in sys.stdlib_module_names}
     files = {name: Path(file) for name, file in places.items() if file and name in theirs}
@@ -72,17 +99,22 @@ def find_code(modules: Collection[str]) -> dict[str, Path]:
     folders = {outside[name].parents[name.count(".")] for name in modules if name in outside}
     code = {name: files[name] for name in modules if name in files}
     for name, file in outside.items():
-        if not folders.isdisjoint(file.parents) and not {"site-packages", "dist-packages"} & {*file.parts}:
+        if not folders.isdisjoint(file.parents) and not {"site-packages", "dist-packages"} & {
+            *file.parts
+        }:
             code[name] = file
     return code
 
 
 def describe_model(path: str) -> str:
-    """Returns the digests of a folder's files; of a model of the hub the commit, of one behind a URL only the name."""
+    """Returns the digests of a folder's files; of a model of the hub the commit, of one behind a
+    URL only the name."""
     if "://" in path:
         return without_secrets(path)
     if Path(path).is_dir():
-        files = sorted(file for file in Path(path).glob("[!.]*") if file.is_file() and file.suffix != ".md")
+        files = sorted(
+            file for file in Path(path).glob("[!.]*") if file.is_file() and file.suffix != ".md"
+        )
         return ", ".join(f"{file.name} {digest_file(file)}" for file in files)
     from huggingface_hub import try_to_load_from_cache
 
@@ -94,7 +126,8 @@ def describe_model(path: str) -> str:
 
 
 def describe_corpus(task: Task) -> str | None:
-    """Returns the digest of --corpus, or what a search server says of its own; of one that says nothing, its URL.
+    """Returns the digest of --corpus, or what a search server says of its own; of one that says
+    nothing, its URL.
 
     "" where nothing is searched, None where the server does not answer.
     """
@@ -110,16 +143,24 @@ def describe_corpus(task: Task) -> str | None:
 
 
 def digest(value: Any) -> str:
-    """Returns a digest of plain data. Sets are sorted and objects lose their address: another process agrees."""
+    """Returns a digest of plain data. Sets are sorted and objects lose their address: another
+    process agrees."""
 
     def stable(x: Any) -> Any:
-        return sorted(map(repr, x)) if isinstance(x, (set, frozenset)) else re.sub(r" at 0x\w+", "", repr(x))
+        return (
+            sorted(map(repr, x))
+            if isinstance(x, (set, frozenset))
+            else re.sub(r" at 0x\w+", "", repr(x))
+        )
 
-    return hashlib.sha256(json.dumps(value, default=stable, skipkeys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(value, default=stable, skipkeys=True).encode()).hexdigest()[
+        :16
+    ]
 
 
 def digest_file(path: Path) -> str:
-    """Returns a digest of a file: of all of it, or of its size and BLOCKS blocks spread over it, and says so."""
+    """Returns a digest of a file: of all of it, or of its size and BLOCKS blocks spread over it,
+    and says so."""
     size = path.stat().st_size
     stride = max(BLOCK, size // BLOCKS)
     sha = hashlib.sha256(str(size).encode())
@@ -131,7 +172,8 @@ def digest_file(path: Path) -> str:
 
 
 def differences(one: Row, other: Row, aside: Iterable[str] = ()) -> dict[str, str]:
-    """Says by name what differs between two records: "T 40, not 80" of settings, "other golds of test" of content.
+    """Says by name what differs between two records: "T 40, not 80" of settings, "other golds of
+    test" of content.
 
     Paths of files do not count, nor what is None because it could not be known.
     """

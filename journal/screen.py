@@ -18,7 +18,9 @@ class Screen:
         status("")
         self.T, self.printed = T, time.perf_counter()
         # None: no bar without a terminal. Twice a second at most: other programs need the cores.
-        self.bar = tqdm(total=T, unit="step", file=sys.stdout, disable=None, mininterval=0.5, miniters=0)
+        self.bar = tqdm(
+            total=T, unit="step", file=sys.stdout, disable=None, mininterval=0.5, miniters=0
+        )
 
     def close(self) -> None:
         """Leaves the last state of the bar on the terminal."""

@@ -1,4 +1,5 @@
-"""Broken set-ups that raise no error: rollouts, rewards or replies that come to nothing, step after step."""
+"""Broken set-ups that raise no error: rollouts, rewards or replies that come to nothing, step after
+step."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,12 +20,14 @@ REMEDIES = {
     NO_CANDIDATE: "reflections.jsonl has the replies and why they were refused; try another --optimizer_model",
     EMPTY: "ask the tool yourself: does its server have the right corpus?",
 }
-FAILED = "the reasons are in trajectories/; call the tool yourself"  # remedy where all calls of one failed
+# remedy where all calls of one failed
+FAILED = "the reasons are in trajectories/; call the tool yourself"
 LIMITS = {NO_CANDIDATE: 3}  # evolutions; PATIENCE steps of every other sign
 
 
 def signs(row: Mapping[str, Any]) -> dict[str, bool]:
-    """Returns which signs a row of metrics.jsonl shows; those that it says nothing about are left out."""
+    """Returns which signs a row of metrics.jsonl shows; those that it says nothing about are left
+    out."""
     present = {
         NO_ACTION: row.get("valid_actions") == 0,
         NO_ANSWER: row.get("answered") == 0,
@@ -52,7 +55,8 @@ class Silence:
         return [text for sign, text in texts.items() if sign not in told]
 
     def lasting(self) -> Iterator[tuple[str, int, str]]:
-        """Yields each sign that has lasted too long, for how many steps (evolutions), and a sentence about it.
+        """Yields each sign that has lasted too long, for how many steps (evolutions), and a
+        sentence about it.
 
         A sign whose cause has lasted as long is left out.
         """

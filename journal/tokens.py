@@ -1,4 +1,5 @@
-"""A trajectory's tokens as the page of a run shows them: their texts, and what engine and update saw of each."""
+"""A trajectory's tokens as the page of a run shows them: their texts, and what engine and update
+saw of each."""
 
 import math
 from itertools import groupby, pairwise
@@ -11,11 +12,12 @@ from tasks import Trajectory
 
 
 def token_data(tau: Trajectory, tokenizer: Any, limit: int = 2000) -> dict[str, Any]:
-    """Returns the columns of a watched trajectory's first `limit` action tokens, and how many there are in all.
+    """Returns the columns of a watched trajectory's first `limit` action tokens, and how many there
+    are in all.
 
-    turns: action tokens of each turn; text: of each token (a character that several make is with the last one, and
-    U+FFFD if the turn ends within it); engine: its log-prob as sampled; the others as in `grpo.note_tokens`, to four
-    digits.
+    turns: action tokens of each turn; text: of each token (a character that several make is with
+    the last one, and U+FFFD if the turn ends within it); engine: its log-prob as sampled; the
+    others as in `grpo.note_tokens`, to four digits.
     """
     stream = DecodeStream(skip_special_tokens=False)
     texts = [

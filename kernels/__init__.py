@@ -1,7 +1,7 @@
 """The fused GRPO head: from hidden states to loss and gradients without the (N, V) logits matrix.
 
-`head.py` holds the algorithm, chunk by chunk. Rows of logits are processed by `rows_triton.py` (for CUDA, where
-one launch can compute all of Eq. 2) or by `rows_torch.py` (for every other device).
+`head.py` holds the algorithm, chunk by chunk. Rows of logits are processed by `rows_triton.py` (for
+CUDA, where one launch can compute all of Eq. 2) or by `rows_torch.py` (for every other device).
 """
 
 from kernels.head import grpo_head, head_logits, k3, token_logprobs

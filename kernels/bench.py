@@ -1,13 +1,14 @@
-"""The GRPO head and its passes over rows, timed next to torch, Liger, TRL and CCE; the last line is JSON.
+"""The GRPO head and its passes over rows, timed next to torch, Liger, TRL and CCE; the last line is
+JSON.
 
     python -m kernels.bench --shapes 2048x151936 --peers ours Liger torch --csv head.csv --plot head.png
 
 Run it in the folder that holds kernels/; it needs torch, on a GPU triton, for --plot matplotlib.
 
-Head: loss and gradients, with respect to hidden states (N, H) and weight (V, H), of Eq. 2 (eps 0.2, no KL), averaged
-over the unmasked tokens. Rows: the same from the logits of 4,096 tokens on, without matrix products. A peer that is
-installed is measured as its users get it and, after a comma, at the best setting that we know. Without a GPU small
-shapes only test the script.
+Head: loss and gradients, with respect to hidden states (N, H) and weight (V, H), of Eq. 2 (eps 0.2,
+no KL), averaged over the unmasked tokens. Rows: the same from the logits of 4,096 tokens on,
+without matrix products. A peer that is installed is measured as its users get it and, after a
+comma, at the best setting that we know. Without a GPU small shapes only test the script.
 
 ms       one call, median
 x ours   time relative to the first line of its kind
@@ -33,7 +34,8 @@ from kernels.head import _rows, _two_passes, grpo_head, head_logits, token_logpr
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
-EPS, CHUNK, SEQUENCES = 0.2, 4096, 8  # the tokens are 8 sequences: Liger takes an advantage a sequence
+# the tokens are 8 sequences: Liger takes an advantage a sequence
+EPS, CHUNK, SEQUENCES = 0.2, 4096, 8
 
 
 def make_batch(N, H, V, masked):
@@ -43,12 +45,15 @@ def make_batch(N, H, V, masked):
         X, W = (torch.randn(n, H, dtype=DTYPE) for n in (N, V))
         W *= 3 / H**0.5
         y = torch.randint(V, (N,))
-        # rho = 0.67, 0.92, 1.08 or 1.5, away from the edges of the clip, where rounding would decide about gradients
+        # rho = 0.67, 0.92, 1.08 or 1.5, away from the edges of the clip, where rounding would
+        # decide about gradients
         log_rho = torch.tensor([-0.4, -0.08, 0.08, 0.4])[torch.randint(4, (N,))]
         mask = torch.rand(N).argsort() >= int(N * masked)
         adv = torch.tensor([1.5, -0.5]).repeat(SEQUENCES // 2)
     old = token_logprobs(X, W, y)[0] - log_rho
-    tokens = dict(targets=y, adv=adv.repeat_interleave(N // SEQUENCES), w=mask / mask.sum(), old_logp=old)
+    tokens = dict(
+        targets=y, adv=adv.repeat_interleave(N // SEQUENCES), w=mask / mask.sum(), old_logp=old
+    )
     kept = {name: x[mask] for name, x in tokens.items()}
     X, W = X.requires_grad_(), W.requires_grad_()
     return SimpleNamespace(hidden=X, weight=W, mask=mask, sequence_adv=adv, **tokens, kept=kept)
@@ -84,7 +89,8 @@ def torch_logp(b, options=None):
 
 
 def trl_logp(b, one_tile=False):
-    """The vocabulary is cut into tiles as TRL's trainer does, or not at all. It multiplies four times."""
+    """The vocabulary is cut into tiles as TRL's trainer does, or not at all. It multiplies four
+    times."""
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
@@ -101,14 +107,23 @@ def cce_logp(b):
 
 def sequences(b):
     """Returns hidden states, targets, mask and log-probs under the old policy, a row a sequence."""
-    return (x.view(SEQUENCES, -1, *x.shape[1:]) for x in (b.hidden, b.targets, b.mask.long(), b.old_logp))
+    return (
+        x.view(SEQUENCES, -1, *x.shape[1:])
+        for x in (b.hidden, b.targets, b.mask.long(), b.old_logp)
+    )
 
 
 def liger_fused(b, **settings):
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    loss = LigerFusedLinearGRPOLoss(beta=0.0, epsilon_low=EPS, epsilon_high=EPS, use_ref_model=False,
-                                    loss_type="bnpo", **settings)  # fmt: skip
+    loss = LigerFusedLinearGRPOLoss(
+        beta=0.0,
+        epsilon_low=EPS,
+        epsilon_high=EPS,
+        use_ref_model=False,
+        loss_type="bnpo",
+        **settings,
+    )
     X, y, mask, old = sequences(b)
     return loss(X, b.weight, y, mask, b.sequence_adv, old_per_token_logps=old)[0]
 
@@ -118,12 +133,25 @@ def liger_triton(b):
 
     X, y, mask, old = sequences(b)
     z = F.linear(F.pad(X, (0, 0, 0, 1)), b.weight)  # it ignores the logits of the last position
-    return triton_grpo_loss(z, old, None, y, b.sequence_adv, mask, temperature=1.0, beta=0.0, eps_low=EPS,
-                            eps_high=EPS, loss_type="bnpo", reduce=True)[0]  # fmt: skip
+    return triton_grpo_loss(
+        z,
+        old,
+        None,
+        y,
+        b.sequence_adv,
+        mask,
+        temperature=1.0,
+        beta=0.0,
+        eps_low=EPS,
+        eps_high=EPS,
+        loss_type="bnpo",
+        reduce=True,
+    )[0]
 
 
 def bare_products(b):
-    """Computes the products of forward and backward for the unmasked rows, without accumulating them."""
+    """Computes the products of forward and backward for the unmasked rows, without accumulating
+    them."""
     with torch.no_grad():
         for x in b.hidden[b.mask].split(CHUNK):
             z = x @ b.weight.T
@@ -132,7 +160,8 @@ def bare_products(b):
 
 
 def gradients(b, peer):
-    """Returns the loss, dX and dW of a peer, which returns its loss or the log-probs of the unmasked tokens."""
+    """Returns the loss, dX and dW of a peer, which returns its loss or the log-probs of the
+    unmasked tokens."""
     loss = peer(b)
     if loss.ndim:
         loss = -(b.kept["w"] * eq2(loss, b.kept["old_logp"], b.kept["adv"])[0]).sum()
@@ -150,12 +179,15 @@ PEERS = {
     "CCE + torch": cce_logp,
     "torch": plain_logp,
     "torch linear_cross_entropy": torch_logp,
-    "torch linear_cross_entropy, chunked": partial(torch_logp, options=torch.nn.LinearCrossEntropyOptions),
+    "torch linear_cross_entropy, chunked": partial(
+        torch_logp, options=torch.nn.LinearCrossEntropyOptions
+    ),
 }
 
 
 def runs_of(b):
-    """Returns {name: (matrix products, function)}; with products it returns (loss, dX, dW), or (logp,), or nothing."""
+    """Returns {name: (matrix products, function)}; with products it returns (loss, dX, dW), or
+    (logp,), or nothing."""
     passes, z = _rows(b.hidden.device), head_logits(b.hidden[:CHUNK].detach(), b.weight)
     eps = torch.full_like(b.adv, EPS)
     tokens = dict(targets=b.targets, adv=b.adv, w=b.w, old=b.old_logp, eps_low=eps, eps_high=eps)
@@ -174,10 +206,13 @@ def runs_of(b):
 
 
 def check(peers):
-    """Returns {name: largest error against float64 autograd}, half of the tokens masked; nan for what has none."""
+    """Returns {name: largest error against float64 autograd}, half of the tokens masked; nan for
+    what has none."""
     b = make_batch(64, 256, 5000, 0.5)
     exact = SimpleNamespace(**vars(b))
-    exact.hidden, exact.weight = (x.detach().double().requires_grad_() for x in (b.hidden, b.weight))
+    exact.hidden, exact.weight = (
+        x.detach().double().requires_grad_() for x in (b.hidden, b.weight)
+    )
     wanted = {3: gradients(exact, plain_logp), 1: (plain_logp(exact).detach(),), 0: ()}
     errors = {}
     for name, (n, run) in runs_of(b).items():
@@ -185,7 +220,9 @@ def check(peers):
             continue
         try:
             pairs = list(zip(run(), wanted[n], strict=False))
-            errors[name] = max((((x - y).norm() / y.norm()).item() for x, y in pairs), default=math.nan)
+            errors[name] = max(
+                (((x - y).norm() / y.norm()).item() for x, y in pairs), default=math.nan
+            )
         except Exception as e:  # a peer can raise anything
             print(f"{name}: {type(e).__name__}: {e}", file=sys.stderr)
             errors[name] = math.nan
@@ -204,7 +241,8 @@ def measure(run, seconds):
 
 
 def plot(rows, path):
-    """Draws ms of loss and gradients over tokens: a panel for each shape and share of masked tokens, a line a peer."""
+    """Draws ms of loss and gradients over tokens: a panel for each shape and share of masked
+    tokens, a line a peer."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -225,21 +263,40 @@ def plot(rows, path):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=[2048, 8192, 16384, 32768] if CUDA else [64, 256])
-    add("--shapes", nargs="+", metavar="HxV", default=["2048x151936", "3584x152064"] if CUDA else ["64x4096"])
+    add(
+        "--shapes",
+        nargs="+",
+        metavar="HxV",
+        default=["2048x151936", "3584x152064"] if CUDA else ["64x4096"],
+    )
     add("--masked", type=float, nargs="+", default=[0, 50], help="percent of the tokens")
     add("--seconds", type=float, default=1.0, help="of each measurement, at least")
-    add("--peers", nargs="+", default=[""], metavar="NAME", help="only these: how their names in the table begin")
+    add(
+        "--peers",
+        nargs="+",
+        default=[""],
+        metavar="NAME",
+        help="only these: how their names in the table begin",
+    )
     add("--csv", metavar="FILE", help="the rows, for a spreadsheet")
     add("--plot", metavar="FILE", help="time over tokens")
     args = parser.parse_args()
-    device = torch.cuda.get_device_name() if CUDA else "no GPU: this tests the script, its times say nothing"
+    device = (
+        torch.cuda.get_device_name()
+        if CUDA
+        else "no GPU: this tests the script, its times say nothing"
+    )
     print(f"torch {torch.__version__}, {device}")
     rows, errors = [], check(tuple(args.peers))
     for shape, masked, N in itertools.product(args.shapes, args.masked, args.tokens):
-        print(f"\n{f'{N} tokens, {masked:g} % masked, H x V = {shape}':46} ms  x ours  TFLOP/s      GB    error")
+        print(
+            f"\n{f'{N} tokens, {masked:g} % masked, H x V = {shape}':46} ms  x ours  TFLOP/s      GB    error"
+        )
         (H, V), first = map(int, shape.split("x")), {}
         for name, (n, run) in runs_of(make_batch(N, H, V, masked / 100)).items():
             if name not in errors:
@@ -249,10 +306,19 @@ def main() -> None:
             try:
                 ms, gb = measure(run, args.seconds)
                 flops = 2 * n * (N - int(N * masked / 100)) * H * V
-                row |= {"ms": ms, "ratio": ms / first.setdefault(n, ms), "tflops": flops / ms / 1e9, "peak_gb": gb}
-                cells = "{ms:12.2f} {ratio:7.2f} {tflops:8.3g} {peak_gb:7.2f} {error:8.1e}".format(**row)
+                row |= {
+                    "ms": ms,
+                    "ratio": ms / first.setdefault(n, ms),
+                    "tflops": flops / ms / 1e9,
+                    "peak_gb": gb,
+                }
+                cells = "{ms:12.2f} {ratio:7.2f} {tflops:8.3g} {peak_gb:7.2f} {error:8.1e}".format(
+                    **row
+                )
             except Exception as e:  # a peer can raise anything
-                row["note"] = cells = "not installed" if isinstance(e, ImportError) else type(e).__name__
+                row["note"] = cells = (
+                    "not installed" if isinstance(e, ImportError) else type(e).__name__
+                )
             rows.append(row)
             print(f"{name:36} {cells:>12}", flush=True)
     if args.csv:

@@ -1,8 +1,9 @@
-"""The GRPO head: vocabulary projection, Eq. 2 and their gradient in one pass over the action tokens.
+"""The GRPO head: vocabulary projection, Eq. 2 and their gradient in one pass over the action
+tokens.
 
-A vocabulary has up to 152,000 entries, so the logits of a batch are by far its largest matrix. Here they exist one
-chunk of rows at a time, and the pass that reads the loss off a chunk also writes its gradient: three matrix products in
-all, the minimum, and nothing is computed twice.
+A vocabulary has up to 152,000 entries, so the logits of a batch are by far its largest matrix. Here
+they exist one chunk of rows at a time, and the pass that reads the loss off a chunk also writes its
+gradient: three matrix products in all, the minimum, and nothing is computed twice.
 """
 
 from functools import partial
@@ -11,12 +12,27 @@ import torch
 
 
 def grpo_head(
-    hidden, weight, targets, *, adv, w, objective=None, old_logp=None, ref_logp=None, temperature=1.0, eps_low=0.2,
-    eps_high=0.2, beta=0.0, chunk=4096, **columns,
-):  # fmt: skip
-    """Returns the GRPO loss of N action tokens, its gradient already computed (Eq. 2, with the rho of Eq. 3).
+    hidden,
+    weight,
+    targets,
+    *,
+    adv,
+    w,
+    objective=None,
+    old_logp=None,
+    ref_logp=None,
+    temperature=1.0,
+    eps_low=0.2,
+    eps_high=0.2,
+    beta=0.0,
+    chunk=4096,
+    **columns,
+):
+    """Returns the GRPO loss of N action tokens, its gradient already computed (Eq. 2, with the rho
+    of Eq. 3).
 
-    With x = hidden @ weight.T / T, p = softmax(x), logp = log p[y], rho = exp(logp - old), H = -sum_j p[j] log p[j]:
+    With x = hidden @ weight.T / T, p = softmax(x), logp = log p[y], rho = exp(logp - old), H =
+    -sum_j p[j] log p[j]:
 
         L = -sum_n J,    J = w * (S - beta * KL),    S = min(rho * adv, clip(rho, 1 - eps_low, 1 + eps_high) * adv)
 
@@ -29,19 +45,22 @@ def grpo_head(
       6. together, with the 1/T of x:                     dL/dz[j] = (p[j] * (c + a * (log p[j] + H)) - c 1[j = y]) / T
       7. and from the dz (n, V) of a chunk:               dX = dz @ weight,  dW = dz.T @ hidden
 
-    hidden (N, H), weight (V, H), targets (N,) int64. On a GPU, bf16 hidden states are multiplied in bf16 by the weight
+    hidden (N, H), weight (V, H), targets (N,) int64. On a GPU, bf16 hidden states are multiplied in
+    bf16 by the weight
         in bf16, accumulated in float32, and dL/dz is rounded to bf16. Everything else is float32, or float64 for
         float64 inputs (whose rows a GPU processes in float32). Inside FSDP2, cast nothing but hidden
         (MixedPrecisionPolicy(cast_forward_inputs=False)): bf16 is too coarse for log-probs.
-    adv, w, old_logp, ref_logp: (N,); eps_low, eps_high: scalars or (N,). No gradient flows into these.
-    w: mask / normalizer * importance weight: any averaging scheme. Leaving out a row is cheaper than w = 0.
-    objective: J / w in torch, see `_two_passes`; None: the formula above in one launch, which needs CUDA.
-    old_logp: None is the on-policy step, rho = 1 with the gradient of rho. ref_logp: None means no KL. Both are kept
+    adv, w, old_logp, ref_logp: (N,); eps_low, eps_high: scalars or (N,). No gradient flows into
+    these. w: mask / normalizer * importance weight: any averaging scheme. Leaving out a row is
+    cheaper than w = 0. objective: J / w in torch, see `_two_passes`; None: the formula above in one
+    launch, which needs CUDA. old_logp: None is the on-policy step, rho = 1 with the gradient of
+    rho. ref_logp: None means no KL. Both are kept
         within 40 of logp, so that the squares of their ratios are finite.
-    columns: what else the objective reads, scalars or (N,).
-    chunk: rows at a time; takes the memory of one float32 matrix (chunk, V) on a GPU, of two elsewhere. Small chunks
+    columns: what else the objective reads, scalars or (N,). chunk: rows at a time; takes the memory
+    of one float32 matrix (chunk, V) on a GPU, of two elsewhere. Small chunks
         are slow: each reads weight and dW again.
-    Returns L, a scalar, and detached (N,) tensors: logp, entropy (nats), kl, clipped (adv is not 0 and yet S is flat).
+    Returns L, a scalar, and detached (N,) tensors: logp, entropy (nats), kl, clipped (adv is not 0
+    and yet S is flat).
     """
     passes = _rows(hidden.device)
     if objective is None and not hasattr(passes, "loss_rows"):
@@ -56,7 +75,10 @@ def grpo_head(
         N, like = len(hidden), {"dtype": _wide(hidden.dtype), "device": hidden.device}
         W = weight.to(_factor(hidden))
         loss_rows = partial(_two_passes, passes, objective) if objective else passes.loss_rows
-        tokens = dict(adv=adv, w=w, old=old_logp, ref=ref_logp, eps_low=eps_low, eps_high=eps_high) | columns
+        tokens = (
+            dict(adv=adv, w=w, old=old_logp, ref=ref_logp, eps_low=eps_low, eps_high=eps_high)
+            | columns
+        )
         tokens = {k: _each(v, N, like) for k, v in tokens.items() if v is not None}
         dX = torch.empty(hidden.shape, **like) if need_grad else None  # (N, H)
         dW = None  # (V, H)
@@ -64,9 +86,13 @@ def grpo_head(
         clipped = torch.empty(N, dtype=torch.bool, device=hidden.device)
         for rows, x, z in _chunks(hidden, W, chunk):
             J[rows], logp[rows], entropy[rows], kl[rows], clipped[rows], dz = loss_rows(
-                z, targets[rows], W.dtype if need_grad else None, temperature=temperature, beta=beta,
+                z,
+                targets[rows],
+                W.dtype if need_grad else None,
+                temperature=temperature,
+                beta=beta,
                 **{k: v[rows] for k, v in tokens.items()},
-            )  # fmt: skip
+            )
             if need_grad:
                 dX[rows] = _product_over_vocabulary(dz, W)
             if need_dW:
@@ -74,17 +100,22 @@ def grpo_head(
             del z, dz  # before the next chunk allocates its logits
         if need_dW and dW is None:  # no tokens
             dW = torch.zeros(weight.shape, **like)
-        loss = (-J).sum()  # over all N at once, so that the order of summation does not depend on chunk
+        # over all N at once, so that the order of summation does not depend on chunk
+        loss = (-J).sum()
     if need_grad:
         loss = _Attach.apply(loss, hidden, weight, dX, dW)
     return loss, {"logp": logp, "entropy": entropy, "kl": kl, "clipped": clipped}
 
 
-def _two_passes(passes, objective, z, targets, grad_dtype, *, w, temperature, old=None, ref=None, **tokens):
-    """Returns what `loss_rows` does, for any J / w: a pass for log-probs and entropies, autograd, a pass for dL/dz.
+def _two_passes(
+    passes, objective, z, targets, grad_dtype, *, w, temperature, old=None, ref=None, **tokens
+):
+    """Returns what `loss_rows` does, for any J / w: a pass for log-probs and entropies, autograd, a
+    pass for dL/dz.
 
-    objective(logp=, entropy=, old=, ref=, adv=, w=, eps_low=, ..., beta=) -> J / w, S, KL, (n,) each, of n tokens.
-    Only logp and entropy have a gradient. A chunk may begin or end anywhere: what couples tokens comes as a column.
+    objective(logp=, entropy=, old=, ref=, adv=, w=, eps_low=, ..., beta=) -> J / w, S, KL, (n,)
+    each, of n tokens. Only logp and entropy have a gradient. A chunk may begin or end anywhere:
+    what couples tokens comes as a column.
     """
     logp, entropy, softmax = passes.logp_rows(z, targets, temperature)
     least, most = logp - 40, logp + 40
@@ -103,7 +134,8 @@ def _two_passes(passes, objective, z, targets, grad_dtype, *, w, temperature, ol
 
 
 class k3(torch.autograd.Function):
-    """exp(d) - d - 1, the estimate k3 of a KL, and its gradient exp(d) - 1: exact near d = 0, where both cancel."""
+    """exp(d) - d - 1, the estimate k3 of a KL, and its gradient exp(d) - 1: exact near d = 0, where
+    both cancel."""
 
     @staticmethod
     def forward(ctx, d):
@@ -119,9 +151,11 @@ class k3(torch.autograd.Function):
 
 @torch.no_grad()
 def token_logprobs(hidden, weight, targets, temperature=1.0, chunk=4096):
-    """Returns log p of each target and the entropy in nats, for p = softmax(hidden @ weight.T / temperature).
+    """Returns log p of each target and the entropy in nats, for p = softmax(hidden @ weight.T /
+    temperature).
 
-    hidden (N, H), weight (V, H), targets (N,) int64 -> (N,), (N,). No gradient; precision as in grpo_head.
+    hidden (N, H), weight (V, H), targets (N,) int64 -> (N,), (N,). No gradient; precision as in
+    grpo_head.
     """
     with torch.autocast(hidden.device.type, enabled=False):
         logp_rows, W = _rows(hidden.device).logp_rows, weight.to(_factor(hidden))
@@ -134,7 +168,8 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, chunk=4096):
 
 @torch.no_grad()
 def head_logits(hidden, weight):
-    """Returns hidden @ weight.T (N, V) with the precision of grpo_head: in float32 even where its factors are bf16."""
+    """Returns hidden @ weight.T (N, V) with the precision of grpo_head: in float32 even where its
+    factors are bf16."""
     W = weight.to(_factor(hidden))
     return _product(hidden.to(W.dtype), W.T)
 
@@ -149,7 +184,8 @@ def _rows(device):
 
 
 def _each(value, N, like):
-    """Returns a scalar or an (N,) tensor as an (N,) tensor; filling one with a scalar does not wait for the GPU."""
+    """Returns a scalar or an (N,) tensor as an (N,) tensor; filling one with a scalar does not wait
+    for the GPU."""
     return value.to(**like).expand(N) if torch.is_tensor(value) else torch.full((N,), value, **like)
 
 
@@ -158,8 +194,11 @@ def _wide(dtype):
 
 
 def _factor(hidden):
-    """Returns the dtype to multiply in. CUDA multiplies bf16 into float32; float16 cannot represent dL/dz."""
-    return hidden.dtype if hidden.is_cuda and hidden.dtype == torch.bfloat16 else _wide(hidden.dtype)
+    """Returns the dtype to multiply in. CUDA multiplies bf16 into float32; float16 cannot represent
+    dL/dz."""
+    return (
+        hidden.dtype if hidden.is_cuda and hidden.dtype == torch.bfloat16 else _wide(hidden.dtype)
+    )
 
 
 def _chunks(hidden, W, chunk):
@@ -176,14 +215,16 @@ def _product(a, b):
 
 
 def _product_over_vocabulary(dz, W, block=16384):
-    """Returns dz @ W (n, H). Summed in blocks: for a few rows MKL adds up 152,064 terms in float32, one by one."""
+    """Returns dz @ W (n, H). Summed in blocks: for a few rows MKL adds up 152,064 terms in float32,
+    one by one."""
     if dz.is_cuda or W.shape[0] <= block:
         return _product(dz, W)
     return sum(_product(d, w) for d, w in zip(dz.split(block, 1), W.split(block), strict=True))
 
 
 def _add_product(total, a, b):
-    """Returns total += a @ b, accumulated in float32, or float64: a bf16 sum of many chunks drifts."""
+    """Returns total += a @ b, accumulated in float32, or float64: a bf16 sum of many chunks
+    drifts."""
     if a.dtype == total.dtype:
         return total.addmm_(a, b)
     return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
@@ -203,6 +244,9 @@ class _Attach(torch.autograd.Function):
     def backward(ctx, scale):
         dX, dW = ctx.saved_tensors
         dX = (scale * dX).to(ctx.dtypes[0])
-        if dW is not None:  # directly in its dtype: a second (V, H) in float32 would be the peak of memory
-            dW = torch.mul(dW, scale, out=torch.empty(dW.shape, dtype=ctx.dtypes[1], device=dW.device))
+        # directly in its dtype: a second (V, H) in float32 would be the peak of memory
+        if dW is not None:
+            dW = torch.mul(
+                dW, scale, out=torch.empty(dW.shape, dtype=ctx.dtypes[1], device=dW.device)
+            )
         return None, dX, dW, None, None

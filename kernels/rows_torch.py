@@ -4,7 +4,8 @@ import torch
 
 
 def logp_rows(z, targets, temperature):
-    """Returns log p[y] and the entropy, (n,) each, of logits z (n, V), and what `grad_rows` reads; overwrites z."""
+    """Returns log p[y] and the entropy, (n,) each, of logits z (n, V), and what `grad_rows` reads;
+    overwrites z."""
     if temperature != 1:
         z /= temperature
     z -= z.amax(1, keepdim=True)  # the same softmax, and exp cannot overflow
@@ -16,9 +17,11 @@ def logp_rows(z, targets, temperature):
 
 
 def grad_rows(softmax, targets, logp, entropy, c, a, temperature, grad_dtype):
-    """Returns dL/dz (n, V) of L = -sum J in grad_dtype, given c = dJ/dlogp and a = dJ/dentropy, (n,).
+    """Returns dL/dz (n, V) of L = -sum J in grad_dtype, given c = dJ/dlogp and a = dJ/dentropy,
+    (n,).
 
-    `softmax`, logp and entropy are what `logp_rows` returned; the former is overwritten. a: None means 0.
+    `softmax`, logp and entropy are what `logp_rows` returned; the former is overwritten. a: None
+    means 0.
     """
     ex, e, total = softmax  # with x = z / T - max
     share = c = c / temperature

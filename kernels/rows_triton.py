@@ -1,8 +1,9 @@
 """Passes over rows of logits in Triton: the kernels of the GRPO head.
 
-One program per row. `loss_rows` reads a row twice in one launch: first for log-probability and entropy, which determine
-the one number that the gradient of Eq. 2 needs, then to write dL/dz over it. `logp_rows` and `grad_rows` are its two
-halves, for everything else, as in `rows_torch.py`. Symbols and steps are those of `head.grpo_head`.
+One program per row. `loss_rows` reads a row twice in one launch: first for log-probability and
+entropy, which determine the one number that the gradient of Eq. 2 needs, then to write dL/dz over
+it. `logp_rows` and `grad_rows` are its two halves, for everything else, as in `rows_torch.py`.
+Symbols and steps are those of `head.grpo_head`.
 """
 
 import torch
@@ -17,7 +18,8 @@ TOKENS = ["ADV", "W", "OLD", "REF", "EPS_LOW", "EPS_HIGH", "J", "LOGP", "ENTROPY
 
 @triton.jit
 def read_row(Z, Y, row, V, inv_t, BLOCK: tl.constexpr):
-    """Returns y, log p[y], the entropy H, and M, log_total, with which log p[j] = (x[j] - M) - log_total."""
+    """Returns y, log p[y], the entropy H, and M, log_total, with which log p[j] = (x[j] - M) -
+    log_total."""
     cols = tl.arange(0, BLOCK)
     # Each lane for itself: m = max x, s = sum exp(x - m), t = sum exp(x - m) * (x - m)
     m = tl.full((BLOCK,), LOW, tl.float32)
@@ -39,7 +41,8 @@ def read_row(Z, Y, row, V, inv_t, BLOCK: tl.constexpr):
     log_total = tl.log(total)
     entropy = log_total - tl.sum(scale * (t + s * (m - M)), 0) / total
     y = tl.load(Y + row)
-    z_y = tl.load(Z + row * V + y, mask=(y >= 0) & (y < V), other=float("nan"))  # no such token: NaN
+    # no such token: NaN
+    z_y = tl.load(Z + row * V + y, mask=(y >= 0) & (y < V), other=float("nan"))
     logp = (z_y.to(tl.float32) * inv_t - M) - log_total
     return y, logp, entropy, M, log_total
 
@@ -53,7 +56,8 @@ def write_row(Z, DZ, row, y, M, log_total, entropy, c, a, V, dz_stride, inv_t, B
         x = tl.load(Z + row * V + j, mask=j < V, other=0.0).to(tl.float32) * inv_t
         log_p = (x - M) - log_total
         dz = tl.exp(log_p) * (c + a * (log_p + entropy)) - tl.where(j == y, c, 0.0)
-        tl.debug_barrier()  # bf16 overwrites block j / 2: every thread must have read its logits by now
+        # bf16 overwrites block j / 2: every thread must have read its logits by now
+        tl.debug_barrier()
         tl.store(DZ + row * dz_stride + j, dz.to(DZ.dtype.element_ty), mask=j < V)
 
 
@@ -62,10 +66,24 @@ def loss_kernel(
     Z,  # (n, V) logits, any float
     Y,  # (n,) int64
     DZ,  # (n, V), rows dz_stride apart, in Z's memory (see _over); None: no gradient
-    ADV, W, OLD, REF, EPS_LOW, EPS_HIGH,  # (n,) float32; OLD None: rho = 1; REF None: no KL
-    J, LOGP, ENTROPY, KL, CLIPPED,  # (n,) results
-    V, dz_stride, inv_t, beta, WITH_KL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    ADV,
+    W,
+    OLD,
+    REF,
+    EPS_LOW,
+    EPS_HIGH,  # (n,) float32; OLD None: rho = 1; REF None: no KL
+    J,
+    LOGP,
+    ENTROPY,
+    KL,
+    CLIPPED,  # (n,) results
+    V,
+    dz_stride,
+    inv_t,
+    beta,
+    WITH_KL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)  # row * V passes 2^31 at row 14,135
     y, logp, entropy, M, log_total = read_row(Z, Y, row, V, inv_t, BLOCK)
     tl.store(LOGP + row, logp)
@@ -82,7 +100,8 @@ def loss_kernel(
     kl = 0.0 * adv
     if REF is not None:
         d = tl.clamp(tl.load(REF + row) - logp, -40.0, 40.0)
-        series = d * d * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d / 120)))  # near 0 exp(d) - d - 1 cancels
+        # near 0 exp(d) - d - 1 cancels
+        series = d * d * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d / 120)))
         kl = tl.where(tl.abs(d) < 0.1, series, tl.exp(d) - d - 1.0)
         if WITH_KL:  # with beta = 0 the KL is only reported, and may be infinite
             S -= beta * kl
@@ -91,7 +110,9 @@ def loss_kernel(
     tl.store(KL + row, kl)
     tl.store(CLIPPED + row, clipped)
     if DZ is not None:
-        write_row(Z, DZ, row, y, M, log_total, entropy, w * dS * inv_t, 0.0, V, dz_stride, inv_t, BLOCK)
+        write_row(
+            Z, DZ, row, y, M, log_total, entropy, w * dS * inv_t, 0.0, V, dz_stride, inv_t, BLOCK
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=["LOGP", "ENTROPY"])
@@ -112,11 +133,14 @@ def grad_kernel(Z, Y, DZ, LOGP, ENTROPY, C, A, V, dz_stride, inv_t, BLOCK: tl.co
     write_row(Z, DZ, row, y, M, 0.0, tl.load(ENTROPY + row), c, a, V, dz_stride, inv_t, BLOCK)
 
 
-def loss_rows(z, targets, grad_dtype, *, adv, w, eps_low, eps_high, temperature, beta, old=None, ref=None):
-    """Computes Eq. 2 of n tokens and its gradient with respect to their logits z (n, V), which dL/dz overwrites.
+def loss_rows(
+    z, targets, grad_dtype, *, adv, w, eps_low, eps_high, temperature, beta, old=None, ref=None
+):
+    """Computes Eq. 2 of n tokens and its gradient with respect to their logits z (n, V), which
+    dL/dz overwrites.
 
-    Returns J = w * (S - beta * KL), logp, entropy, KL and whether the token is clipped, (n,) each; and dL/dz (n, V) of
-    L = -sum J in grad_dtype, or None without one.
+    Returns J = w * (S - beta * KL), logp, entropy, KL and whether the token is clipped, (n,) each;
+    and dL/dz (n, V) of L = -sum J in grad_dtype, or None without one.
     """
     n = len(z)
     J, logp, entropy, kl = torch.empty(4, n, device=z.device)
@@ -124,18 +148,34 @@ def loss_rows(z, targets, grad_dtype, *, adv, w, eps_low, eps_high, temperature,
     dz = None if grad_dtype is None else _over(z, grad_dtype)
     tokens = [v if v is None else v.contiguous() for v in (adv, w, old, ref, eps_low, eps_high)]
     loss_kernel[(n,)](
-        z, targets.contiguous(), dz, *tokens, J, logp, entropy, kl, clipped,
-        z.shape[1], 0 if dz is None else dz.stride(0), 1 / float(temperature), float(beta),
-        WITH_KL=beta != 0, BLOCK=_block(z), num_warps=WARPS,
-    )  # fmt: skip
+        z,
+        targets.contiguous(),
+        dz,
+        *tokens,
+        J,
+        logp,
+        entropy,
+        kl,
+        clipped,
+        z.shape[1],
+        0 if dz is None else dz.stride(0),
+        1 / float(temperature),
+        float(beta),
+        WITH_KL=beta != 0,
+        BLOCK=_block(z),
+        num_warps=WARPS,
+    )
     return J, logp, entropy, kl, clipped, dz
 
 
 def logp_rows(z, targets, temperature):
-    """Returns log p[y] and the entropy, (n,) each, of the logits z (n, V), and what `grad_rows` reads: z."""
+    """Returns log p[y] and the entropy, (n,) each, of the logits z (n, V), and what `grad_rows`
+    reads: z."""
     logp, entropy = torch.empty(2, len(z), device=z.device)
     inv_t = 1 / float(temperature)
-    logp_kernel[(len(z),)](z, targets.contiguous(), logp, entropy, z.shape[1], inv_t, BLOCK=_block(z), num_warps=WARPS)
+    logp_kernel[(len(z),)](
+        z, targets.contiguous(), logp, entropy, z.shape[1], inv_t, BLOCK=_block(z), num_warps=WARPS
+    )
     return logp, entropy, z
 
 
@@ -143,17 +183,29 @@ def grad_rows(z, targets, logp, entropy, c, a, temperature, grad_dtype):
     """Returns the same as rows_torch.grad_rows; dL/dz overwrites z (n, V)."""
     dz, a = _over(z, grad_dtype), torch.zeros_like(c) if a is None else a
     grad_kernel[(len(z),)](
-        z, targets.contiguous(), dz, logp, entropy, c, a, z.shape[1], dz.stride(0), 1 / float(temperature),
-        BLOCK=_block(z), num_warps=WARPS,
-    )  # fmt: skip
+        z,
+        targets.contiguous(),
+        dz,
+        logp,
+        entropy,
+        c,
+        a,
+        z.shape[1],
+        dz.stride(0),
+        1 / float(temperature),
+        BLOCK=_block(z),
+        num_warps=WARPS,
+    )
     return dz
 
 
 def _over(z, dtype):
-    """Returns (n, V) of a dtype in the memory of z, row over row: bf16 fills the first half of a row of float32.
+    """Returns (n, V) of a dtype in the memory of z, row over row: bf16 fills the first half of a
+    row of float32.
 
-    Block k of dL/dz then ends at byte 2 (k + 1) BLOCK of its row, and block k + 1 of the logits starts at byte
-    4 (k + 1) BLOCK: a write never hits unread logits once all threads have read block k.
+    Block k of dL/dz then ends at byte 2 (k + 1) BLOCK of its row, and block k + 1 of the logits
+    starts at byte 4 (k + 1) BLOCK: a write never hits unread logits once all threads have read
+    block k.
     """
     return z if dtype == z.dtype else z.view(dtype)[:, : z.shape[1]]
 

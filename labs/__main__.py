@@ -23,13 +23,17 @@ def main(argv: list[str] | None = None) -> None:
         "python -m labs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("which", nargs="+", help="numbers of labs, or files")
-    parser.add_argument("--solution", action="store_true", help="fill the blanks from labs/solutions")
+    parser.add_argument(
+        "--solution", action="store_true", help="fill the blanks from labs/solutions"
+    )
     args = parser.parse_args(argv)
     right = True
     for which in args.which:
         number = int(which) if which.isdigit() else 0
         if number and number not in desk.NUMBERS:
-            raise Fault(f"there is no lab {number}: give a number from {desk.NUMBERS[0]} to {desk.NUMBERS[-1]}")
+            raise Fault(
+                f"there is no lab {number}: give a number from {desk.NUMBERS[0]} to {desk.NUMBERS[-1]}"
+            )
         if args.solution and not number:
             raise Fault(f"--solution: it fills labs by number, not {which}")
         if not number and not Path(which).is_file():
@@ -39,8 +43,13 @@ def main(argv: list[str] | None = None) -> None:
             defined = desk.run(number or which, desk.solution(number) if args.solution else None)
         except stop.Stopped:
             raise
-        except (Exception, SystemExit) as e:  # a reader's file, which costs the others of a class nothing
-            print(f"{which}  WRONG  it does not run to its end ({type(e).__name__}: {e})", flush=True)
+        except (
+            Exception,
+            SystemExit,
+        ) as e:  # a reader's file, which costs the others of a class nothing
+            print(
+                f"{which}  WRONG  it does not run to its end ({type(e).__name__}: {e})", flush=True
+            )
             right = False
             continue
         seconds = sum(os.times()[:4]) - begun

@@ -1,4 +1,5 @@
-"""What the labs share: predictions, verdicts on blanks, what waits for them, and how a lab is run without a browser."""
+"""What the labs share: predictions, verdicts on blanks, what waits for them, and how a lab is run
+without a browser."""
 
 import importlib
 import importlib.util
@@ -41,7 +42,8 @@ class Verdict:
 
 
 def verdict(check: Callable[[Callable], str], f: Callable, *before: Verdict) -> Verdict:
-    """Checks the reader's function and shows the verdict below the cell; an exception and None are a sentence too.
+    """Checks the reader's function and shows the verdict below the cell; an exception and None are
+    a sentence too.
 
     `before`: blanks that this one builds on, and which have to be right first.
     """
@@ -70,12 +72,20 @@ def examine(check: Callable[[Callable], str], f: Callable, *before: Verdict) -> 
 
 
 def judge(case: str, got: Any, want: Any, *mistakes: tuple[Any, str]) -> str:
-    """Returns "" if a result is the right one, else the sentence of the mistake, (its result, sentence), that gives it.
+    """Returns "" if a result is the right one, else the sentence of the mistake, (its result,
+    sentence), that gives it.
 
-    A result that no mistake explains is printed next to the right one; `case` says of which arguments it is.
+    A result that no mistake explains is printed next to the right one; `case` says of which
+    arguments it is.
     """
-    for result, says in ((want, ""), *mistakes, (np.negative(want), f"{case} it has the wrong sign.")):
-        if np.shape(got) == np.shape(result) and np.allclose(got, result, atol=1e-5, equal_nan=True):
+    for result, says in (
+        (want, ""),
+        *mistakes,
+        (np.negative(want), f"{case} it has the wrong sign."),
+    ):
+        if np.shape(got) == np.shape(result) and np.allclose(
+            got, result, atol=1e-5, equal_nan=True
+        ):
             return says
     return f"{case} it returns {np.round(got, 3)}, not {np.round(want, 3)}."
 
@@ -88,22 +98,41 @@ def need(what: str, *verdicts: Verdict) -> None:
 
 
 def compare(what: str, predicted: float | None, was: float, form: str = ".2f") -> mo.Html:
-    """Returns what the reader predicted next to what the run gave; without a prediction it withholds the latter."""
+    """Returns what the reader predicted next to what the run gave; without a prediction it
+    withholds the latter."""
     if predicted is None:
-        return mo.callout(mo.md(f"**{what}**: write your `predicted` down at the top; the answer appears then."))
-    return mo.callout(mo.md(f"**{what}**: you said {predicted:{form}}, it was **{was:{form}}**."), kind="info")
+        return mo.callout(
+            mo.md(f"**{what}**: write your `predicted` down at the top; the answer appears then.")
+        )
+    return mo.callout(
+        mo.md(f"**{what}**: you said {predicted:{form}}, it was **{was:{form}}**."), kind="info"
+    )
 
 
 def list_found(found: dict[str, float], *predicted: float | None) -> mo.Html:
     """Returns what a run gave, a line for each number; nothing while a prediction is missing."""
-    return mo.md("" if None in predicted else "\n".join(f"- {name}: {value:.3g}" for name, value in found.items()))
+    return mo.md(
+        ""
+        if None in predicted
+        else "\n".join(f"- {name}: {value:.3g}" for name, value in found.items())
+    )
 
 
 def conclude(
-    what: str, predicted: float | None, found: dict[str, float], name: str, *notes: str, form: str = ".2f"
+    what: str,
+    predicted: float | None,
+    found: dict[str, float],
+    name: str,
+    *notes: str,
+    form: str = ".2f",
 ) -> mo.Html:
-    """Returns the end of a run: the number of this name next to the prediction, all that it gave, and notes on it."""
-    parts = compare(what, predicted, found[name], form), list_found(found, predicted), *map(mo.md, notes)
+    """Returns the end of a run: the number of this name next to the prediction, all that it gave,
+    and notes on it."""
+    parts = (
+        compare(what, predicted, found[name], form),
+        list_found(found, predicted),
+        *map(mo.md, notes),
+    )
     return mo.vstack(parts)
 
 
@@ -136,7 +165,8 @@ def solution(number: int) -> dict[str, Any]:
 
 
 def run(which: int | str, filled: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Runs a lab with `filled` in place of the functions and values of these names; returns all that it defined.
+    """Runs a lab with `filled` in place of the functions and values of these names; returns all
+    that it defined.
 
     Among that are its Verdicts, and, if it came to its end, `found`, the numbers of the run.
     """

@@ -1,4 +1,5 @@
-"""The embedded world in one process, for notebooks: its first policy, its questions, a search without a server."""
+"""The embedded world in one process, for notebooks: its first policy, its questions, a search
+without a server."""
 
 import copy
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ def config(**knobs: Any) -> Config:
 
 
 class Library(Search):
-    """The world's search, answered at once: the passages and the ranking are those of its server."""
+    """The world's search, answered at once: the passages and the ranking are those of its
+    server."""
 
     def __init__(self, cfg: Config):
         super().__init__("", cfg.topk)
@@ -34,7 +36,9 @@ class Library(Search):
 
     def submit(self, argument: str) -> "Future[list[str]]":
         passages: Future[list[str]] = Future()
-        passages.set_result([self.contents[row] for row, _ in self.index.search([argument], self.topk)[0]])
+        passages.set_result(
+            [self.contents[row] for row, _ in self.index.search([argument], self.topk)[0]]
+        )
         return passages
 
 
@@ -48,7 +52,8 @@ class LibraryQA(SearchQA):
 
 
 class Player:
-    """A policy with its engine and its learner in this process: `rollout` and `update`, as inspo.py calls them."""
+    """A policy with its engine and its learner in this process: `rollout` and `update`, as inspo.py
+    calls them."""
 
     def __init__(self, cfg: Config, task: Task):
         self.cfg, self.task, ends = cfg, task, list_stop_strings(task.tools)
@@ -60,7 +65,13 @@ class Player:
         """Plays the jobs; other steps and purposes, other samples."""
         seed = int(rng_of(self.cfg.seed, t, purpose).integers(2**31))
         return rollout(
-            self.engine, self.tokenizer, self.task, jobs, self.cfg, temperature=self.cfg.temperature, seed=seed
+            self.engine,
+            self.tokenizer,
+            self.task,
+            jobs,
+            self.cfg,
+            temperature=self.cfg.temperature,
+            seed=seed,
         )
 
     def play(self, t: int, purpose: str, jobs: Sequence[Job]) -> list[Trajectory]:

@@ -1,4 +1,5 @@
-"""A policy with a byte-level BPE tokenizer that a notebook trains in seconds, for what only real tokens show."""
+"""A policy with a byte-level BPE tokenizer that a notebook trains in seconds, for what only real
+tokens show."""
 
 import json
 from pathlib import Path
@@ -11,11 +12,13 @@ from config import WORLD
 from plumbing.files import read_jsonl
 
 EOS = "<|endoftext|>"
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"  # none is needed here, but every policy has one
+# none is needed here, but every policy has one
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
 def calls() -> list[str]:
-    """Returns what the policy is taught to write: a search for each of the world's training questions."""
+    """Returns what the policy is taught to write: a search for each of the world's training
+    questions."""
     return [f"<search> {row['question']} </search>" for row in read_jsonl(WORLD / "train.jsonl")]
 
 
@@ -24,7 +27,8 @@ def passages() -> list[str]:
 
 
 def tokenizer_of(texts: list[str]) -> Qwen2Tokenizer:
-    """Returns a tokenizer that cuts text as Qwen2.5's does, with merges learned from these texts."""
+    """Returns a tokenizer that cuts text as Qwen2.5's does, with merges learned from these
+    texts."""
     core = Qwen2Tokenizer().backend_tokenizer
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
@@ -37,9 +41,13 @@ def tokenizer_of(texts: list[str]) -> Qwen2Tokenizer:
 
 
 def train(folder: str | Path, steps: int) -> str:
-    """Trains a policy of 0.1M parameters for `steps` to write `calls`, saves it in `folder` and returns that."""
+    """Trains a policy of 0.1M parameters for `steps` to write `calls`, saves it in `folder` and
+    returns that."""
     texts = calls()
-    shown = [f"{call}\n\n<information> {p} </information>\n\n" for call, p in zip(texts, passages(), strict=False)]
+    shown = [
+        f"{call}\n\n<information> {p} </information>\n\n"
+        for call, p in zip(texts, passages(), strict=False)
+    ]
     tokenizer = tokenizer_of(shown)
     data = [tokenizer(text + EOS, add_special_tokens=False)["input_ids"] for text in texts]
     ids = torch.full((len(data), max(map(len, data))), tokenizer.eos_token_id)
@@ -47,10 +55,18 @@ def train(folder: str | Path, steps: int) -> str:
     for k, row in enumerate(data):
         ids[k, : len(row)] = labels[k, : len(row)] = torch.tensor(row)
     config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=True, dtype="float32",
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        dtype="float32",
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(config)

@@ -1,9 +1,11 @@
-"""Liger's Triton kernels in place of a model's RMSNorm, rotary embedding and SwiGLU, which are a dozen eager ops each.
+"""Liger's Triton kernels in place of a model's RMSNorm, rotary embedding and SwiGLU, which are a
+dozen eager ops each.
 
-Only the modules of one model are changed, never transformers' classes or functions: the same process may hold a copy
-on the CPU, where Triton cannot run, and a vLLM. Names of parameters stay, and the projections stay modules that are
-called, with whatever adapters they carry. For batches of one row, as `models.model.score` makes them: in a batch with
-one token a row, as generation has, Liger 0.8.5 can rotate the wrong row (Gemma 3).
+Only the modules of one model are changed, never transformers' classes or functions: the same
+process may hold a copy on the CPU, where Triton cannot run, and a vLLM. Names of parameters stay,
+and the projections stay modules that are called, with whatever adapters they carry. For batches of
+one row, as `models.model.score` makes them: in a batch with one token a row, as generation has,
+Liger 0.8.5 can rotate the wrong row (Gemma 3).
 """
 
 from types import FunctionType, MethodType
@@ -18,7 +20,8 @@ class Family(NamedTuple):
     prefix: str  # of the names of its classes
     offset: float = 0.0  # RMSNorm multiplies by offset + weight
     casting: str = "llama"  # RMSNorm rounds before it multiplies by the weight; gemma: after
-    own_gradient: bool = True  # nothing else reads the gradient of a norm's output, so that it may be overwritten
+    # nothing else reads the gradient of a norm's output, so that it may be overwritten
+    own_gradient: bool = True
 
 
 FAMILIES = {  # config.model_type -> Family; the tests compare each with transformers
@@ -27,12 +30,14 @@ FAMILIES = {  # config.model_type -> Family; the tests compare each with transfo
     "llama": Family("Llama"),
     "mistral": Family("Mistral"),
     "granite": Family("Granite"),
-    "gemma3_text": Family("Gemma3", 1.0, "gemma", own_gradient=False),  # a norm's output joins the residual stream
+    # a norm's output joins the residual stream
+    "gemma3_text": Family("Gemma3", 1.0, "gemma", own_gradient=False),
 }
 
 
 def fuse(model: Any) -> str:
-    """Replaces the layers of `model` that Liger can compute; returns which, or why none, for the start-up text."""
+    """Replaces the layers of `model` that Liger can compute; returns which, or why none, for the
+    start-up text."""
     try:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
         from liger_kernel.ops.rope import LigerRopeFunction
@@ -43,12 +48,14 @@ def fuse(model: Any) -> str:
 
 
 def fuse_shapes(model: Any) -> str:
-    """The same for a model on the meta device, to estimate by: its layers keep and move what Liger's do."""
+    """The same for a model on the meta device, to estimate by: its layers keep and move what
+    Liger's do."""
     return replace_layers(model, NormShapes, SiLUMulShapes, RopeShapes)
 
 
 def replace_layers(model: Any, RMSNorm: Any, SiLUMul: Any, Rope: Any) -> str:
-    """Puts these functions of autograd in place of the model's layers; returns which they replaced, or why none."""
+    """Puts these functions of autograd in place of the model's layers; returns which they replaced,
+    or why none."""
     config = model.config
     family = FAMILIES.get(config.model_type)
     if family is None:
@@ -56,7 +63,9 @@ def replace_layers(model: Any, RMSNorm: Any, SiLUMul: Any, Rope: Any) -> str:
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
         eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
-        out: torch.Tensor = RMSNorm.apply(x, self.weight, eps, family.offset, family.casting, family.own_gradient)
+        out: torch.Tensor = RMSNorm.apply(
+            x, self.weight, eps, family.offset, family.casting, family.own_gradient
+        )
         return out
 
     def mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +73,8 @@ def replace_layers(model: Any, RMSNorm: Any, SiLUMul: Any, Rope: Any) -> str:
         return out
 
     def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return Rope.apply(q, k, cos, sin)  # in place: q and k are a projection's output, or a norm's
+        # in place: q and k are a projection's output, or a norm's
+        return Rope.apply(q, k, cos, sin)
 
     replaced = {}
     for module in model.modules():
@@ -82,14 +92,18 @@ def replace_layers(model: Any, RMSNorm: Any, SiLUMul: Any, Rope: Any) -> str:
 def _with_global(function: Any, name: str, value: Any) -> FunctionType:
     """Returns a copy of a function in which the global `name` is `value`."""
     copy = FunctionType(
-        function.__code__, function.__globals__ | {name: value}, function.__name__, function.__defaults__,
+        function.__code__,
+        function.__globals__ | {name: value},
+        function.__name__,
+        function.__defaults__,
         function.__closure__,
-    )  # fmt: skip
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
-# ---- what Liger's functions keep for the backward pass, and how many bytes they read and write: values mean nothing
+# ---- what Liger's functions keep for the backward pass, and how many bytes they read and write:
+# values mean nothing
 
 
 class NormShapes(torch.autograd.Function):
@@ -113,12 +127,15 @@ class SiLUMulShapes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         gate, up = ctx.saved_tensors
-        return dy * gate, -up  # one pass reads all three and writes both, in the memory of gate and up
+        # one pass reads all three and writes both, in the memory of gate and up
+        return dy * gate, -up
 
 
 class RopeShapes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> Any:
         ctx.save_for_backward(cos, sin)
         return q * cos.unsqueeze(1), k * sin.unsqueeze(1)
 

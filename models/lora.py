@@ -1,9 +1,11 @@
-"""LoRA: the policy's weights W are frozen, small matrices A and B are trained; a layer computes with W + scale * B A.
+"""LoRA: the policy's weights W are frozen, small matrices A and B are trained; a layer computes
+with W + scale * B A.
 
-That sum is one plain weight, which trainer, engine and export share. In bfloat16 it would round back to W: a step of
-training is far below half a unit in W's last place. So it is dithered: each place of W has a number of its own, always
-the same, that decides from which value on the sum is rounded up. Averaged over places every step arrives, and with
-B = 0 the policy is W to the bit. (Adding B (A x) to W x, as peft and vLLM do, loses steps as rounding W + B A does.)
+That sum is one plain weight, which trainer, engine and export share. In bfloat16 it would round
+back to W: a step of training is far below half a unit in W's last place. So it is dithered: each
+place of W has a number of its own, always the same, that decides from which value on the sum is
+rounded up. Averaged over places every step arrives, and with B = 0 the policy is W to the bit.
+(Adding B (A x) to W x, as peft and vLLM do, loses steps as rounding W + B A does.)
 """
 
 import contextlib
@@ -38,18 +40,27 @@ class LoRALinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.off:
             return F.linear(x, self.weight, self.bias)
-        out: torch.Tensor = Product.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale, self.dither)
+        out: torch.Tensor = Product.apply(
+            x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale, self.dither
+        )
         return out
 
 
 class Product(torch.autograd.Function):
-    """y = x W'^T + bias with W' = W + scale * B A; neither W' is kept for the backward pass nor its gradient made."""
+    """y = x W'^T + bias with W' = W + scale * B A; neither W' is kept for the backward pass nor its
+    gradient made."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor | None, A: torch.Tensor, B: torch.Tensor,
-        scale: float, dither: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        x: torch.Tensor,
+        W: torch.Tensor,
+        bias: torch.Tensor | None,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        scale: float,
+        dither: torch.Tensor,
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, W, A, B)
         ctx.scale, ctx.dither = scale, dither
         return F.linear(x, merge(W, A, B, scale, dither), bias)
@@ -63,38 +74,48 @@ class Product(torch.autograd.Function):
         return dx, None, None, dA, dB, None, None
 
 
-def merge(W: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scale: float, dither: torch.Tensor) -> torch.Tensor:
+def merge(
+    W: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scale: float, dither: torch.Tensor
+) -> torch.Tensor:
     """Returns W + scale * B A in the dtype of W (out, in), in bfloat16 dithered."""
     A, B = A.to(W.dtype), B.to(W.dtype)
     if W.dtype != torch.bfloat16:
         return torch.addmm(W, B, A, alpha=scale)
     total = W.float().add_(B @ A, alpha=scale)
-    # The upper half of a float32 is a bfloat16: whatever carries over from the lower one rounds it up.
+    # The upper half of a float32 is a bfloat16: whatever carries over from the lower one rounds it
+    # up.
     total.view(torch.int32).add_(dither.as_strided(W.shape, (1, 1)))
     return total.view(torch.bfloat16)[:, 1::2].contiguous()
 
 
 def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> Any:
-    """Freezes a model and puts float32 adapters on every linear layer but the head, in place; returns it.
+    """Freezes a model and puts float32 adapters on every linear layer but the head, in place;
+    returns it.
 
-    A is random and B zero, so that the model computes what it did before. With `rank` 0 it adds none. Unless it
-    `dithers`, a merged weight is rounded. Raises Fault where no layer takes adapters of this rank.
+    A is random and B zero, so that the model computes what it did before. With `rank` 0 it adds
+    none. Unless it `dithers`, a merged weight is rounded. Raises Fault where no layer takes
+    adapters of this rank.
     """
     if not rank:
         return model
     head = model.get_output_embeddings()
     linear = [layer for layer in model.modules() if type(layer) is nn.Linear and layer is not head]
     if not linear:
-        raise Fault(f"--lora_rank {rank}: {type(model).__name__} has no nn.Linear layer; train all its weights")
+        raise Fault(
+            f"--lora_rank {rank}: {type(model).__name__} has no nn.Linear layer; train all its weights"
+        )
     if rank > (widest := max(max(layer.weight.shape) for layer in linear)):
-        raise Fault(f"--lora_rank {rank}: no layer of the model is wider than {widest}; choose a lower rank")
+        raise Fault(
+            f"--lora_rank {rank}: no layer of the model is wider than {widest}; choose a lower rank"
+        )
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     for layer in linear:
         (n_out, n_in), device = layer.weight.shape, layer.weight.device
         A = nn.init.kaiming_uniform_(torch.empty(rank, n_in), a=5**0.5, generator=generator)
         dither = torch.randint(2**16, (n_out + n_in,), generator=generator, dtype=torch.int32)
-        dither = dither if dithers else torch.full_like(dither, 2**15)  # which rounds to the nearest
+        # which rounds to the nearest
+        dither = dither if dithers else torch.full_like(dither, 2**15)
         layer.__class__ = LoRALinear
         layer.scale = alpha / rank
         layer.lora_A = nn.Parameter(A.to(device))
@@ -110,21 +131,35 @@ def is_adapter(name: str) -> bool:
 
 def layers(model: Any) -> dict[str, LoRALinear]:
     """Returns the layers with adapters, by the names of their weights; {} without LoRA."""
-    return {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
+    return {
+        f"{name}.weight": layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, LoRALinear)
+    }
 
 
 def coverage(model: Any) -> str:
-    """Returns in words what has adapters: in a mixture of experts, which are no linear layers, attention alone."""
+    """Returns in words what has adapters: in a mixture of experts, which are no linear layers,
+    attention alone."""
     adapted, inside = layers(model), re.compile(r".*\.\d+\.")  # a layer has a number
-    matrices = {k: p for k, p in model.named_parameters() if p.ndim > 1 and inside.match(k) and not is_adapter(k)}
+    matrices = {
+        k: p
+        for k, p in model.named_parameters()
+        if p.ndim > 1 and inside.match(k) and not is_adapter(k)
+    }
     frozen = sorted({inside.sub("", name) for name in matrices if name not in adapted})
-    share = sum(matrices[name].numel() for name in adapted) / sum(p.numel() for p in matrices.values())
-    return f"LoRA on {share:.0%} of the layers' weights" + f" (not on {', '.join(frozen)})" * bool(frozen)
+    share = sum(matrices[name].numel() for name in adapted) / sum(
+        p.numel() for p in matrices.values()
+    )
+    return f"LoRA on {share:.0%} of the layers' weights" + f" (not on {', '.join(frozen)})" * bool(
+        frozen
+    )
 
 
 @contextlib.contextmanager
 def off(model: Any) -> Iterator[None]:
-    """Makes a policy compute as its first version, which it does exactly; a model without adapters stays as it is."""
+    """Makes a policy compute as its first version, which it does exactly; a model without adapters
+    stays as it is."""
     for layer in layers(model).values():
         layer.off = True
     try:
@@ -135,7 +170,8 @@ def off(model: Any) -> Iterator[None]:
 
 
 def export(model: Any, alpha: int, seed: int, base: str, path: Path) -> None:
-    """Writes a model's adapters to a directory, for peft to load on top of `base`, a path or hub id."""
+    """Writes a model's adapters to a directory, for peft to load on top of `base`, a path or hub
+    id."""
     from safetensors.torch import save_file
 
     adapted = layers(model)
@@ -146,5 +182,9 @@ def export(model: Any, alpha: int, seed: int, base: str, path: Path) -> None:
     }  # fmt: skip
     (path / "adapter_config.json").write_text(json.dumps(config, indent=1), "utf-8")
     (path / "README.md").write_text(LOSS.format(seed=seed), "utf-8")
-    tensors = {f"base_model.model.{k}.weight": p.detach() for k, p in model.named_parameters() if is_adapter(k)}
+    tensors = {
+        f"base_model.model.{k}.weight": p.detach()
+        for k, p in model.named_parameters()
+        if is_adapter(k)
+    }
     save_file(tensors, path / "adapter_model.safetensors")

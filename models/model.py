@@ -1,7 +1,8 @@
-"""The policy's Hugging Face model: load it, shard it over the ranks (FSDP2), score packed sequences with it.
+"""The policy's Hugging Face model: load it, shard it over the ranks (FSDP2), score packed sequences
+with it.
 
-With several ranks, or a GPU, every rank holds a share of each parameter in float32 and gathers a block at a time in the
-compute dtype.
+With several ranks, or a GPU, every rank holds a share of each parameter in float32 and gathers a
+block at a time in the compute dtype.
 """
 
 import copy
@@ -30,20 +31,23 @@ from plumbing.chat import in_template, turn_ends
 from plumbing.faults import Fault, first_line
 from plumbing.hub import check_model
 
-LOGIT_SCALES = {  # how a family's config.json names the constant in its logits, and the power in which it enters
+# how a family's config.json names the constant in its logits, and the power in which it enters
+LOGIT_SCALES = {
     "cohere": ("logit_scale", 1),
     "granite": ("logits_scaling", -1),
     "hyperclovax": ("logits_scaling", 1),
 }
 
-LOGITS = "logits?_(scal|soft|mup)|soft_?cap|lm_head_mul"  # what sounds like a family's own idea of them
+# what sounds like a family's own idea of them
+LOGITS = "logits?_(scal|soft|mup)|soft_?cap|lm_head_mul"
 PART = 2**18  # weights that are dithered at a time: they stay in a CPU's cache
 
 
 def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
     """Returns the tokenizer of a policy.
 
-    Raises Fault unless it can write the `stop` strings and its chat template shows the model all that the user says.
+    Raises Fault unless it can write the `stop` strings and its chat template shows the model all
+    that the user says.
     """
     from transformers import AutoTokenizer
 
@@ -54,19 +58,26 @@ def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
     except Exception as e:  # a damaged directory can raise anything
         raise _unloadable(path, "tokenizer", e) from e
     if not tokenizer.chat_template:
-        raise Fault(f"--model {path}: its tokenizer has no chat template; add one to tokenizer_config.json")
+        raise Fault(
+            f"--model {path}: its tokenizer has no chat template; add one to tokenizer_config.json"
+        )
     for tag in stop:
         ids = tokenizer(f"x {tag}", add_special_tokens=False)["input_ids"]
         if tag not in tokenizer.decode(ids, skip_special_tokens=False):
-            raise Fault(f"--model {path}: its tokenizer cannot write {tag}, so no turn would end; choose another model")
-    tags = " ".join(f"<{tag}> a </{tag}>" for tag in ("think", "answer", "search", "information", "x"))
+            raise Fault(
+                f"--model {path}: its tokenizer cannot write {tag}, so no turn would end; choose another model"
+            )
+    tags = " ".join(
+        f"<{tag}> a </{tag}>" for tag in ("think", "answer", "search", "information", "x")
+    )
     long = "Which lake is the deepest? " * 1000
     in_template(tokenizer, [{"role": "user", "content": f"{long} {tags} {' '.join(stop)} {long}"}])
     return tokenizer
 
 
 def load_config(path: str) -> Any:
-    """Returns the Hugging Face config of a policy, without its weights; raises Fault where there is none.
+    """Returns the Hugging Face config of a policy, without its weights; raises Fault where there is
+    none.
 
     It has no dropout and no noise: the policy in training is the one that sampled.
     """
@@ -85,7 +96,8 @@ def load_config(path: str) -> Any:
 
 
 def load_model(path: str, longest: int = 0) -> Any:
-    """Returns a causal LM with its weights, float32 on the CPU; raises Fault if `score` would be wrong for it.
+    """Returns a causal LM with its weights, float32 on the CPU; raises Fault if `score` would be
+    wrong for it.
 
     `longest`: tokens of the longest sequence; 0: as many as the model takes.
     """
@@ -96,9 +108,14 @@ def load_model(path: str, longest: int = 0) -> Any:
     described = {name for name, _ in skeleton(config).named_parameters()}
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=torch.float32, attn_implementation="packed", output_loading_info=True,
-            ignore_mismatched_sizes=True, trust_remote_code=False,
-        )  # fmt: skip
+            path,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation="packed",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=False,
+        )
     except Exception as e:  # a damaged directory can raise anything
         raise _unloadable(path, "causal LM", e) from e
     # transformers fills what is missing with random numbers.
@@ -108,14 +125,16 @@ def load_model(path: str, longest: int = 0) -> Any:
         if names:
             first = min(name if isinstance(name, str) else name[0] for name in names)
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise Fault(f"--model {path}: weights are {what}: {first}{more}; use a complete copy of the model")
+            raise Fault(
+                f"--model {path}: weights are {what}: {first}{more}; use a complete copy of the model"
+            )
     if odd := described ^ dict(model.named_parameters()).keys():
         raise Fault(
             f"--model {path}: its config.json (tie_word_embeddings = {config.tie_word_embeddings}) and its weights"
             f" disagree about {min(odd)}: correct one of them"
         )
-    # Memory-mapped weights may be unaligned, and the CPU then rounds matmuls differently. Copy them, so that resumed
-    # runs are bit-identical.
+    # Memory-mapped weights may be unaligned, and the CPU then rounds matmuls differently. Copy
+    # them, so that resumed runs are bit-identical.
     for p in model.parameters():
         p.data = p.data.clone()
     model.score = MethodType(score, model)
@@ -128,7 +147,9 @@ def load_model(path: str, longest: int = 0) -> Any:
             part.sliding_window = 3
         reason = _unsupported(model, longest)
     except Exception as e:  # a family's code that cannot be called as `score` does
-        raise Fault(f"--model {path}: its forward pass fails ({type(e).__name__}: {first_line(e)})") from e
+        raise Fault(
+            f"--model {path}: its forward pass fails ({type(e).__name__}: {first_line(e)})"
+        ) from e
     finally:
         for part, window in windows:
             part.sliding_window = window
@@ -147,7 +168,8 @@ def load_policy(path: str, stop: tuple[str, ...] = (), longest: int = 0) -> tupl
 def logit_scale(config: Any) -> float:
     """Returns s of a family whose logits are s * hidden @ head.T; 1.0 for most.
 
-    `load_model` compares it with the logits of the weights, so a family that is missing here is refused.
+    `load_model` compares it with the logits of the weights, so a family that is missing here is
+    refused.
     """
     config = config.get_text_config()
     for family, (name, power) in LOGIT_SCALES.items():
@@ -158,11 +180,12 @@ def logit_scale(config: Any) -> float:
 
 @torch.no_grad()
 def _unsupported(model: Any, longest: int) -> str:
-    """Returns why `score` would be wrong for this model, as running it on two short sequences shows; "" if it is right.
+    """Returns why `score` would be wrong for this model, as running it on two short sequences
+    shows; "" if it is right.
 
-    The model's own logits, with eager attention, have to be `logit_scale` times its head's output, and its hidden
-    states have to be the same in training, when both are packed into one row with the last token of a sequence of
-    `longest`.
+    The model's own logits, with eager attention, have to be `logit_scale` times its head's output,
+    and its hidden states have to be the same in training, when both are packed into one row with
+    the last token of a sequence of `longest`.
     """
     head, scale, lengths = model.get_output_embeddings(), logit_scale(model.config), [4, 7]
     if head is None:
@@ -173,16 +196,21 @@ def _unsupported(model: Any, longest: int) -> str:
     hidden: list[torch.Tensor] = []
 
     def magnify(module: Any, args: Any, output: Any) -> Any:
-        # A soft cap hardly bends small logits: give the head the same states with logits of up to 1000, too.
+        # A soft cap hardly bends small logits: give the head the same states with logits of up to
+        # 1000, too.
         h = output.last_hidden_state
-        output.last_hidden_state = torch.cat([h, h * (1000 / (scale * head(h)).abs().max().clamp(min=1e-6))], dim=1)
+        output.last_hidden_state = torch.cat(
+            [h, h * (1000 / (scale * head(h)).abs().max().clamp(min=1e-6))], dim=1
+        )
         hidden.append(output.last_hidden_state[0])
         return output
 
     hook = model.base_model.register_forward_hook(magnify)
     model.set_attn_implementation("eager")  # every family's reference: it knows soft caps and sinks
     try:
-        logits = [model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths)]
+        logits = [
+            model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths)
+        ]
     finally:
         model.set_attn_implementation("packed")
         hook.remove()
@@ -204,11 +232,18 @@ def _unsupported(model: Any, longest: int) -> str:
     for last in (longest - 1, 0):
         packing.positions[-1] = last
         packed = model.base_model(
-            input_ids=row[None], position_ids=packing.positions[None], use_cache=False, packing=packing
+            input_ids=row[None],
+            position_ids=packing.positions[None],
+            use_cache=False,
+            packing=packing,
         ).last_hidden_state[0]
         if _close(packed[:-1], alone):
             rule = "its positions depend on the longest sequence of a batch"
-            return "" if last == longest - 1 else f"{rule}{_settings(model.config, 'rope_type|original_max_pos')}"
+            return (
+                ""
+                if last == longest - 1
+                else f"{rule}{_settings(model.config, 'rope_type|original_max_pos')}"
+            )
     return f"packed sequences change its hidden states ({model.config.model_type} has more than causal attention)"
 
 
@@ -218,7 +253,8 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _settings(config: Any, sounding: str) -> str:
-    """Returns the settings of a config that sound like an explanation, as " (name = value, ...)"."""
+    """Returns the settings of a config that sound like an explanation, as " (name = value,
+    ...)"."""
     settings = config.get_text_config().to_dict()
     settings |= settings.get("rope_parameters") or {}
     likely = [f"{k} = {v}" for k, v in settings.items() if v and re.search(sounding, k)]
@@ -226,14 +262,19 @@ def _settings(config: Any, sounding: str) -> str:
 
 
 def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """Returns the model of `config` on the meta device: shapes without memory; raises Fault where there is none."""
+    """Returns the model of `config` on the meta device: shapes without memory; raises Fault where
+    there is none."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register("packed", packed_attention)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(  # it writes dtype into the config that it is given
-                copy.deepcopy(config), dtype=dtype, attn_implementation="packed", trust_remote_code=False
+            # it writes dtype into the config that it is given
+            return AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),
+                dtype=dtype,
+                attn_implementation="packed",
+                trust_remote_code=False,
             )
     except Exception as e:  # a family without a causal LM, or settings that fit no model
         raise _unloadable(config.name_or_path, "causal LM", e) from e
@@ -258,40 +299,57 @@ def blocks(model: Any) -> list[torch.nn.Module]:
 
 
 def shard(
-    model: Any, device: str, *, compute: torch.dtype | None = None, frozen: bool = False, offload: bool = False
+    model: Any,
+    device: str,
+    *,
+    compute: torch.dtype | None = None,
+    frozen: bool = False,
+    offload: bool = False,
 ) -> Any:
-    """Shards a model from `skeleton` over all ranks, in place; returns it with uninitialized weights, for `fill`.
+    """Shards a model from `skeleton` over all ranks, in place; returns it with uninitialized
+    weights, for `fill`.
 
-    `compute`: dtype in which blocks are gathered and run (None: the model's own). `frozen`: for a model that is never
-    trained; gathered weights are freed right after use. `offload` keeps the shares in CPU memory.
+    `compute`: dtype in which blocks are gathered and run (None: the model's own). `frozen`: for a
+    model that is never trained; gathered weights are freed right after use. `offload` keeps the
+    shares in CPU memory.
     """
     mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),))
     # cast_forward_inputs would also cast the log-probs that enter the loss.
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     place = CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy()
-    freed = frozen or None  # by default FSDP keeps the root's weights gathered for the backward pass
-    for part in [*blocks(model), model]:  # the root holds embedding, last norm and head, which are needed together
-        fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=freed)
+    # by default FSDP keeps the root's weights gathered for the backward pass
+    freed = frozen or None
+    # the root holds embedding, last norm and head, which are needed together
+    for part in [*blocks(model), model]:
+        fully_shard(
+            part, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=freed
+        )
         part.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
         if dist.get_world_size() > 1:  # on one rank FSDP would divide by it, too
-            part.set_gradient_divide_factor(1.0)  # the loss is already normalized over all ranks: sum the gradients
+            # the loss is already normalized over all ranks: sum the gradients
+            part.set_gradient_divide_factor(1.0)
     model.score = MethodType(score, model)
     register_fsdp_forward_method(model, "score")
     return model.to_empty(device="cpu" if offload else device)
 
 
 def dither(W: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Returns a float32 tensor; entries that bfloat16 holds exactly are moved, evenly over all that rounds to them.
+    """Returns a float32 tensor; entries that bfloat16 holds exactly are moved, evenly over all that
+    rounds to them.
 
-    A published model lies on bfloat16's grid, whose spacing is a hundred times a step of AdamW or more. Computed in
-    bfloat16 it would not move until its steps have added up to half of that. Dithered, it is the same policy to the
-    bit, and each step takes its share of the weights to the next value: on average, all of it takes effect.
-    A model that was published in float32 needs none. In one published in float16, whose grid is eight times finer,
-    only the eighth that bfloat16 also holds is moved.
+    A published model lies on bfloat16's grid, whose spacing is a hundred times a step of AdamW or
+    more. Computed in bfloat16 it would not move until its steps have added up to half of that.
+    Dithered, it is the same policy to the bit, and each step takes its share of the weights to the
+    next value: on average, all of it takes effect. A model that was published in float32 needs
+    none. In one published in float16, whose grid is eight times finer, only the eighth that
+    bfloat16 also holds is moved.
     """
     dithered = W.clone()
     for part in dithered.view(-1).split(PART):
-        bits = part.view(torch.int32)  # whose upper half is bfloat16; a carry to the next value is right, too
+        # whose upper half is bfloat16; a carry to the next value is right, too
+        bits = part.view(torch.int32)
         noise = torch.empty_like(bits).random_(1 - 2**15, 2**15, generator=generator)
         bits += noise.mul_((bits & 0xFFFF == 0) & (part != 0))
     return dithered
@@ -301,8 +359,8 @@ def dither(W: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def fill(model: Any, source: Any, seed: int | None = None) -> Any:
     """Copies the weights of `source` into `model`, one tensor at a time; returns `model`.
 
-    Rank 0 has `source`, whole and on its CPU; the other ranks pass None. With a `seed` weights are dithered, on the
-    device of `model`.
+    Rank 0 has `source`, whole and on its CPU; the other ranks pass None. With a `seed` weights are
+    dithered, on the device of `model`.
     """
     values = dict(source.named_parameters()) | dict(source.named_buffers()) if source else {}
     generator: torch.Generator | None = None
@@ -319,7 +377,9 @@ def fill(model: Any, source: Any, seed: int | None = None) -> Any:
         if dist.is_initialized():
             dist.broadcast(full, 0)
         if sharded:
-            full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None).to_local()
+            full = distribute_tensor(
+                full, target.device_mesh, target.placements, src_data_rank=None
+            ).to_local()
             target = target.to_local()
         target.copy_(full)
     return model
@@ -327,12 +387,14 @@ def fill(model: Any, source: Any, seed: int | None = None) -> Any:
 
 @torch.no_grad()
 def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (Hugging Face name, whole tensor) of the policy as it computes, adapters merged into their weights.
+    """Yields (Hugging Face name, whole tensor) of the policy as it computes, adapters merged into
+    their weights.
 
     One tensor at a time; all ranks must iterate together.
     """
     if isinstance(model, FSDPModule):
-        model.reshard()  # after a forward pass without backward the root is still gathered, in bfloat16
+        # after a forward pass without backward the root is still gathered, in bfloat16
+        model.reshard()
     adapted = lora.layers(model)
     for name, p in model.named_parameters():
         if layer := adapted.get(name):
@@ -346,12 +408,16 @@ def whole(p: torch.Tensor) -> torch.Tensor:
     return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 
-def export(config: Any, model: Any, tokenizer: Any, path: Path | None, computed: torch.dtype) -> None:
-    """Writes a plain Hugging Face directory in the dtype of `config`, or in a wider one in which it was `computed`.
+def export(
+    config: Any, model: Any, tokenizer: Any, path: Path | None, computed: torch.dtype
+) -> None:
+    """Writes a plain Hugging Face directory in the dtype of `config`, or in a wider one in which it
+    was `computed`.
 
     All ranks call this together; only the one with a `path` writes.
     """
-    # bfloat16 has no room for the small steps of a training in float32: what is written would be another policy.
+    # bfloat16 has no room for the small steps of a training in float32: what is written would be
+    # another policy.
     dtype = torch.promote_types(config.dtype or torch.float32, computed)
     state = {}
     for name, tensor in weights(model):
@@ -360,7 +426,9 @@ def export(config: Any, model: Any, tokenizer: Any, path: Path | None, computed:
     if path:
         plain = skeleton(config, dtype)
         persistent = plain.state_dict().keys()
-        state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent}
+        state |= {
+            name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent
+        }
         plain.load_state_dict(state, assign=True, strict=False)
         plain.tie_weights()
         ends = turn_ends(tokenizer)
@@ -380,8 +448,8 @@ def score(
 ) -> Any:
     """Returns `grpo_head`'s result for the given `loss` arguments; without them, `token_logprobs`'.
 
-    ids (T,): the row of a `packing`; rows (N,): the places in it whose next token is scored; targets (N,): those
-    tokens.
+    ids (T,): the row of a `packing`; rows (N,): the places in it whose next token is scored;
+    targets (N,): those tokens.
     """
     hidden = model.base_model(
         input_ids=ids[None], position_ids=packing.positions[None], use_cache=False, packing=packing
@@ -404,4 +472,6 @@ def _unloadable(path: str, what: str, e: Exception) -> Fault:
     if "trust_remote_code" in str(e):
         remedy = "it needs code of its own (auto_map), which is never run; choose a model that transformers knows"
         return Fault(f"--model {path}: {remedy}")
-    return Fault(f"--model {path}: no {what} can be loaded from it ({first_line(e)}); check the path or id")
+    return Fault(
+        f"--model {path}: no {what} can be loaded from it ({first_line(e)}); check the path or id"
+    )

@@ -1,8 +1,9 @@
-"""Sequences packed into one row, without padding; a beginning that several share is in the row once.
+"""Sequences packed into one row, without padding; a beginning that several share is in the row
+once.
 
-The row is cut into pieces. A piece begins a sequence, or goes on from an earlier piece, its parent: then its tokens
-follow the parent's in position and attend to them. So the trajectories of a group are pieces with one parent, their
-prompt, and linear layers compute each token once.
+The row is cut into pieces. A piece begins a sequence, or goes on from an earlier piece, its parent:
+then its tokens follow the parent's in position and attend to them. So the trajectories of a group
+are pieces with one parent, their prompt, and linear layers compute each token once.
 """
 
 import bisect
@@ -19,7 +20,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 
 def send(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copies a tensor from the CPU to the device. The host does not wait for it: the copy takes its turn."""
+    """Copies a tensor from the CPU to the device. The host does not wait for it: the copy takes its
+    turn."""
     on_gpu = torch.device(device).type == "cuda"
     return (x.pin_memory() if on_gpu else x).to(device, non_blocking=on_gpu)
 
@@ -27,14 +29,20 @@ def send(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 class Packing:
     """How a row of tokens is cut into pieces; made once for all layers.
 
-    `lengths`: tokens of each piece; `parents`: the place among them of the piece that it goes on from, or -1. A parent
-    is itself a beginning.
+    `lengths`: tokens of each piece; `parents`: the place among them of the piece that it goes on
+    from, or -1. A parent is itself a beginning.
     """
 
-    def __init__(self, lengths: Sequence[int], parents: Sequence[int] = (), device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        parents: Sequence[int] = (),
+        device: torch.device | str = "cpu",
+    ):
         self.lengths = list(lengths)
         self.parents = list(parents) or [-1] * len(self.lengths)
-        self.before = [0 if parent < 0 else self.lengths[parent] for parent in self.parents]  # tokens of the parent
+        # tokens of the parent
+        self.before = [0 if parent < 0 else self.lengths[parent] for parent in self.parents]
         seen = [before + n for before, n in zip(self.before, self.lengths, strict=True)]
         self.longest = max(self.lengths), max(seen)  # queries, keys
         spans = [torch.arange(before, n) for before, n in zip(self.before, seen, strict=True)]
@@ -44,7 +52,8 @@ class Packing:
         self.masks: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def keys(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:
-        """Returns for each piece what its tokens attend to, of keys or values of the row: the parent's and its own."""
+        """Returns for each piece what its tokens attend to, of keys or values of the row: the
+        parent's and its own."""
         own = x.split(self.lengths, dim)
         return [
             piece if parent < 0 else torch.cat([own[parent], piece], dim)
@@ -53,10 +62,11 @@ class Packing:
 
     @cached_property
     def places(self) -> tuple[torch.Tensor, ...]:
-        """Returns where the K keys of all pieces stand in the row (K,), and three indices for the way back.
+        """Returns where the K keys of all pieces stand in the row (K,), and three indices for the
+        way back.
 
-        These are each token's first place among the K (T,), the S tokens that have several (S,), and all of theirs
-        (S, most), filled up with K.
+        These are each token's first place among the K (T,), the S tokens that have several (S,),
+        and all of theirs (S, most), filled up with K.
         """
         pieces = np.split(np.arange(sum(self.lengths)), np.cumsum(self.lengths)[:-1])
         seen = list[Any]()
@@ -73,24 +83,30 @@ class Packing:
         return tuple(send(torch.from_numpy(x), self.positions.device) for x in indices)
 
     def mask(self, before: int, n: int, window: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns what is added to a piece's scores, (n - before, n) in the dtype of `like`: 0 where a token looks."""
+        """Returns what is added to a piece's scores, (n - before, n) in the dtype of `like`: 0
+        where a token looks."""
         if (before, n, window) not in self.masks:
             place = torch.arange(n, device=like.device)
             distance = place[before:, None] - place
             hidden = (distance < 0) | (distance >= window)
-            self.masks[before, n, window] = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+            self.masks[before, n, window] = like.new_zeros(hidden.shape).masked_fill_(
+                hidden, -torch.inf
+            )
         return self.masks[before, n, window]
 
 
 class KeysOfPieces(torch.autograd.Function):
-    """Keys and values (T, heads, dim) of a row -> what its pieces attend to, (K, heads, dim) each; see Packing.places.
+    """Keys and values (T, heads, dim) of a row -> what its pieces attend to, (K, heads, dim) each;
+    see Packing.places.
 
-    One copy each, where a copy for each piece would keep a small row waiting for Python. The gradients of a shared
-    token are summed in float32.
+    One copy each, where a copy for each piece would keep a small row waiting for Python. The
+    gradients of a shared token are summed in float32.
     """
 
     @staticmethod
-    def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, *back: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, *back: torch.Tensor
+    ) -> Any:
         ctx.back = back
         return k[places], v[places]
 
@@ -107,18 +123,24 @@ class KeysOfPieces(torch.autograd.Function):
 
 
 def grouped_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
 ) -> torch.Tensor:
     """SDPA of (B, heads, T, dim) with a mask (..., T, columns), whose keys may have fewer heads.
 
-    Heads that share keys become more queries of one head: no fast kernel takes both a mask and GQA, and a copy of the
-    keys for each head costs more than the product.
+    Heads that share keys become more queries of one head: no fast kernel takes both a mask and GQA,
+    and a copy of the keys for each head costs more than the product.
     """
     B, heads, T, dim = query.shape
     groups = heads // key.shape[1]
     if groups > 1:
         query, mask = query.reshape(B, -1, groups * T, dim), torch.cat([mask] * groups, -2)
-    return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling).reshape(B, heads, T, -1)
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling).reshape(
+        B, heads, T, -1
+    )
 
 
 def packed_attention(
@@ -133,16 +155,18 @@ def packed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Causal attention within each of the sequences that are packed into one row.
 
-    query, key, value (1, heads, T, dim) -> (1, T, heads, dim). Without `packing`, as in generation, they are
-    (B, heads, T, dim); a causal mask (B, 1, T, columns), with columns in the order of positions, is narrowed to the
-    layer's sliding window.
+    query, key, value (1, heads, T, dim) -> (1, T, heads, dim). Without `packing`, as in generation,
+    they are (B, heads, T, dim); a causal mask (B, 1, T, columns), with columns in the order of
+    positions, is narrowed to the layer's sliding window.
     """
     window = kwargs.get("sliding_window")
     if packing is None:
         if attention_mask is None:
             from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-            return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **kwargs)
+            return sdpa_attention_forward(
+                module, query, key, value, None, scaling=scaling, **kwargs
+            )
         if window:
             ordinal = attention_mask.cumsum(-1)
             attention_mask = attention_mask & (ordinal > ordinal[..., -1:] - window)
@@ -153,23 +177,40 @@ def packed_attention(
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, heads, dim)
         if any(packing.before):
             k, v = KeysOfPieces.apply(k, v, *packing.places)
-        reach = window - 1 if window < longest else -1  # -1: no window, for which the kernel has a faster variant
-        out = varlen_attn(  # FlashAttention-2, whose causal mask ends at a piece's last query and last key
-            q, k, v, packing.query_ends, packing.key_ends, queries, longest, scale=scaling, window_size=(reach, 0),
+        # -1: no window, for which the kernel has a faster variant
+        reach = window - 1 if window < longest else -1
+        # FlashAttention-2, whose causal mask ends at a piece's last query and last key
+        out = varlen_attn(
+            q,
+            k,
+            v,
+            packing.query_ends,
+            packing.key_ends,
+            queries,
+            longest,
+            scale=scaling,
+            window_size=(reach, 0),
             enable_gqa=True,
-        )  # fmt: skip
+        )
         return out[None], None
-    if query.is_cuda:  # of the kernels for float32, the one that keeps no matrix (T, T) takes no fewer heads
+    # of the kernels for float32, the one that keeps no matrix (T, T) takes no fewer heads
+    if query.is_cuda:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     gqa = query.shape[1] > key.shape[1]
     parts = []
-    of_pieces = zip(query.split(packing.lengths, 2), packing.keys(key, 2), packing.keys(value, 2), strict=True)
+    of_pieces = zip(
+        query.split(packing.lengths, 2), packing.keys(key, 2), packing.keys(value, 2), strict=True
+    )
     for before, (q, k, v) in zip(packing.before, of_pieces, strict=True):
         n = k.shape[2]
         if before or window < n:
             parts.append(grouped_attention(q, k, v, packing.mask(before, n, window, q), scaling))
         else:
-            parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa))
+            parts.append(
+                F.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa
+                )
+            )
     return torch.cat(parts, dim=2).transpose(1, 2), None
 
 
@@ -177,17 +218,18 @@ def packed_attention(
 
 
 def prefix_of(tau: Any) -> tuple[int, ...]:
-    """Returns the tokens that a trajectory shares with others of the same prompt: all of it but the last one, which
-    predicts the first sampled token."""
+    """Returns the tokens that a trajectory shares with others of the same prompt: all of it but the
+    last one, which predicts the first sampled token."""
     return tuple(tau.ids[: max(0, tau.prompt_tokens - 1)])
 
 
 def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> list[list[int]]:
-    """Returns the places of the trajectories, cut in their order into batches of at most `micro_tokens` (a longer one
-    is alone), whose largest is as small as it can be. A prompt counts once in a batch.
+    """Returns the places of the trajectories, cut in their order into batches of at most
+    `micro_tokens` (a longer one is alone), whose largest is as small as it can be. A prompt counts
+    once in a batch.
 
-    Their number is a multiple of `ranks`, since all ranks must work in step; some may then be empty. The largest come
-    first, so that batches of one size are computed at the same time.
+    Their number is a multiple of `ranks`, since all ranks must work in step; some may then be
+    empty. The largest come first, so that batches of one size are computed at the same time.
     """
     prefixes = [prefix_of(tau) for tau in taus]
 
@@ -206,15 +248,19 @@ def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> lis
         return batches
 
     n = math.ceil(len(cut(micro_tokens)) / ranks) * ranks
-    least = bisect.bisect_left(range(micro_tokens), True, lo=1, key=lambda most: len(cut(most)) <= n)
+    least = bisect.bisect_left(
+        range(micro_tokens), True, lo=1, key=lambda most: len(cut(most)) <= n
+    )
     batches = [places for _, places in sorted(cut(least), key=lambda batch: -batch[0])]
     return batches + [[]] * (n - len(batches))
 
 
-def pack(batch: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, Packing, torch.Tensor, torch.Tensor]:
-    """Returns ids (T,) of a row in which trajectories follow one another, with a prompt that several share before
-    the first of them alone; its packing; and for the N action tokens the places that predict them (N,) and their
-    ids (N,)."""
+def pack(
+    batch: Sequence[Any], device: torch.device
+) -> tuple[torch.Tensor, Packing, torch.Tensor, torch.Tensor]:
+    """Returns ids (T,) of a row in which trajectories follow one another, with a prompt that
+    several share before the first of them alone; its packing; and for the N action tokens the
+    places that predict them (N,) and their ids (N,)."""
     sharing = Counter(map(prefix_of, batch))
     pieces: dict[tuple[int, ...], int] = {}  # of the prompts that are in the row already
     ids, rows, targets = list[int](), list[int](), list[int]()
@@ -235,5 +281,7 @@ def pack(batch: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, Pack
         lengths.append(len(tau.ids) - len(prefix))
         parents.append(pieces.get(prefix, -1))
         ids += tau.ids[len(prefix) :]
-    row, *places = (send(torch.tensor(x, dtype=torch.long), device) for x in (ids or [0], rows, targets))
+    row, *places = (
+        send(torch.tensor(x, dtype=torch.long), device) for x in (ids or [0], rows, targets)
+    )
     return row, Packing(lengths or [1], parents, device), *places

@@ -1,4 +1,5 @@
-"""The curves of a page: every number of metrics.jsonl over the steps; runs that differ by their seed are one group."""
+"""The curves of a page: every number of metrics.jsonl over the steps; runs that differ by their
+seed are one group."""
 
 from journal.record import FREE, differences
 from page.read import Row, Run, number
@@ -12,7 +13,10 @@ def curves(run: Run) -> Row:
 
     The scores at the run's end, which are in summary.json alone, are those of the last step.
     """
-    names = sorted({name for row in run.steps for name, value in row.items() if number(value) is not None} - {"t"})
+    names = sorted(
+        {name for row in run.steps for name, value in row.items() if number(value) is not None}
+        - {"t"}
+    )
     series = {name: [number(row.get(name)) for row in run.steps] for name in names}
     for name, value in run.summary.get("end", {}).items():
         if f"test/{name}" in series:
@@ -21,7 +25,8 @@ def curves(run: Run) -> Row:
 
 
 def groups(runs: list[Run]) -> list[Row]:
-    """Returns [{"label", "runs", "unlike"}]: runs that differ by seed and commit alone; `runs` are places in the list.
+    """Returns [{"label", "runs", "unlike"}]: runs that differ by seed and commit alone; `runs` are
+    places in the list.
 
     unlike: what tells them from the first run, by name.
     """
@@ -36,6 +41,8 @@ def groups(runs: list[Run]) -> list[Row]:
     out = []
     for places in members:
         seeds = f" ({len(places)} seeds)" if len(places) > 1 else ""
-        unlike = dict.fromkeys(x for k in places for x in differences(runs[0].config, runs[k].config, SEED))
+        unlike = dict.fromkeys(
+            x for k in places for x in differences(runs[0].config, runs[k].config, SEED)
+        )
         out.append({"label": runs[places[0]].name + seeds, "runs": places, "unlike": list(unlike)})
     return out

@@ -1,4 +1,5 @@
-"""The family tree of a run's instructions: when each was born, of which parent, why it left, and what was refused."""
+"""The family tree of a run's instructions: when each was born, of which parent, why it left, and
+what was refused."""
 
 import re
 from typing import Any
@@ -6,18 +7,26 @@ from typing import Any
 from page.read import Row, Run
 from reflect import parse
 
-EXAMPLE = re.compile(r"<example>\n(?:Response: )?(.*?)(?:\nCorrect answer: (.*?))?\n</example>", re.S)
+EXAMPLE = re.compile(
+    r"<example>\n(?:Response: )?(.*?)(?:\nCorrect answer: (.*?))?\n</example>", re.S
+)
 BLOCKS = re.compile(r"<ins_\d+>.*?(?:</ins_\d+>|\Z)", re.S)
 
 
 def family(run: Run) -> Row:
-    """Collects "instructions" and "refused" for the tree, the optimizer's "calls" by "step.round", and "candidates".
+    """Collects "instructions" and "refused" for the tree, the optimizer's "calls" by "step.round",
+    and "candidates".
 
-    An instruction's `history` has [t, w, p, n] of every step in which it was in P: weight, probability, trajectories.
-    `candidates` names what was verified, by "step.round.k" for the k-th accepted from a reply: an instruction's
-    id, or "r" and the place of one that was refused.
+    An instruction's `history` has [t, w, p, n] of every step in which it was in P: weight,
+    probability, trajectories. `candidates` names what was verified, by "step.round.k" for the k-th
+    accepted from a reply: an instruction's id, or "r" and the place of one that was refused.
     """
-    instructions, refused, calls, texts = _instructions(run), list[Row](), dict[str, Row](), dict[str, list[str]]()
+    instructions, refused, calls, texts = (
+        _instructions(run),
+        list[Row](),
+        dict[str, Row](),
+        dict[str, list[str]](),
+    )
     born = {(I["born"], I["text"]): I for I in instructions.values()}
     for row in run.reflections:
         t, place = row["t"], f"{row['t']}.{row.get('round', 0)}"
@@ -30,7 +39,10 @@ def family(run: Run) -> Row:
         for text in texts.get(place, []):
             if (t, text) in born:
                 born[t, text]["call"] = place
-        refused += [child | {"text": reply.get(c["k"], ""), "why": c["reason"]} for c in row.get("rejected", ())]
+        refused += [
+            child | {"text": reply.get(c["k"], ""), "why": c["reason"]}
+            for c in row.get("rejected", ())
+        ]
         for c in row.get("verified", ()):
             scores = {"r": c["r"], "r_parent": c["r_parent"], "questions": len(row["D_B"])}
             if (t, c["text"]) in born:
@@ -45,7 +57,12 @@ def family(run: Run) -> Row:
         for place, of_round in texts.items()
         for k, text in enumerate(of_round, 1)
     }
-    return {"instructions": list(instructions.values()), "refused": refused, "calls": calls, "candidates": candidates}
+    return {
+        "instructions": list(instructions.values()),
+        "refused": refused,
+        "calls": calls,
+        "candidates": candidates,
+    }
 
 
 def _instructions(run: Run) -> dict[int, Row]:
@@ -55,10 +72,18 @@ def _instructions(run: Run) -> dict[int, Row]:
     for event in run.events:
         now = {I["id"]: I for I in event["P"]}
         for id in before - now.keys():
-            out[id] |= {"left": event["t"], "why": "pruned" if event["event"] == "prune" else "succeeded"}
+            out[id] |= {
+                "left": event["t"],
+                "why": "pruned" if event["event"] == "prune" else "succeeded",
+            }
         for id in now.keys() - out.keys():
             parents = [now[id]["parent"]] if now[id]["parent"] is not None else []
-            out[id] = {"id": id, "text": now[id]["text"], "parents": parents, "born": now[id]["born"]}
+            out[id] = {
+                "id": id,
+                "text": now[id]["text"],
+                "parents": parents,
+                "born": now[id]["born"],
+            }
             out[id] |= {"left": None, "why": "", "history": []}
         before = set(now)
     for row in run.steps:

@@ -1,4 +1,5 @@
-"""One self-contained HTML file: the template with its style, its scripts, the data and the compressed pages."""
+"""One self-contained HTML file: the template with its style, its scripts, the data and the
+compressed pages."""
 
 import base64
 import hashlib
@@ -27,7 +28,8 @@ LIMIT = 1000  # trajectories of training
 
 
 def build(paths: Sequence[Path], *, limit: int = LIMIT, live: str = "") -> str:
-    """Makes the page of these runs as HTML; Fault if one of the paths holds no run, or what no run writes.
+    """Makes the page of these runs as HTML; Fault if one of the paths holds no run, or what no run
+    writes.
 
     limit: trajectories of training, divided among the runs; live: the server's stamp of their
     files; the page reloads when it changes.
@@ -38,38 +40,65 @@ def build(paths: Sequence[Path], *, limit: int = LIMIT, live: str = "") -> str:
             data, more = describe(run, max(1, limit // len(runs)))
             described.append(data)
             pages |= {f"{k}/{name}": text for name, text in more.items()}
-        data = {"runs": described, "groups": groups(runs), "live": live, "made": time.time(), "pages": list(pages)}
+        data = {
+            "runs": described,
+            "groups": groups(runs),
+            "live": live,
+            "made": time.time(),
+            "pages": list(pages),
+        }
     except (LookupError, TypeError, ValueError, AttributeError) as e:
-        raise Fault(f"{run.path} holds what no run writes ({type(e).__name__}: {e}): restore it") from e
+        raise Fault(
+            f"{run.path} holds what no run writes ({type(e).__name__}: {e}): restore it"
+        ) from e
     return assemble(data, pages)
 
 
 def write(runs: Sequence[Path], to: Path, *, limit: int = LIMIT) -> Path:
-    """Writes the page of these runs into a file, atomically, and returns its path; Fault if it cannot."""
+    """Writes the page of these runs into a file, atomically, and returns its path; Fault if it
+    cannot."""
     files.write(to, build(runs, limit=limit))
     return to
 
 
 def describe(run: Run, limit: int) -> tuple[Row, dict[str, str]]:
-    """Returns (what the page knows of a run at once, what it opens later: name -> compressed text)."""
+    """Returns (what the page knows of a run at once, what it opens later: name -> compressed
+    text)."""
     tree = family(run)
     index, pages = sample(run, tree, limit)
     pages["calls"] = pack(tree.pop("calls"))
     del tree["candidates"]
-    config = {knob: without_secrets(value) if isinstance(value, str) else value for knob, value in run.config.items()}
+    config = {
+        knob: without_secrets(value) if isinstance(value, str) else value
+        for knob, value in run.config.items()
+    }
     return {
-        "name": run.name, "config": config, "missing": run.missing, "curves": curves(run), "tree": tree,
-        "index": index, "metric": run.metrics[0], "metrics": run.metrics, "tools": run.tools,
-        "events": [{"t": e["t"], "event": e["event"]} for e in run.events], **verdict(run, tree),
-    }, pages  # fmt: skip
+        "name": run.name,
+        "config": config,
+        "missing": run.missing,
+        "curves": curves(run),
+        "tree": tree,
+        "index": index,
+        "metric": run.metrics[0],
+        "metrics": run.metrics,
+        "tools": run.tools,
+        "events": [{"t": e["t"], "event": e["event"]} for e in run.events],
+        **verdict(run, tree),
+    }, pages
 
 
 def assemble(data: Row, pages: dict[str, str]) -> str:
-    """Fills the template. The data cannot end their element or run: they hold no `<`, and a script needs its hash."""
-    script = "\n" + "\n".join(f"// ---- {name}\n{(STATIC / name).read_bytes().decode().strip()}\n" for name in SCRIPTS)
+    """Fills the template. The data cannot end their element or run: they hold no `<`, and a script
+    needs its hash."""
+    script = "\n" + "\n".join(
+        f"// ---- {name}\n{(STATIC / name).read_bytes().decode().strip()}\n" for name in SCRIPTS
+    )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
-    blocks = [f'<script type="text/plain" id="page-{k}">{text}</script>' for k, text in enumerate(pages.values())]
+    blocks = [
+        f'<script type="text/plain" id="page-{k}">{text}</script>'
+        for k, text in enumerate(pages.values())
+    ]
     values = {
         "policy": policy + "; connect-src 'self'; base-uri 'none'; form-action 'none'",
         "title": html.escape(" · ".join(run["name"] for run in data["runs"])),
@@ -78,7 +107,9 @@ def assemble(data: Row, pages: dict[str, str]) -> str:
         "license": html.escape((STATIC / "vendor" / "uPlot.LICENSE").read_text("utf-8").replace("--", "- -")),
     }  # fmt: skip
     # In one pass: what is filled in is never looked at again.
-    return re.sub(r"\{\{(\w+)\}\}", lambda name: values[name[1]], (STATIC / "index.html").read_text("utf-8"))
+    return re.sub(
+        r"\{\{(\w+)\}\}", lambda name: values[name[1]], (STATIC / "index.html").read_text("utf-8")
+    )
 
 
 def embed(x: object) -> str:

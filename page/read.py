@@ -14,11 +14,13 @@ Row = dict[str, Any]
 
 @dataclass
 class Run:
-    """What a run has written so far. Anything may be empty; `missing` has a sentence for what ought to be there."""
+    """What a run has written so far. Anything may be empty; `missing` has a sentence for what ought
+    to be there."""
 
     path: Path
     config: Row = field(default_factory=dict)
-    steps: list[Row] = field(default_factory=list)  # of metrics.jsonl, by t: what the steps measured
+    # of metrics.jsonl, by t: what the steps measured
+    steps: list[Row] = field(default_factory=list)
     events: list[Row] = field(default_factory=list)  # of population.jsonl
     reflections: list[Row] = field(default_factory=list)
     summary: Row = field(default_factory=dict)  # {} unless the run has finished
@@ -41,14 +43,23 @@ class Run:
 
     @property
     def metrics(self) -> list[str]:
-        """The task's metrics, the main one first; while it runs, metrics.jsonl names them beside the first scores."""
-        return self.summary.get("metrics") or next((row["metrics"] for row in self.steps if "metrics" in row), ["em"])
+        """The task's metrics, the main one first; while it runs, metrics.jsonl names them beside
+        the first scores."""
+        return self.summary.get("metrics") or next(
+            (row["metrics"] for row in self.steps if "metrics" in row), ["em"]
+        )
 
     @property
     def tools(self) -> list[str]:
         """The names under which calls of tools are counted, a trajectory."""
-        scores = [name.removeprefix("test/") for name in (self.steps[0] if self.steps else {}) if name[:5] == "test/"]
-        return self.summary.get("tools") or [x for x in scores if x not in self.metrics and "/" not in x]
+        scores = [
+            name.removeprefix("test/")
+            for name in (self.steps[0] if self.steps else {})
+            if name[:5] == "test/"
+        ]
+        return self.summary.get("tools") or [
+            x for x in scores if x not in self.metrics and "/" not in x
+        ]
 
 
 def read_run(path: Path) -> Run:
@@ -65,7 +76,9 @@ def read_run(path: Path) -> Run:
     run.steps = [steps[t] for t in sorted(steps)]  # of a step that was written twice, the last
     run.events = _rows(run, "population.jsonl", "there is no family tree")
     reflects = run.config.get("mode", "inspo") == "inspo" and run.t > 0  # others may do without
-    run.reflections = _rows(run, "reflections.jsonl", "no call to the optimizer is known" if reflects else "")
+    run.reflections = _rows(
+        run, "reflections.jsonl", "no call to the optimizer is known" if reflects else ""
+    )
     if (path / "summary.json").exists():
         run.summary = _object(run, "summary.json", "the final table is unknown")
     return run

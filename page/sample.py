@@ -1,4 +1,5 @@
-"""A sample of a run's trajectories: an index that a page can filter, and the rows themselves in compressed pages."""
+"""A sample of a run's trajectories: an index that a page can filter, and the rows themselves in
+compressed pages."""
 
 import base64
 import gzip
@@ -12,31 +13,55 @@ from plumbing.files import parse_lines
 from plumbing.outside import finite
 
 COLUMNS = "page place kind t ins reward failed stop source calls question group tokens".split()
-SHOWN = ("prediction", "golds", "metrics", "advantage", "invalid", "prompt_tokens", "action_tokens", "token_data")
+SHOWN = (
+    "prediction",
+    "golds",
+    "metrics",
+    "advantage",
+    "invalid",
+    "prompt_tokens",
+    "action_tokens",
+    "token_data",
+)
 
 
 def sample(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str, str]]:
-    """Returns (index, pages) of at most about `limit` trajectories of training, and of all that were kept to compare.
+    """Returns (index, pages) of at most about `limit` trajectories of training, and of all that
+    were kept to compare.
 
-    index: {"columns", "questions", "rows", "seen", "all"}; a row has COLUMNS, and `ins` is an instruction's id, or "r"
-    and the place of a refused candidate in the tree. pages: name -> gzip in base64.
+    index: {"columns", "questions", "rows", "seen", "all"}; a row has COLUMNS, and `ins` is an
+    instruction's id, or "r" and the place of a refused candidate in the tree. pages: name -> gzip
+    in base64.
     """
     index: Row = {"columns": COLUMNS, "rows": [], "all": 0}
     pages, questions = dict[str, str](), dict[str, int]()
     steps = sorted((run.path / "trajectories").glob("step-*.jsonl.gz"))
-    others = [path for kind in ("test", "verify") for path in (run.path / "trajectories").glob(f"{kind}-*.jsonl.gz")]
+    others = [
+        path
+        for kind in ("test", "verify")
+        for path in (run.path / "trajectories").glob(f"{kind}-*.jsonl.gz")
+    ]
     of_step = math.ceil(limit / max(1, len(steps)))
     for file in [*steps, *sorted(others)]:
         rows, in_all, damaged = _rows(file, of_step if file in steps else 10**9)
         index["all"] += in_all
         if damaged:
-            run.missing.append(f"trajectories/{file.name} is cut short or damaged: what could be read is shown.")
+            run.missing.append(
+                f"trajectories/{file.name} is cut short or damaged: what could be read is shown."
+            )
         for place, row in enumerate(rows):
             question = questions.setdefault(row["question_text"], len(questions))
-            entry = _entry(row, file.name, tree, run.T) | {"question": question, "page": len(pages), "place": place}
+            entry = _entry(row, file.name, tree, run.T) | {
+                "question": question,
+                "page": len(pages),
+                "place": place,
+            }
             index["rows"].append([entry[name] for name in COLUMNS])
         if rows:
-            shown = [{key: row[key] for key in SHOWN if key in row} | {"parts": parts(row)} for row in rows]
+            shown = [
+                {key: row[key] for key in SHOWN if key in row} | {"parts": parts(row)}
+                for row in rows
+            ]
             pages[file.name.removesuffix(".jsonl.gz")] = pack(shown)
     if not index["rows"]:
         run.missing.append("trajectories/ is empty: no trajectory can be shown.")
@@ -45,7 +70,9 @@ def sample(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str, str]]:
 
 def encode(x: object) -> bytes:
     """x as JSON."""
-    return json.dumps(finite(x), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return json.dumps(finite(x), ensure_ascii=False, separators=(",", ":")).encode(
+        "utf-8", "replace"
+    )
 
 
 def pack(x: object) -> str:
@@ -54,15 +81,16 @@ def pack(x: object) -> str:
 
 
 def _rows(file: Path, limit: int) -> tuple[list[Row], int, bool]:
-    """About `limit` rows of a file, whole groups, those with data of their tokens first; how many lines the file has,
-    and whether it is damaged."""
+    """About `limit` rows of a file, whole groups, those with data of their tokens first; how many
+    lines the file has, and whether it is damaged."""
     lines, damaged = list[str](), False
     try:
         with gzip.open(file, "rt", encoding="utf-8", errors="replace") as stream:
             lines.extend(stream)
     except (OSError, EOFError, zlib.error):
         damaged = True
-    watched_first = sorted(lines, key=lambda line: '"token_data": {"' not in line)  # stable: groups stay together
+    # stable: groups stay together
+    watched_first = sorted(lines, key=lambda line: '"token_data": {"' not in line)
     rows = parse_lines(watched_first[: limit + 64], "response")
     damaged |= len(rows) < min(len(lines), limit + 64)
     while 0 < limit < len(rows) and rows[limit]["group"] == rows[limit - 1]["group"]:
@@ -79,15 +107,22 @@ def _entry(row: Row, name: str, tree: Row, T: int) -> Row:
     if kind == "test" and row["setting"].startswith("trained policy"):
         t = T
     return {
-        "kind": {"step": "training", "verify": "verification"}.get(kind) or row["setting"], "t": t, "ins": ins,
-        "reward": round(row["reward"], 4), "failed": int(row["failed"]), "stop": row["stop"], "source": row["source"],
+        "kind": {"step": "training", "verify": "verification"}.get(kind) or row["setting"],
+        "t": t,
+        "ins": ins,
+        "reward": round(row["reward"], 4),
+        "failed": int(row["failed"]),
+        "stop": row["stop"],
+        "source": row["source"],
         "calls": sum(bool(turn["tool"]) and turn["result"] is not None for turn in row["turns"]),
-        "group": row["group"], "tokens": int("token_data" in row),
-    }  # fmt: skip
+        "group": row["group"],
+        "tokens": int("token_data" in row),
+    }
 
 
 def parts(row: Row) -> list[list[str]]:
-    """A response as [["act", text], ["obs", text], ...]: what the policy wrote, and what it was shown."""
+    """A response as [["act", text], ["obs", text], ...]: what the policy wrote, and what it was
+    shown."""
     response, out, place = row["response"], [], 0
     for text in filter(None, (turn["text"] for turn in row["turns"])):
         start = response.find(text, place)

@@ -1,4 +1,5 @@
-"""Serves the page of runs on 127.0.0.1; a page that is open reloads when the runs have written more."""
+"""Serves the page of runs on 127.0.0.1; a page that is open reloads when the runs have written
+more."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,14 +19,19 @@ def stamp(paths: Sequence[Path]) -> str:
 
 
 def app(paths: Sequence[Path], limit: int) -> Any:
-    """Answers GET / with the page, made anew when the runs have written more, and GET /stamp. Raises Fault."""
+    """Answers GET / with the page, made anew when the runs have written more, and GET /stamp.
+    Raises Fault."""
     from fastapi import FastAPI, Request  # here: a page in a file does without
     from fastapi.middleware.trustedhost import TrustedHostMiddleware
     from fastapi.responses import HTMLResponse, PlainTextResponse
 
-    pages, build_once = FastAPI(openapi_url=None), lru_cache(1)(lambda now: build(paths, limit=limit, live=now))
+    pages, build_once = (
+        FastAPI(openapi_url=None),
+        lru_cache(1)(lambda now: build(paths, limit=limit, live=now)),
+    )
     build_once(stamp(paths))
-    # A host name that resolves to this machine is no reason to answer: another site's script may have asked for it.
+    # A host name that resolves to this machine is no reason to answer: another site's script may
+    # have asked for it.
     pages.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
 
     @pages.get("/")

@@ -1,4 +1,5 @@
-"""The first screen of a page: did it learn, which instruction won and why, what did it cost, what went wrong."""
+"""The first screen of a page: did it learn, which instruction won and why, what did it cost, what
+went wrong."""
 
 import time
 from collections.abc import Sequence
@@ -14,14 +15,24 @@ RUNNING = 600.0  # seconds without a line after which an unfinished run counts a
 def verdict(run: Run, tree: Row) -> Row:
     """The answers of the first screen."""
     return {
-        "status": status(run), "learned": learned(run), "winner": winner(run, tree), "cost": cost(run),
+        "status": status(run),
+        "learned": learned(run),
+        "winner": winner(run, tree),
+        "cost": cost(run),
         "warnings": warnings(run),
-    }  # fmt: skip
+    }
 
 
 def status(run: Run) -> Row:
-    """Returns {"state", "t", "T", "written"}; state: finished, running, or stopped (no line for ten minutes)."""
-    state = "finished" if run.summary else "running" if time.time() - run.written < RUNNING else "stopped"
+    """Returns {"state", "t", "T", "written"}; state: finished, running, or stopped (no line for ten
+    minutes)."""
+    state = (
+        "finished"
+        if run.summary
+        else "running"
+        if time.time() - run.written < RUNNING
+        else "stopped"
+    )
     return {"state": state, "t": run.t, "T": run.T, "written": run.written}
 
 
@@ -30,14 +41,17 @@ def learned(run: Run) -> Row:
     rewards = column(run.steps, "reward")
     few = max(1, min(5, len(rewards) // 2))
     return {
-        "table": run.summary.get("held_out", {}), "questions": run.summary.get("questions"),
-        "sentence": run.summary.get("conclusion", ""), "few": few,
+        "table": run.summary.get("held_out", {}),
+        "questions": run.summary.get("questions"),
+        "sentence": run.summary.get("conclusion", ""),
+        "few": few,
         "rewards": [fmean(rewards[:few]), fmean(rewards[-few:])] if rewards else None,
-    }  # fmt: skip
+    }
 
 
 def winner(run: Run, tree: Row) -> Row | None:
-    """The winning instruction, or the one that leads now, and what speaks for it; None without any."""
+    """The winning instruction, or the one that leads now, and what speaks for it; None without
+    any."""
     by_id = {I["id"]: I for I in tree["instructions"]}
     last = [row for row in run.steps if row.get("w")][-1:]
     id = run.summary.get("generations", [last[0]["best"] if last else min(by_id, default=None)])[-1]
@@ -46,11 +60,16 @@ def winner(run: Run, tree: Row) -> Row | None:
     w = {int(j): value for j, value in last[0]["w"].items()} if last else {}
     others = sorted(((value, j) for j, value in w.items() if j != id), reverse=True)
     return {
-        "id": id, "lineage": lineage({j: I["parents"][0] if I["parents"] else None for j, I in by_id.items()}, id),
-        "w": w.get(id), "since": by_id[id]["born"],
-        "second": {"id": others[0][1], "w": others[0][0]} if others else None, "ever": len(by_id),
+        "id": id,
+        "lineage": lineage(
+            {j: I["parents"][0] if I["parents"] else None for j, I in by_id.items()}, id
+        ),
+        "w": w.get(id),
+        "since": by_id[id]["born"],
+        "second": {"id": others[0][1], "w": others[0][0]} if others else None,
+        "ever": len(by_id),
         "refused": len(tree["refused"]),
-    }  # fmt: skip
+    }
 
 
 def cost(run: Run) -> Row:
@@ -63,14 +82,19 @@ def cost(run: Run) -> Row:
     failed = {name for row in run.steps for name in row if name.endswith("/faults")}
     phases["other"] = max(0.0, total - sum(phases.values()))
     return {
-        "calls": len(calls), "optimizer": run.config.get("optimizer_model"),
+        "calls": len(calls),
+        "optimizer": run.config.get("optimizer_model"),
         **{name: sum(column(calls, name)) for name in ("prompt_tokens", "completion_tokens")},
         "optimizer_seconds": sum(column(calls, "seconds")),
-        "training": sum(row["t"] > 0 for row in run.steps) * run.config.get("batch", 0) * run.config.get("G", 0),
+        "training": sum(row["t"] > 0 for row in run.steps)
+        * run.config.get("batch", 0)
+        * run.config.get("G", 0),
         "verification": sum(column(run.reflections, "rollouts")),
         "tool_calls": run.summary.get("ledger", {}).get("tool_calls"),
-        "faults": sum(max(column(run.steps, name), default=0) for name in failed), "seconds": total, "phases": phases,
-    }  # fmt: skip
+        "faults": sum(max(column(run.steps, name), default=0) for name in failed),
+        "seconds": total,
+        "phases": phases,
+    }
 
 
 # ---- what went wrong
@@ -92,24 +116,40 @@ def warnings(run: Run) -> list[Row]:
     few = max(1, min(10, len(rows) // 5))
     entropy, reward = column(rows, "entropy"), column(rows, "reward")
     if entropy and (end := fmean(entropy[-few:])) < 0.05 * (start := fmean(entropy[:few])):
-        warn(f"Entropy has collapsed from {start:.3g} to {end:.3g} nats: the policy hardly explores.", "entropy")
+        warn(
+            f"Entropy has collapsed from {start:.3g} to {end:.3g} nats: the policy hardly explores.",
+            "entropy",
+        )
     silence, lasted = Silence(), dict[str, tuple[int, str]]()
     for row in rows:
         silence.step(row)
         lasted |= {sign: (row["t"], text) for sign, _, text in silence.lasting()}
     for sign, (t, text) in lasted.items():
         until = "To the end" if t == rows[-1]["t"] else f"Up to step {t}"
-        warn(f"{until}, {text}", {NO_ANSWER: "answered", ALL_ALIKE: "zero_variance_groups"}.get(sign, ""))
+        warn(
+            f"{until}, {text}",
+            {NO_ANSWER: "answered", ALL_ALIKE: "zero_variance_groups"}.get(sign, ""),
+        )
     mode = run.config.get("mode", "static")
     if mode != "static" and run.summary.get("evolved") is False:
         warn(f"No evolution changed the instructions: this is no result of --mode {mode}.", "tree")
     if gaps := [row for row in rows if (number(row.get("logp_gap")) or 0) > 0.05]:
         t, gap = gaps[0]["t"], max(column(gaps, "logp_gap"))
-        warn(f"Engine and trainer differ by up to {gap:.2g} nat a token, from step {t} on.", "logp_gap", t)
+        warn(
+            f"Engine and trainer differ by up to {gap:.2g} nat a token, from step {t} on.",
+            "logp_gap",
+            t,
+        )
     if skipped := [row["t"] for row in rows if row.get("skipped_updates")]:
         n = sum(column(rows, "skipped_updates"))
-        warn(f"{n:.0f} optimizer steps were skipped: loss or gradient were not finite.", "skipped_updates", skipped[0])
-    if len(reward) >= 10 and max(means := _windows(reward, few)) - means[-1] > 0.3 * max(map(abs, means)):
+        warn(
+            f"{n:.0f} optimizer steps were skipped: loss or gradient were not finite.",
+            "skipped_updates",
+            skipped[0],
+        )
+    if len(reward) >= 10 and max(means := _windows(reward, few)) - means[-1] > 0.3 * max(
+        map(abs, means)
+    ):
         warn(f"Reward fell from {max(means):.2f} to {means[-1]:.2f}.", "reward")
     return out
 

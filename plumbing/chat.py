@@ -1,4 +1,5 @@
-"""A conversation in a model's chat template: a program from outside, which transformers runs in a sandbox."""
+"""A conversation in a model's chat template: a program from outside, which transformers runs in a
+sandbox."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ TODAY = datetime(2024, 7, 26)  # what Llama 3's template takes where it has no c
 
 
 def rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> str:
-    """Returns what the chat template writes of a conversation, up to where the policy's turn begins.
+    """Returns what the chat template writes of a conversation, up to where the policy's turn
+    begins.
 
-    `options`: what else it is given. A template that asks for the date gets TODAY: a resumed run has the prompts that
-    it began with. Raises Fault where the template fails.
+    `options`: what else it is given. A template that asks for the date gets TODAY: a resumed run
+    has the prompts that it began with. Raises Fault where the template fails.
     """
     options = {"add_generation_prompt": True, "strftime_now": TODAY.strftime} | options
     try:
@@ -36,15 +38,19 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options
 
 @functools.lru_cache(maxsize=16)
 def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the tokens that end a turn of the policy, whoever samples it: the control token that the chat template
-    writes after an assistant's message, the tokenizer's EOS, and `eos_token_id` of the model's generation_config.json.
+    """Returns the tokens that end a turn of the policy, whoever samples it: the control token that
+    the chat template writes after an assistant's message, the tokenizer's EOS, and `eos_token_id`
+    of the model's generation_config.json.
 
     A turn that we write ends with the first of them.
     """
     from transformers import GenerationConfig
 
     said, folder = "It is Lake Baikal.", tokenizer.name_or_path
-    asked = [{"role": "user", "content": "Which lake is the deepest?"}, {"role": "assistant", "content": said}]
+    asked = [
+        {"role": "user", "content": "Which lake is the deepest?"},
+        {"role": "assistant", "content": said},
+    ]
     try:
         after = rendered(tokenizer, asked, add_generation_prompt=False).partition(said)[2]
     except Fault:  # a template for questions alone
@@ -66,8 +72,8 @@ def template_of(tokenizer: Tokenizer) -> str:
 
 
 def in_template(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> str:
-    """Returns a conversation as `rendered`. Raises Fault also where a message does not come out whole, except for
-    blanks at its ends."""
+    """Returns a conversation as `rendered`. Raises Fault also where a message does not come out
+    whole, except for blanks at its ends."""
     text = rendered(tokenizer, messages, **options)
     for message in messages:
         content = message["content"].strip()

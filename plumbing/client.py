@@ -19,14 +19,18 @@ MAX_ANSWER = 64 << 20  # bytes of an answer, unpacked
 BUSY = (408, 409, 425, 429)  # statuses besides 5xx that another attempt may not meet
 
 # How servers say that a conversation is too long, and how they name an option that a model refuses.
-TOO_LONG = re.compile(r"HTTP 413|\btokens\b|context.?(?:length|size|window|limit)|too (?:long|large)", re.I)
+TOO_LONG = re.compile(
+    r"HTTP 413|\btokens\b|context.?(?:length|size|window|limit)|too (?:long|large)", re.I
+)
 OPTION = re.compile(
-    r"(?:['\"`:]|\b(?:parameter|argument|field|support))s? ?(max_(?:completion_)?tokens|temperature|stop|seed)\b", re.I
+    r"(?:['\"`:]|\b(?:parameter|argument|field|support))s? ?(max_(?:completion_)?tokens|temperature|stop|seed)\b",
+    re.I,
 )
 
 
 class RequestFailed(Outage):
-    """No usable answer: the server and its last fault in words. A `transient` fault may be gone at the next attempt."""
+    """No usable answer: the server and its last fault in words. A `transient` fault may be gone at
+    the next attempt."""
 
     def __init__(self, text: str, transient: bool = False, retry_after: float = 0.0):
         super().__init__(text)
@@ -34,7 +38,8 @@ class RequestFailed(Outage):
 
 
 def respond(sock: Any, **options: Any) -> http.client.HTTPResponse:
-    """Returns a response; the socket's time-out at this moment is for all of it, status line, headers and chunks."""
+    """Returns a response; the socket's time-out at this moment is for all of it, status line,
+    headers and chunks."""
     response = http.client.HTTPResponse(sock, **options)
     raw: Any = response.fp.raw
     read, end = raw.readinto, monotonic() + sock.gettimeout()
@@ -51,38 +56,54 @@ def respond(sock: Any, **options: Any) -> http.client.HTTPResponse:
 
 
 class Connections(requests.adapters.HTTPAdapter):
-    """Connections whose responses come from `respond`: urllib3's own time-out is for two bytes in a row."""
+    """Connections whose responses come from `respond`: urllib3's own time-out is for two bytes in a
+    row."""
 
     def get_connection_with_tls_context(self, *args: Any, **options: Any) -> Any:
         pool: Any = super().get_connection_with_tls_context(*args, **options)
-        pool.ConnectionCls = type("Connection", (type(pool).ConnectionCls,), {"response_class": staticmethod(respond)})
+        pool.ConnectionCls = type(
+            "Connection", (type(pool).ConnectionCls,), {"response_class": staticmethod(respond)}
+        )
         return pool
 
 
 class Client:
     """A client of one server, or of several that can stand in for each other.
 
-    Connection faults, time-outs, BUSY, 5xx and answers that cannot be read are transient: the next server is asked at
-    once. When all have failed, the client waits and asks them all again, up to `retries` times. It waits for a second,
-    doubled every time and varied by half, or for as long as Retry-After asks; never longer than MAX_WAIT. Other
-    statuses are final. `timeout` seconds are for a whole call, however slowly its answer trickles in;
-    `retry_timeout=False` is for servers that may still be busy with it.
+    Connection faults, time-outs, BUSY, 5xx and answers that cannot be read are transient: the next
+    server is asked at once. When all have failed, the client waits and asks them all again, up to
+    `retries` times. It waits for a second, doubled every time and varied by half, or for as long as
+    Retry-After asks; never longer than MAX_WAIT. Other statuses are final. `timeout` seconds are
+    for a whole call, however slowly its answer trickles in; `retry_timeout=False` is for servers
+    that may still be busy with it.
 
-    `key` is for a service outside, "" if it needs none: the environment's proxies are used, never for this machine. A
-    server may echo the key: it is taken out of what arrives (`outside.clean`). No redirect is followed: it would take
-    questions and gold answers to another host. `revive` is called before every attempt but the first; it may return a
-    new URL for the server in use, or "".
+    `key` is for a service outside, "" if it needs none: the environment's proxies are used, never
+    for this machine. A server may echo the key: it is taken out of what arrives (`outside.clean`).
+    No redirect is followed: it would take questions and gold answers to another host. `revive` is
+    called before every attempt but the first; it may return a new URL for the server in use, or "".
     """
 
     def __init__(
-        self, urls: Iterable[str], timeout: float, retries: int, key: str | None = None, retry_timeout: bool = True,
+        self,
+        urls: Iterable[str],
+        timeout: float,
+        retries: int,
+        key: str | None = None,
+        retry_timeout: bool = True,
         revive: Callable[[], str] = lambda: "",
-    ):  # fmt: skip
+    ):
         self.urls = [at(url) for url in urls]  # the first is in use
-        self.timeout, self.retries, self.retry_timeout, self.revive = timeout, retries, retry_timeout, revive
-        self.secrets = [key.strip()] if key and len(key) >= 8 else []  # a short one ("EMPTY") is a word of any text
+        self.timeout, self.retries, self.retry_timeout, self.revive = (
+            timeout,
+            retries,
+            retry_timeout,
+            revive,
+        )
+        # a short one ("EMPTY") is a word of any text
+        self.secrets = [key.strip()] if key and len(key) >= 8 else []
         self.faults = 0  # transient faults so far
-        self.refused = {"max_completion_tokens"}  # options of `chat`; this one is for models that refuse max_tokens
+        # options of `chat`; this one is for models that refuse max_tokens
+        self.refused = {"max_completion_tokens"}
         self.session = requests.Session()
         self.session.trust_env = key is not None and not any(map(_is_loopback, self.urls))
         if key:
@@ -91,10 +112,11 @@ class Client:
             self.session.mount(scheme, Connections(pool_maxsize=1024))
 
     def ask(self, path: str, body: Any, read: Callable[[Any], T], retries: int | None = None) -> T:
-        """Returns `read(answer)` of a POST of `body`, or of a GET where it is None; `retries` replaces the client's.
+        """Returns `read(answer)` of a POST of `body`, or of a GET where it is None; `retries`
+        replaces the client's.
 
-        A LookupError, TypeError or ValueError of `read` makes the answer malformed. `str` reads one that is not JSON.
-        Raises RequestFailed.
+        A LookupError, TypeError or ValueError of `read` makes the answer malformed. `str` reads one
+        that is not JSON. Raises RequestFailed.
         """
         rounds, attempts = 1 + (self.retries if retries is None else retries), 0
         while True:
@@ -102,7 +124,8 @@ class Client:
             try:
                 return self._ask(path, body, read)
             except RequestFailed as e:
-                round, others = divmod(attempts, len(self.urls))  # 0: all have been asked in this round
+                # 0: all have been asked in this round
+                round, others = divmod(attempts, len(self.urls))
                 if not e.transient or round == rounds:
                     times = f", {rounds} times" if e.transient and rounds > 1 else ""
                     raise RequestFailed(f"{e}{times}", e.transient) from None
@@ -143,32 +166,45 @@ class Client:
         method, content = "GET" if body is None else "POST", bytearray()
         seconds: Any = urllib3.Timeout(self.timeout, min(5.0, self.timeout))  # in all, to connect
         try:
-            reply = self.session.request(method, url, json=body, timeout=seconds, stream=True, allow_redirects=False)
+            reply = self.session.request(
+                method, url, json=body, timeout=seconds, stream=True, allow_redirects=False
+            )
             with reply:
                 while part := reply.raw.read1(1 << 16, decode_content=True):
                     content += part
                     if len(content) > MAX_ANSWER:
                         raise RequestFailed(f"its answer is larger than {MAX_ANSWER >> 20} MiB")
         except (requests.ReadTimeout, urllib3.exceptions.ReadTimeoutError):
-            raise RequestFailed(f"no whole answer in {self.timeout:g} s", self.retry_timeout) from None
+            raise RequestFailed(
+                f"no whole answer in {self.timeout:g} s", self.retry_timeout
+            ) from None
         except ValueError as e:  # of an invalid URL, or a key that no header can hold
             raise RequestFailed(f"{type(e).__name__}: {e}") from None
         except (requests.RequestException, urllib3.exceptions.HTTPError) as e:
             raise RequestFailed(type(e).__name__, True) from None
         # Something came: an answer, or why there is none.
         if reply.is_redirect:
-            raise RequestFailed(f"HTTP {reply.status_code}: it redirects to {reply.headers['Location'][:200]}")
+            raise RequestFailed(
+                f"HTTP {reply.status_code}: it redirects to {reply.headers['Location'][:200]}"
+            )
         if reply.status_code >= 300:
             text = f"HTTP {reply.status_code}: {' '.join(content.decode(errors='replace').split())[:200]}"
             transient = reply.status_code in BUSY or reply.status_code >= 500
-            raise RequestFailed(text.rstrip(": "), transient, _retry_after(reply.headers.get("Retry-After", "")))
+            raise RequestFailed(
+                text.rstrip(": "), transient, _retry_after(reply.headers.get("Retry-After", ""))
+            )
         try:
-            answer = content.decode() if read is str else decoded(bytes(content), parse_constant=_refuse)
-            if self.secrets or b"\\ud" in content.lower():  # large answers of an engine need no pass in Python
+            answer = (
+                content.decode() if read is str else decoded(bytes(content), parse_constant=_refuse)
+            )
+            # large answers of an engine need no pass in Python
+            if self.secrets or b"\\ud" in content.lower():
                 answer = clean(answer, self.secrets)
             return read(answer)
         except (LookupError, TypeError, ValueError) as e:
-            raise RequestFailed(f"malformed answer ({type(e).__name__}: {str(e)[:200]})", True) from None
+            raise RequestFailed(
+                f"malformed answer ({type(e).__name__}: {str(e)[:200]})", True
+            ) from None
 
 
 def back_off(round: int) -> float:
@@ -181,7 +217,8 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _retry_after(value: str) -> float:
-    """Returns the seconds that a Retry-After header asks for, as a number or an HTTP date; 0 if it makes no sense."""
+    """Returns the seconds that a Retry-After header asks for, as a number or an HTTP date; 0 if it
+    makes no sense."""
     try:
         return urllib3.Retry().parse_retry_after(value)
     except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):

@@ -1,4 +1,5 @@
-"""Faults that a user can fix. Libraries raise them; each program's `main` prints them as one line."""
+"""Faults that a user can fix. Libraries raise them; each program's `main` prints them as one
+line."""
 
 import contextlib
 import io
@@ -15,15 +16,19 @@ from plumbing.status import status
 
 
 class Fault(Exception):
-    """What is wrong, where, and what to do about it: a line, or a line for each of several faults."""
+    """What is wrong, where, and what to do about it: a line, or a line for each of several
+    faults."""
 
     def __str__(self) -> str:
         lines = [str(line) for line in self.args]
-        return "\n  ".join([f"{len(lines)} things are missing or wrong:", *lines] if len(lines) > 1 else lines)
+        return "\n  ".join(
+            [f"{len(lines)} things are missing or wrong:", *lines] if len(lines) > 1 else lines
+        )
 
 
 def first_line(e: BaseException) -> str:
-    """Returns the first line of an exception's message that says something, or the exception's type."""
+    """Returns the first line of an exception's message that says something, or the exception's
+    type."""
     return (str(e).strip().splitlines() or [type(e).__name__])[0]
 
 
@@ -70,9 +75,11 @@ class OptimizerDown(Outage):
 
 
 class Outlived(io.FileIO):
-    """Standard output that its program may lose: once it cannot be written, one line on standard error, then nothing.
+    """Standard output that its program may lose: once it cannot be written, one line on standard
+    error, then nothing.
 
-    The reader of a long run may end before it (`| head`, a killed `| tee log`), or the disk of its log may be full.
+    The reader of a long run may end before it (`| head`, a killed `| tee log`), or the disk of its
+    log may be full.
     """
 
     def write(self, content: Any) -> int:
@@ -81,28 +88,41 @@ class Outlived(io.FileIO):
         except OSError as e:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             with contextlib.suppress(OSError):
-                print(f"standard output cannot be written ({e.strerror}): continuing without it", file=sys.stderr)
+                print(
+                    f"standard output cannot be written ({e.strerror}): continuing without it",
+                    file=sys.stderr,
+                )
             return len(content)
 
 
 def tell_torchrun(text: str) -> None:
-    """Has torchrun, which prints 30 lines of its own when a process fails, end them with this text."""
+    """Has torchrun, which prints 30 lines of its own when a process fails, end them with this
+    text."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         about = {"timestamp": str(int(time.time())), "py_callstack": text}
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": about}}), "utf-8")
+            Path(path).write_text(
+                json.dumps({"message": {"message": text, "extraInfo": about}}), "utf-8"
+            )
 
 
 @contextlib.contextmanager
 def one_line(program: str = "") -> Iterator[None]:
-    """Exits with code 1 and the fault's line on standard error, after `program: ` where one is named.
+    """Exits with code 1 and the fault's line on standard error, after `program: ` where one is
+    named.
 
     The block goes on if standard output closes first, or cannot spell a character.
     """
-    before = sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # None: closed (>&-)
+    # None: closed (>&-)
+    before = sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
     if isinstance(before, io.TextIOWrapper) and before is sys.__stdout__:
-        buffer, at_once = io.BufferedWriter(Outlived(1, "w", closefd=False)), before.isatty() or before.write_through
-        sys.stdout = io.TextIOWrapper(buffer, before.encoding, "backslashreplace", line_buffering=at_once)
+        buffer, at_once = (
+            io.BufferedWriter(Outlived(1, "w", closefd=False)),
+            before.isatty() or before.write_through,
+        )
+        sys.stdout = io.TextIOWrapper(
+            buffer, before.encoding, "backslashreplace", line_buffering=at_once
+        )
     try:
         yield
     except Fault as e:

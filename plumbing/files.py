@@ -32,7 +32,8 @@ def write(path: Path, text: str) -> None:
 
 
 def parse_lines(lines: Iterable[str], key: str = "") -> list[dict[str, Any]]:
-    """Returns the objects of JSON lines, those with `key` if given; lines cut short or damaged are left out."""
+    """Returns the objects of JSON lines, those with `key` if given; lines cut short or damaged are
+    left out."""
     rows = []
     for line in lines:
         with contextlib.suppress(ValueError):
@@ -43,7 +44,8 @@ def parse_lines(lines: Iterable[str], key: str = "") -> list[dict[str, Any]]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a .jsonl file, none of a file that is not there; Fault where it cannot be read."""
+    """Returns the rows of a .jsonl file, none of a file that is not there; Fault where it cannot be
+    read."""
     try:
         return parse_lines(path.read_text("utf-8", "replace").split("\n"))
     except FileNotFoundError:

@@ -13,30 +13,43 @@ from plumbing.faults import tell_torchrun
 
 
 def knob(
-    default: Any, doc: str, *, least: float = -math.inf, above: float = -math.inf, below: float = math.inf,
-    of: tuple[Any, ...] = (), more: bool = False,
-) -> Any:  # fmt: skip
-    """Returns a field with its choices (`of`) or bounds; `more` puts it on the second page of --help."""
+    default: Any,
+    doc: str,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+    of: tuple[Any, ...] = (),
+    more: bool = False,
+) -> Any:
+    """Returns a field with its choices (`of`) or bounds; `more` puts it on the second page of
+    --help."""
     bounds = {"least": least, "above": above, "below": below}
-    return dataclasses.field(default=default, metadata={"doc": doc, "of": of, "more": more} | bounds)
+    return dataclasses.field(
+        default=default, metadata={"doc": doc, "of": of, "more": more} | bounds
+    )
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if os.environ.get("RANK", "0") != "0":  # under torchrun one process speaks for all,
-            time.sleep(30)  # and has to get its word in: torchrun ends the others as soon as one has failed
+            # and has to get its word in: torchrun ends the others as soon as one has failed
+            time.sleep(30)
             self.exit(2)
         tell_torchrun(text := f"{self.prog}: {message} ({self.prog} --help lists the flags)")
         self.exit(2, f"{text}\n")
 
 
-def add_flags(parser: Parser, kind: type, shown: Mapping[str, Any], root: Path, everything: bool) -> None:
+def add_flags(
+    parser: Parser, kind: type, shown: Mapping[str, Any], root: Path, everything: bool
+) -> None:
     """Adds the flags of a dataclass's fields, a group for each class that it is made of.
 
-    The help has those that most runs need, or `everything`. `shown`: defaults that it names in place of the fields'
-    own; files under `root` are named from there.
+    The help has those that most runs need, or `everything`. `shown`: defaults that it names in
+    place of the fields' own; files under `root` are named from there.
     """
-    left = {f.name: f for f in dataclasses.fields(kind)}  # a knob that a subclass defines anew stays in its first place
+    # a knob that a subclass defines anew stays in its first place
+    left = {f.name: f for f in dataclasses.fields(kind)}
     for concern in reversed(kind.__mro__):
         own = [left.pop(name) for name in vars(concern).get("__annotations__", ()) if name in left]
         if own:
@@ -52,7 +65,8 @@ def add_flags(parser: Parser, kind: type, shown: Mapping[str, Any], root: Path, 
 
 
 def describe(f: dataclasses.Field[Any], default: Any, root: Path) -> str:
-    """Returns a flag's line in --help, with its default and, where that is another, the field's own."""
+    """Returns a flag's line in --help, with its default and, where that is another, the field's
+    own."""
     doc: str = f.metadata["doc"]
     if f.name == "model" or isinstance(default, bool) or default == "":
         return doc
@@ -76,6 +90,10 @@ def out_of_range(cfg: Any, names: Iterable[str]) -> str:
         if value < (least := limits["least"]):
             return f"--{name} {value}: must {'not be negative' if least == 0 else f'be at least {least}'}"
         if not limits["above"] < value < limits["below"]:
-            bound = f"above {limits['above']}" if value <= limits["above"] else f"below {limits['below']}"
+            bound = (
+                f"above {limits['above']}"
+                if value <= limits["above"]
+                else f"below {limits['below']}"
+            )
             return f"--{name} {value}: must be {bound}"
     return ""

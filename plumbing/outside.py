@@ -1,6 +1,7 @@
 """Text from outside is data: passages, questions, replies of the optimizer, error pages.
 
-`decoded` and `clean` take it in, `as_data` puts it into the policy's context, `printable` puts it on a terminal.
+`decoded` and `clean` take it in, `as_data` puts it into the policy's context, `printable` puts it
+on a terminal.
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can spell it, no encoder accepts it
+# half a character: JSON can spell it, no encoder accepts it
+SURROGATE = re.compile("[\ud800-\udfff]")
 SIMPLE_TAG = re.compile(r"</?[A-Za-z_][\w-]*>")
 MARKUP = re.compile(r"[<\[{].+[>\]}]", re.S)
-USER = re.compile(r"(?<=//)[^\s/'\"]*@|[^\s/'\"@]+:[^\s/'\"@]*@")  # of a URL, or of what should have been one
-QUERY = re.compile(r"(://(?:(?!,\w+://)[^\s'\"<>()?#])*)[?#](?:(?!,\w+://)[^\s'\"<>()])*(?<![:;,.])")
+# of a URL, or of what should have been one
+USER = re.compile(r"(?<=//)[^\s/'\"]*@|[^\s/'\"@]+:[^\s/'\"@]*@")
+QUERY = re.compile(
+    r"(://(?:(?!,\w+://)[^\s'\"<>()?#])*)[?#](?:(?!,\w+://)[^\s'\"<>()])*(?<![:;,.])"
+)
 JOINERS = "\u200c\u200d"  # invisible, but Persian, Hindi and emoji are written with them
 
 
 def decoded(text: str | bytes, **options: Any) -> Any:
-    """Returns what a JSON text says. Raises ValueError if it is not JSON, also where Python gives up on its nesting."""
+    """Returns what a JSON text says. Raises ValueError if it is not JSON, also where Python gives
+    up on its nesting."""
     try:
         return json.loads(text, **options)
     except RecursionError:
@@ -32,12 +38,14 @@ def decoded(text: str | bytes, **options: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """Returns JSON data with None for every nan and infinity: JSON has no word for them, and browsers refuse them."""
+    """Returns JSON data with None for every nan and infinity: JSON has no word for them, and
+    browsers refuse them."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def clean(value: Any, secrets: Collection[str] = ()) -> Any:
-    """Returns decoded JSON, in which half surrogate pairs are U+FFFD and `secrets` are "[secret]" in every text."""
+    """Returns decoded JSON, in which half surrogate pairs are U+FFFD and `secrets` are "[secret]"
+    in every text."""
 
     def cleaned(text: str) -> str:
         for secret in secrets:
@@ -59,31 +67,45 @@ def in_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def plain(text: str) -> str:
-    """Returns a text in one spelling: compatibility forms (NFKC) and without invisible format characters."""
+    """Returns a text in one spelling: compatibility forms (NFKC) and without invisible format
+    characters."""
     if text.isascii():
         return text
-    return "".join(c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf")
+    return "".join(
+        c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf"
+    )
 
 
 @functools.lru_cache(maxsize=16)
-def control(tokenizer: Tokenizer, tags: tuple[str, ...] = (), simple: bool = False) -> re.Pattern[str]:
-    """Returns a pattern of what outside text must not spell: control tokens of the policy, and the agent's `tags`.
+def control(
+    tokenizer: Tokenizer, tags: tuple[str, ...] = (), simple: bool = False
+) -> re.Pattern[str]:
+    """Returns a pattern of what outside text must not spell: control tokens of the policy, and the
+    agent's `tags`.
 
-    A control token is one that was added to the vocabulary and is special, or looks like markup: some models leave
-    `<|fim_prefix|>` or the mark of a user's turn unflagged. `simple` lets unflagged tags such as <think> pass.
+    A control token is one that was added to the vocabulary and is special, or looks like markup:
+    some models leave `<|fim_prefix|>` or the mark of a user's turn unflagged. `simple` lets
+    unflagged tags such as <think> pass.
     """
     special = set(tokenizer.all_special_tokens)
     special |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    marked = {token.content for token in tokenizer.added_tokens_decoder.values() if MARKUP.fullmatch(token.content)}
+    marked = {
+        token.content
+        for token in tokenizer.added_tokens_decoder.values()
+        if MARKUP.fullmatch(token.content)
+    }
     if simple:
         marked = {text for text in marked if not SIMPLE_TAG.fullmatch(text)}
-    spelled = {text.strip() for text in special | marked} | {f"<{slash}{tag}>" for tag in tags for slash in ("", "/")}
+    spelled = {text.strip() for text in special | marked} | {
+        f"<{slash}{tag}>" for tag in tags for slash in ("", "/")
+    }
     longest_first = sorted((text for text in spelled if text), key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)", re.IGNORECASE)
 
 
 def as_data(text: str, pattern: re.Pattern[str]) -> str:
-    """Returns the text with a blank behind the first character of everything that `pattern` finds: `< |im_end|>`.
+    """Returns the text with a blank behind the first character of everything that `pattern` finds:
+    `< |im_end|>`.
 
     Any other text is returned unchanged, so its tokens are those it always had.
     """
@@ -95,8 +117,11 @@ def as_data(text: str, pattern: re.Pattern[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns the text for a terminal: control characters are escapes (`\\x1b`), but for line ends and tabs."""
-    return "".join(c if c in "\n\t" or _harmless(c) else c.encode("unicode_escape").decode() for c in text)
+    """Returns the text for a terminal: control characters are escapes (`\\x1b`), but for line ends
+    and tabs."""
+    return "".join(
+        c if c in "\n\t" or _harmless(c) else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def _harmless(c: str) -> bool:

@@ -6,8 +6,9 @@ Servers differ in where they put thoughts, a refusal, an error and the price.
 import re
 from typing import Any, NamedTuple
 
-# Marks of thoughts, in any case: <think>, [THINK], <seed:think>, ◁think▷, <|begin_of_thought|>, <|START_THINKING|>;
-# gpt-oss, Gemma 4 and Apertus have others. A quoted mark is mentioned, and so is an opening one inside a sentence.
+# Marks of thoughts, in any case: <think>, [THINK], <seed:think>, ◁think▷, <|begin_of_thought|>,
+# <|START_THINKING|>; gpt-oss, Gemma 4 and Apertus have others. A quoted mark is mentioned, and so
+# is an opening one inside a sentence.
 NAMES = "think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad|cot|monologue"
 TAG = rf"(?:\w+[:_])?(?:{NAMES})(?:[:_]\w+)?[|｜]?[>\]▷]"
 QUOTED = r"(?![`'\"”][\s.,;:!?)])"
@@ -53,7 +54,8 @@ def read_reply(answer: Any) -> Reply:
 
 
 def usage_of(answer: Any) -> tuple[int, int]:
-    """Returns the tokens of prompt and completion that an answer bills, whatever else it holds; 0: it does not say.
+    """Returns the tokens of prompt and completion that an answer bills, whatever else it holds; 0:
+    it does not say.
 
     Some servers count thoughts in the total alone.
     """
@@ -69,8 +71,9 @@ def usage_of(answer: Any) -> tuple[int, int]:
 def without_thoughts(text: str, part: re.Pattern[str]) -> str:
     """Returns what follows a model's thoughts; those that do not end are followed by nothing.
 
-    Thoughts end at the last closing mark that a `part` of an answer follows: remarks mention marks, too, and so do
-    parts. Templates that write the opening mark themselves leave a reply with the closing one alone.
+    Thoughts end at the last closing mark that a `part` of an answer follows: remarks mention marks,
+    too, and so do parts. Templates that write the opening mark themselves leave a reply with the
+    closing one alone.
     """
     outside, start = part.sub(lambda found: "\0" * len(found[0]), text), 0
     for mark in CLOSING.finditer(outside, 0, outside.rfind("\0") + 1):

@@ -1,4 +1,5 @@
-"""HTTP servers: binds a port, serves an app on it, and runs a server as a child process of a run."""
+"""HTTP servers: binds a port, serves an app on it, and runs a server as a child process of a
+run."""
 
 import contextlib
 import os
@@ -16,8 +17,10 @@ from urllib.parse import urlsplit
 from plumbing.faults import Fault, Outage
 from plumbing.status import status
 
-LISTENING = re.compile(r"^listening on (http://\S+)$", re.M)  # a server prints it once it accepts connections
-# What a child sees of the environment: where programs, caches and devices are. Not keys, nor anything it does not need.
+# a server prints it once it accepts connections
+LISTENING = re.compile(r"^listening on (http://\S+)$", re.M)
+# What a child sees of the environment: where programs, caches and devices are. Not keys, nor
+# anything it does not need.
 INHERITED = re.compile(
     "PATH|HOME|USER|LANG|TZ|TE?MP|TMPDIR|VIRTUAL_ENV|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|HF_ENDPOINT|"
     "(LC|LD|PYTHON|OMP|GOMP|MKL|CUDA|NVIDIA|XDG)_?[A-Z_]+"
@@ -25,21 +28,25 @@ INHERITED = re.compile(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a TCP socket that listens on host:port (port 0: any free one); raises Fault if it cannot."""
+    """Returns a TCP socket that listens on host:port (port 0: any free one); raises Fault if it
+    cannot."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # "" would bind every address of the machine: an unset shell variable must not publish the server.
+        # "" would bind every address of the machine: an unset shell variable must not publish the
+        # server.
         sock = socket.create_server((host or "127.0.0.1", port), family=family, backlog=2048)
     except (OSError, OverflowError, UnicodeError) as e:
         remedy = "give an address of this machine and a free port (0 takes any)"
         raise Fault(f"cannot listen on {host}:{port}: {e}; {remedy}") from None
-    # asyncio leaves Nagle's algorithm on for sockets made like this, so a short response takes 44 ms instead of 1.
+    # asyncio leaves Nagle's algorithm on for sockets made like this, so a short response takes 44
+    # ms instead of 1.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
 
 def serve(app: Any, sock: socket.socket, child: bool) -> None:
-    """Serves an ASGI app on a listening socket until interrupted, or, as a child, until standard input ends."""
+    """Serves an ASGI app on a listening socket until interrupted, or, as a child, until standard
+    input ends."""
     import uvicorn  # here, because the trainer imports this module too
 
     # 120 s: a trainer's connections stay open during its update step.
@@ -48,8 +55,8 @@ def serve(app: Any, sock: socket.socket, child: bool) -> None:
     # uvicorn's own handlers would wait for clients, however slow: a server has nothing to save.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     if child:
-        # A cluster may signal every process of a job, but the parent needs this server until it has saved, and stops
-        # it when it is done.
+        # A cluster may signal every process of a job, but the parent needs this server until it has
+        # saved, and stops it when it is done.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
@@ -65,10 +72,11 @@ def _exit_with_stdin() -> None:
 
 
 class Child(contextlib.AbstractContextManager["Child"]):
-    """Runs a server script as `python *argv --port N --child`, ready at `.url`; raises Fault if it never is.
+    """Runs a server script as `python *argv --port N --child`, ready at `.url`; raises Fault if it
+    never is.
 
-    It ends with this process, however this process ends. What it prints is appended to the file `log`. Of the
-    environment it gets what is INHERITED.
+    It ends with this process, however this process ends. What it prints is appended to the file
+    `log`. Of the environment it gets what is INHERITED.
     """
 
     def __init__(self, argv: list[str], log: str | Path, deadline: float = 60.0, port: int = 0):
@@ -76,20 +84,35 @@ class Child(contextlib.AbstractContextManager["Child"]):
         root = str(Path(__file__).parents[1])  # for `-m module`, whatever the working directory
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         env = {name: value for name, value in os.environ.items() if INHERITED.fullmatch(name)}
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}  # one thread: the trainer needs the cores
-        self._log, self._log_start = Path(log), Path(log).stat().st_size if Path(log).exists() else 0
+        # one thread: the trainer needs the cores
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        self._log, self._log_start = (
+            Path(log),
+            Path(log).stat().st_size if Path(log).exists() else 0,
+        )
         with open(log, "ab") as output:
             # a session of its own: a terminal's Ctrl-C and hang-up do not reach it
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=env, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=env,
+                start_new_session=True,
             )
         end = time.monotonic() + deadline
         try:
             while not (ready := LISTENING.search(self._printed())):
                 if not self.alive() or time.monotonic() > end:
-                    problem = f"not ready after {deadline:g} s" if self.alive() else "stopped while starting"
+                    problem = (
+                        f"not ready after {deadline:g} s"
+                        if self.alive()
+                        else "stopped while starting"
+                    )
                     lines = [line for line in self._printed().splitlines() if line.strip()]
-                    raise Fault(f"{argv[0]} {problem}: {lines[-1] if lines else 'it printed no error'}")
+                    raise Fault(
+                        f"{argv[0]} {problem}: {lines[-1] if lines else 'it printed no error'}"
+                    )
                 time.sleep(0.02)
         except BaseException:  # Ctrl-C too
             self.stop()
@@ -97,7 +120,8 @@ class Child(contextlib.AbstractContextManager["Child"]):
         self.url = ready[1]
 
     def _printed(self) -> str:
-        return self._log.read_bytes()[self._log_start :].decode(errors="replace")  # without that of earlier processes
+        # without that of earlier processes
+        return self._log.read_bytes()[self._log_start :].decode(errors="replace")
 
     def alive(self) -> bool:
         """Returns whether the process is still running."""
@@ -115,10 +139,12 @@ class Child(contextlib.AbstractContextManager["Child"]):
 
 
 class Servers(contextlib.AbstractContextManager["Servers"]):
-    """The servers that a run starts for itself; `servers(*argv)` starts one unless it is running, and returns its URL.
+    """The servers that a run starts for itself; `servers(*argv)` starts one unless it is running,
+    and returns its URL.
 
-    `deadline`: seconds after which one that is not ready is a Fault. A server that has died restarts on its old port,
-    the only one that the clients of other ranks know; one that does not is an Outage.
+    `deadline`: seconds after which one that is not ready is a Fault. A server that has died
+    restarts on its old port, the only one that the clients of other ranks know; one that does not
+    is an Outage.
     """
 
     def __init__(self, log: str | Path):

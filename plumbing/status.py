@@ -1,4 +1,5 @@
-"""What a run is doing before it has a progress bar: one line on a terminal, which the next one overwrites."""
+"""What a run is doing before it has a progress bar: one line on a terminal, which the next one
+overwrites."""
 
 import sys
 
@@ -6,7 +7,8 @@ from plumbing.stop import LEADS
 
 
 def status(text: str) -> None:
-    """Shows `text` and " ...", or clears the line for ""; does nothing where standard error is no terminal."""
+    """Shows `text` and " ...", or clears the line for ""; does nothing where standard error is no
+    terminal."""
     if sys.stderr.isatty() and LEADS:
         sys.stderr.write(f"\r\x1b[K{text and text + ' ...'}")
         sys.stderr.flush()

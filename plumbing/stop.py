@@ -1,10 +1,12 @@
-"""SIGINT, SIGTERM and SIGHUP are one request to stop; the first counts (under torchrun a Ctrl-C arrives twice).
+"""SIGINT, SIGTERM and SIGHUP are one request to stop; the first counts (under torchrun a Ctrl-C
+arrives twice).
 
-plumbing/__init__.py imports this module: a program of ours does so before anything slow. Until it enters `listening`
-it has nothing to lose, and a request ends it at once, without an exception: one that is raised while a C extension is
-imported may abort the process. From there on a request waits for the next `may_stop`, and inside that it raises Stopped
-at once, so that no update and no file is left half done. (Python drops what is raised inside a `__del__` or a callback:
-such a request waits for the next `may_stop`, too.)
+plumbing/__init__.py imports this module: a program of ours does so before anything slow. Until it
+enters `listening` it has nothing to lose, and a request ends it at once, without an exception: one
+that is raised while a C extension is imported may abort the process. From there on a request waits
+for the next `may_stop`, and inside that it raises Stopped at once, so that no update and no file is
+left half done. (Python drops what is raised inside a `__del__` or a callback: such a request waits
+for the next `may_stop`, too.)
 """
 
 import contextlib
@@ -15,8 +17,10 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal, a cluster, a terminal that went away
-PROGRAMS = (  # ours, or where they are; others clean up by themselves, and so does a script of a user's
+# a terminal, a cluster, a terminal that went away
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# ours, or where they are; others clean up by themselves, and so does a script of a user's
+PROGRAMS = (
     "inspo.py", "ask.py", "evaluate.py", "export.py", "report.py", "retrieval_server.py", "extras", "extras/real",
     "extras/world", "labs", "retrieval",
 )  # fmt: skip
@@ -24,7 +28,8 @@ LEADS = os.environ.get("RANK", "0") == "0"  # whether this process speaks for al
 
 
 class Stopped(SystemExit):
-    """Somebody asked this process to stop. Uncaught, it is its line on standard error and exit code 1."""
+    """Somebody asked this process to stop. Uncaught, it is its line on standard error and exit code
+    1."""
 
 
 class _State:
@@ -36,7 +41,8 @@ class _State:
 def listening() -> Iterator[None]:
     """Handles the signals, but for those that the caller's shell ignores (nohup).
 
-    A program ignores them afterwards: Python takes a second to exit. Elsewhere, as in tests, the old handlers return.
+    A program ignores them afterwards: Python takes a second to exit. Elsewhere, as in tests, the
+    old handlers return.
     """
     old = _handle_by(_request)
     try:
@@ -83,7 +89,8 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _print(text: str) -> None:
-    """Writes to standard error, past a print that the signal may have interrupted; the terminal may be gone."""
+    """Writes to standard error, past a print that the signal may have interrupted; the terminal may
+    be gone."""
     if LEADS:
         with contextlib.suppress(OSError):
             os.write(2, text.encode())
@@ -91,14 +98,18 @@ def _print(text: str) -> None:
 
 def _handle_by(handler: Any) -> dict[signal.Signals, Any]:
     """Sets the handler of all signals that are not ignored; returns the handlers before."""
-    old = {number: before for number in SIGNALS if (before := signal.getsignal(number)) is not signal.SIG_IGN}
+    old = {
+        number: before
+        for number in SIGNALS
+        if (before := signal.getsignal(number)) is not signal.SIG_IGN
+    }
     for number in old:
         signal.signal(number, handler)
     return old
 
 
-# What a request does before `listening`. A rank may wait for the others in C++, where no handler of Python's runs; it
-# needs no line of its own, as torchrun prints some.
+# What a request does before `listening`. A rank may wait for the others in C++, where no handler of
+# Python's runs; it needs no line of its own, as torchrun prints some.
 EARLY = signal.SIG_DFL if "RANK" in os.environ else _exit
 _root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 _program = getattr(sys.modules["__main__"], "__file__", None)

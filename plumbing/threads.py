@@ -1,4 +1,5 @@
-"""How many CPU threads torch computes with: as many as cores are idle when a run starts (measured in LOG.md)."""
+"""How many CPU threads torch computes with: as many as cores are idle when a run starts (measured
+in LOG.md)."""
 
 import functools
 import os
@@ -10,7 +11,8 @@ _chosen = ""  # what a run of this process has put into OMP_NUM_THREADS, where t
 
 @functools.cache
 def count_idle_cores() -> int:
-    """Physical cores open to this process that were less than half busy for a quarter of a second; at least 1."""
+    """Physical cores open to this process that were less than half busy for a quarter of a second;
+    at least 1."""
     busy: list[float] = psutil.cpu_percent(0.25, percpu=True)
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(busy))
     idle = sum(busy[core] < 50 for core in mine)
@@ -18,7 +20,8 @@ def count_idle_cores() -> int:
 
 
 def choose_threads(most: int = 0) -> int:
-    """OMP_NUM_THREADS, where it is set; otherwise one thread per idle core, at most `most` (0: no limit)."""
+    """OMP_NUM_THREADS, where it is set; otherwise one thread per idle core, at most `most` (0: no
+    limit)."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given != _chosen and given.isdigit() and int(given):
         return int(given)
@@ -29,12 +32,14 @@ def choose_threads(most: int = 0) -> int:
 def use_threads(threads: int) -> None:
     """Makes torch compute with this many threads. Call it before torch is imported.
 
-    Not by `torch.set_num_threads`: that lets MKL start a team within each of torch's threads, so that attention on two
-    is slower than on one. On idle cores a long wait for each other makes two threads a third faster; where other
-    programs want the cores it costs them and this one dearly.
+    Not by `torch.set_num_threads`: that lets MKL start a team within each of torch's threads, so
+    that attention on two is slower than on one. On idle cores a long wait for each other makes two
+    threads a third faster; where other programs want the cores it costs them and this one dearly.
     """
     global _chosen
     if os.environ.get("OMP_NUM_THREADS") != str(threads):
         os.environ["OMP_NUM_THREADS"] = _chosen = str(threads)
     if threads > 1:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000" if count_idle_cores() >= threads else "1000")
+        os.environ.setdefault(
+            "GOMP_SPINCOUNT", "10000" if count_idle_cores() >= threads else "1000"
+        )

@@ -1,8 +1,10 @@
-"""What a run's config.json may start: only what this user has started here before, or names again on the command line.
+"""What a run's config.json may start: only what this user has started here before, or names again
+on the command line.
 
-A run directory may come from anybody. Its weights are safetensors and its logs are text, but `--task`, `--tools`,
-`--reward` and `--format` name modules and commands, and `--retriever` and `--vllm` name servers that would be sent
-prompts or weights. Runs started by this user are remembered by the digest of their config.json, which has a random id.
+A run directory may come from anybody. Its weights are safetensors and its logs are text, but
+`--task`, `--tools`, `--reward` and `--format` name modules and commands, and `--retriever` and
+`--vllm` name servers that would be sent prompts or weights. Runs started by this user are
+remembered by the digest of their config.json, which has a random id.
 """
 
 import hashlib
@@ -22,7 +24,8 @@ KNOBS = ("task", "tools", "reward", "format", "parts", "retriever", "vllm")
 
 
 def is_ours(knob: str, value: str) -> bool:
-    """Whether a value is a plain word, such as `search`, or a task or format that the project ships (module:Class)."""
+    """Whether a value is a plain word, such as `search`, or a task or format that the project ships
+    (module:Class)."""
     if ":" not in value:
         return True
     rooms = value.partition(":")[0].split(".")
@@ -31,9 +34,11 @@ def is_ours(knob: str, value: str) -> bool:
 
 
 def check_origin(run: Path, settings: Mapping[str, Any], given: Container[str]) -> None:
-    """Raises Fault if the settings in a run's config.json name code or servers that this user has not chosen.
+    """Raises Fault if the settings in a run's config.json name code or servers that this user has
+    not chosen.
 
-    `settings`: those that the program uses. `given`: names of the flags on the command line, which replace them.
+    `settings`: those that the program uses. `given`: names of the flags on the command line, which
+    replace them.
     """
     foreign = {
         name: value
@@ -43,7 +48,9 @@ def check_origin(run: Path, settings: Mapping[str, Any], given: Container[str]) 
         and not all(is_ours(name, part) for part in value.split(","))
     }
     if foreign and not _remembers(run):
-        flags = printable(" ".join(f"--{name} {shlex.quote(value)}" for name, value in foreign.items()))
+        flags = printable(
+            " ".join(f"--{name} {shlex.quote(value)}" for name, value in foreign.items())
+        )
         raise Fault(
             f"{run} was not started by you on this machine, and its config.json names code or servers that are not the"
             f" project's; if you trust them, give them again: {flags}"
@@ -51,7 +58,8 @@ def check_origin(run: Path, settings: Mapping[str, Any], given: Container[str]) 
 
 
 def remember(run: Path) -> None:
-    """Notes that this user has started the run; without a home directory to write to nothing is remembered."""
+    """Notes that this user has started the run; without a home directory to write to nothing is
+    remembered."""
     with suppress(OSError, RuntimeError):
         _ledger().parent.mkdir(parents=True, exist_ok=True)
         with open(_ledger(), "a", encoding="utf-8") as file:

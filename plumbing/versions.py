@@ -13,12 +13,17 @@ PACKAGES = ("torch", "transformers", "triton", "vllm", "liger-kernel", "peft")
 
 @functools.cache  # the code that this process runs, whatever is edited meanwhile
 def commit() -> str:
-    """Returns the commit, with "+" and a digest of how tracked files differ from it; "" outside a git checkout."""
+    """Returns the commit, with "+" and a digest of how tracked files differ from it; "" outside a
+    git checkout."""
     git = ["git", "-C", str(Path(__file__).parent)]
     with contextlib.suppress(OSError):
-        name = subprocess.run([*git, "describe", "--always", "--dirty=+", "--exclude=*"], capture_output=True)
+        name = subprocess.run(
+            [*git, "describe", "--always", "--dirty=+", "--exclude=*"], capture_output=True
+        )
         change = subprocess.run([*git, "diff", "HEAD"], capture_output=True)
-        return name.stdout.decode().strip() + (f"{zlib.crc32(change.stdout):08x}" if change.stdout else "")
+        return name.stdout.decode().strip() + (
+            f"{zlib.crc32(change.stdout):08x}" if change.stdout else ""
+        )
     return ""
 
 

@@ -3,7 +3,8 @@
 import re
 import unicodedata
 
-# Thai, Lao, Burmese, Khmer, Chinese and Japanese put no spaces between words: each sign counts as one. Korean's, too.
+# Thai, Lao, Burmese, Khmer, Chinese and Japanese put no spaces between words: each sign counts as
+# one. Korean's, too.
 SIGNS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\ua4cf\uac00-\ud7ff\uf900-\ufaff\U00020000-\U0003ffff"
 # Vowel signs and the like, no \w. Not Latin's: "İ" in lower case has one.
 MARKS = "".join(c for c in map(chr, range(0x483, 0x1D00)) if unicodedata.category(c)[0] == "M")
@@ -11,7 +12,8 @@ WORD = re.compile(rf"[^\W{SIGNS}]+(?:[{MARKS}]+[^\W{SIGNS}]*)*|(?=\w)[{SIGNS}][{
 
 
 def compose(text: str) -> str:
-    """Returns a text in composed form (NFC), full-width and half-width characters in their usual width."""
+    """Returns a text in composed form (NFC), full-width and half-width characters in their usual
+    width."""
     if text.isascii():
         return text
     usual = re.sub("[\uff00-\uffef]+", lambda forms: unicodedata.normalize("NFKC", forms[0]), text)

@@ -1,4 +1,5 @@
-"""Passages on disk: a JSONL file of any size, of which only the offsets of its rows are kept in memory."""
+"""Passages on disk: a JSONL file of any size, of which only the offsets of its rows are kept in
+memory."""
 
 import hashlib
 import json
@@ -15,7 +16,8 @@ FORM = 'a corpus is unpacked JSONL: one {"id": ..., "contents": "\\"Title\\"\\nt
 
 
 def contents_of(row: Any) -> str:
-    """Returns a row's `contents`, or what they would be from its `text` and its `title`, if it has one."""
+    """Returns a row's `contents`, or what they would be from its `text` and its `title`, if it has
+    one."""
     if "contents" in row or "text" not in row:
         return row["contents"]
     title = row["title"] if "title" in row else ""
@@ -23,10 +25,12 @@ def contents_of(row: Any) -> str:
 
 
 class Corpus:
-    """The passages {"id", "contents"} of a JSONL file, by row number from 0; each is read from disk on access.
+    """The passages {"id", "contents"} of a JSONL file, by row number from 0; each is read from disk
+    on access.
 
-    Rows are Search-R1's {"id", "contents"}, or {"id", "title", "text"}; blank lines do not count. Opening a corpus
-    reads it once to find where its rows begin; a row is checked when it is read. Safe to read from several threads.
+    Rows are Search-R1's {"id", "contents"}, or {"id", "title", "text"}; blank lines do not count.
+    Opening a corpus reads it once to find where its rows begin; a row is checked when it is read.
+    Safe to read from several threads.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -35,7 +39,9 @@ class Corpus:
             self._fd = os.open(self.path, os.O_RDONLY)
             self._starts = np.fromiter(_find_rows(self.path), dtype=np.uint64)
         except OSError as e:
-            raise Fault(f"{self.path}: {e.strerror}; give a readable JSONL file as --corpus") from None
+            raise Fault(
+                f"{self.path}: {e.strerror}; give a readable JSONL file as --corpus"
+            ) from None
         if not len(self):
             raise Fault(f"{self.path}: no passages; {FORM}")
 
@@ -43,14 +49,17 @@ class Corpus:
         return len(self._starts) - 1
 
     def __getitem__(self, row: int) -> dict[str, str]:
-        """Reads passage `row`, {"id", "contents"}; raises Fault if it is none, also because the file has changed."""
+        """Reads passage `row`, {"id", "contents"}; raises Fault if it is none, also because the
+        file has changed."""
         start, end = int(self._starts[row]), int(self._starts[row + 1])
         try:
             fields = json.loads(os.pread(self._fd, end - start, start))
             passage = {"id": str(fields["id"]), "contents": contents_of(fields)}
             "".join(passage.values()).encode()  # half of a surrogate pair cannot be sent
         except (ValueError, TypeError, LookupError, RecursionError) as e:
-            raise Fault(f"{self.path}, row {row + 1}: not a passage ({type(e).__name__}: {e}); {FORM}") from None
+            raise Fault(
+                f"{self.path}, row {row + 1}: not a passage ({type(e).__name__}: {e}); {FORM}"
+            ) from None
         return passage
 
     def texts(self) -> Iterator[str]:
@@ -59,9 +68,12 @@ class Corpus:
 
     @cached_property
     def digest(self) -> str:
-        """A hash that identifies the corpus: of its row count, its size and 256 rows spread over it."""
+        """A hash that identifies the corpus: of its row count, its size and 256 rows spread over
+        it."""
         sample = [self[row] for row in sorted({len(self) * k // 256 for k in range(256)})]
-        return hashlib.sha256(json.dumps([len(self), int(self._starts[-1]), sample]).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([len(self), int(self._starts[-1]), sample]).encode()
+        ).hexdigest()
 
 
 def _find_rows(path: str) -> Iterator[int]:

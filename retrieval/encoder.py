@@ -1,4 +1,5 @@
-"""Text -> vectors: a BERT-type Hugging Face model with the prefixes and the pooling of its family."""
+"""Text -> vectors: a BERT-type Hugging Face model with the prefixes and the pooling of its
+family."""
 
 import numpy as np
 import torch
@@ -9,7 +10,8 @@ from plumbing.faults import Fault, first_line
 
 FAMILIES = {  # query prefix, passage prefix, pooling
     "e5": ("query: ", "passage: ", "mean"),  # arXiv 2212.03533
-    "bge": ("Represent this sentence for searching relevant passages: ", "", "cls"),  # arXiv 2309.07597, English v1.5
+    # arXiv 2309.07597, English v1.5
+    "bge": ("Represent this sentence for searching relevant passages: ", "", "cls"),
     "plain": ("", "", "mean"),  # sentence-transformers' MiniLM, MPNet and others
 }
 
@@ -23,8 +25,9 @@ def infer_family(model: str) -> str:
 class Encoder:
     """Encodes queries and passages as unit vectors, whose inner product is their cosine.
 
-    `family` is a key of FAMILIES, or "" to infer it from the name; texts are truncated to `max_length` tokens, or as
-    many as the model takes. fp16 on a GPU, fp32 on the CPU. Raises Fault if the model cannot be loaded.
+    `family` is a key of FAMILIES, or "" to infer it from the name; texts are truncated to
+    `max_length` tokens, or as many as the model takes. fp16 on a GPU, fp32 on the CPU. Raises Fault
+    if the model cannot be loaded.
     """
 
     def __init__(self, model: str, family: str = "", max_length: int = 256, device: str = ""):
@@ -41,10 +44,12 @@ class Encoder:
             dtype = torch.float16 if self.device.startswith("cuda") else torch.float32
             loaded = AutoModel.from_pretrained(model, dtype=dtype, trust_remote_code=False)
             self._model = loaded.to(self.device).eval()
-            padding = getattr(getattr(loaded, "embeddings", None), "padding_idx", -1)  # RoBERTa's positions follow it
+            # RoBERTa's positions follow it
+            padding = getattr(getattr(loaded, "embeddings", None), "padding_idx", -1)
             places = config.max_position_embeddings - padding - 1
             self.max_length = min(max_length, self._tokenizer.model_max_length, places)
-            self._forward(["a " * self.max_length])  # fails here rather than in the middle of a build
+            # fails here rather than in the middle of a build
+            self._forward(["a " * self.max_length])
         except Exception as e:  # a damaged directory can raise anything
             reason = first_line(e).rstrip(".")
             if "trust_remote_code" in str(e):
@@ -63,7 +68,8 @@ class Encoder:
         return self._encode([self.passage_prefix + text for text in texts])
 
     def _encode(self, texts: list[str]) -> np.ndarray:
-        order = sorted(range(len(texts)), key=lambda k: len(texts[k]))  # similar lengths together: little padding
+        # similar lengths together: little padding
+        order = sorted(range(len(texts)), key=lambda k: len(texts[k]))
         out = np.empty((len(texts), self.dimension), dtype=np.float32)
         for first in range(0, len(order), self._rows):
             rows = order[first : first + self._rows]
@@ -72,7 +78,12 @@ class Encoder:
 
     @torch.inference_mode()
     def _forward(self, texts: list[str]) -> np.ndarray:
-        options = {"truncation": True, "max_length": self.max_length, "padding": True, "return_tensors": "pt"}
+        options = {
+            "truncation": True,
+            "max_length": self.max_length,
+            "padding": True,
+            "return_tensors": "pt",
+        }
         padded = self._tokenizer(texts, **options).to(self.device)
         hidden = self._model(**padded).last_hidden_state.float()  # (B, T, d)
         if self.pooling == "cls":

@@ -1,4 +1,5 @@
-"""Queries -> rows of the corpus: BM25, or vectors under FAISS, from an index directory or a FAISS file."""
+"""Queries -> rows of the corpus: BM25, or vectors under FAISS, from an index directory or a FAISS
+file."""
 
 import json
 from contextlib import suppress
@@ -20,27 +21,35 @@ class Dense:
         self.name = f"{type(index).__name__.removeprefix('Index')} {encoder.name}"
 
     def search(self, queries: list[str], k: int) -> list[Hits]:
-        """Returns for each query its k nearest rows; fewer where an approximate index finds fewer."""
+        """Returns for each query its k nearest rows; fewer where an approximate index finds
+        fewer."""
         return self.nearest(self.encoder.queries(queries), k)
 
     def nearest(self, vectors: np.ndarray, k: int) -> list[Hits]:
         """Returns the same for query vectors (N, d)."""
         scores, rows = self.index.search(vectors, min(k, self.index.ntotal))  # (N, k)
-        sign = 1 if self.index.metric_type == 0 else -1  # an L2 index returns distances: smaller is better
+        # an L2 index returns distances: smaller is better
+        sign = 1 if self.index.metric_type == 0 else -1
         return [
             sorted(
-                ((int(row), sign * float(score)) for row, score in zip(*hits, strict=True) if row >= 0),
+                (
+                    (int(row), sign * float(score))
+                    for row, score in zip(*hits, strict=True)
+                    if row >= 0
+                ),
                 key=lambda hit: (-hit[1], hit[0]),
             )
             for hits in zip(rows, scores, strict=True)
         ]
 
     def set_width(self, nprobe: int, ef: int) -> None:
-        """Sets how much of an approximate index a query visits: `nprobe` cells for IVF, a beam of `ef` for HNSW."""
+        """Sets how much of an approximate index a query visits: `nprobe` cells for IVF, a beam of
+        `ef` for HNSW."""
         import faiss
 
         for name, width in {"nprobe": nprobe, "efSearch": ef, "quantizer_efSearch": ef}.items():
-            with suppress(RuntimeError):  # of an index that has no such width, whatever it is wrapped in
+            # of an index that has no such width, whatever it is wrapped in
+            with suppress(RuntimeError):
                 faiss.ParameterSpace().set_index_parameter(self.index, name, width)
 
     def shard(self) -> None:
@@ -56,15 +65,19 @@ class Dense:
         self.index = faiss.index_cpu_to_all_gpus(self.index, options)
 
     def warn_of_mismatch(self, corpus: Corpus, path: str) -> None:
-        """Prints a warning if vectors differ from those of their passages: another encoder, prefix or corpus order."""
+        """Prints a warning if vectors differ from those of their passages: another encoder, prefix
+        or corpus order."""
         rows = sorted({len(corpus) * k // 4 for k in range(4)})
         expected = self.encoder.passages([corpus[row]["contents"] for row in rows])  # (4, d)
         try:
             stored = np.stack([self.index.reconstruct(row) for row in rows])  # (4, d)
-        except RuntimeError:  # IVF cannot return its vectors: compare with the passages that it finds instead
+        except (
+            RuntimeError
+        ):  # IVF cannot return its vectors: compare with the passages that it finds instead
             nearest = self.index.search(expected, 1)[1][:, 0]
             stored = self.encoder.passages([corpus[int(row)]["contents"] for row in nearest])
-        cosine = (stored * expected).sum(1) / np.maximum(np.linalg.norm(stored, axis=1), 1e-9)  # (4,)
+        # (4,)
+        cosine = (stored * expected).sum(1) / np.maximum(np.linalg.norm(stored, axis=1), 1e-9)
         if cosine.min() < 0.9:
             row = rows[int(cosine.argmin())]
             print(
@@ -74,11 +87,14 @@ class Dense:
             )
 
 
-def open_index(path: str, corpus: Corpus, encoder: str = "", family: str = "", device: str = "") -> BM25 | Dense:
-    """Opens an index directory, or a FAISS file such as Search-R1's, over `corpus`; raises Fault if they do not match.
+def open_index(
+    path: str, corpus: Corpus, encoder: str = "", family: str = "", device: str = ""
+) -> BM25 | Dense:
+    """Opens an index directory, or a FAISS file such as Search-R1's, over `corpus`; raises Fault if
+    they do not match.
 
-    A directory records its encoder and family; `encoder` and `family` override them, for instance if the model has
-    moved. Arrays and vectors are memory-mapped.
+    A directory records its encoder and family; `encoder` and `family` override them, for instance
+    if the model has moved. Arrays and vectors are memory-mapped.
     """
     file, max_length = Path(path), 256
     if not file.is_file():
@@ -92,7 +108,8 @@ def open_index(path: str, corpus: Corpus, encoder: str = "", family: str = "", d
     elif not encoder:
         raise Fault(f"--index {path}: a FAISS file; name the model that made it with --encoder")
 
-    from retrieval.encoder import Encoder  # here: torch takes seconds to import, and BM25 does not need it
+    # here: torch takes seconds to import, and BM25 does not need it
+    from retrieval.encoder import Encoder
 
     index = read_faiss(file)
     if index.ntotal != len(corpus):
@@ -134,4 +151,6 @@ def read_faiss(path: Path):
                 index = faiss.read_index(file, faiss.IO_FLAG_READ_ONLY | beside)
             return index
     except RuntimeError as e:
-        raise Fault(f"--index {path}: not a FAISS index ({e}); give a file written by FAISS") from None
+        raise Fault(
+            f"--index {path}: not a FAISS index ({e}); give a file written by FAISS"
+        ) from None

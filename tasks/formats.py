@@ -1,6 +1,8 @@
-"""How calls, answers and results are written, between texts that a task knows and ids that the policy reads and writes.
+"""How calls, answers and results are written, between texts that a task knows and ids that the
+policy reads and writes.
 
-`Tags` is the paper's (§2.1, App. F). Another one that `--format` names is a subclass (extras/plugs/hermes.py).
+`Tags` is the paper's (§2.1, App. F). Another one that `--format` names is a subclass
+(extras/plugs/hermes.py).
 """
 
 from __future__ import annotations
@@ -12,14 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 from plumbing.chat import in_template
 from plumbing.outside import as_data, control, in_texts
-from tasks.tools import ANSWER, Tool, explain_invalid_action, find_answer, find_call, list_stop_strings
+from tasks.tools import (
+    ANSWER,
+    Tool,
+    explain_invalid_action,
+    find_answer,
+    find_call,
+    list_stop_strings,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
     from tasks import Message, Question, Task
 
-TOKEN_CHARACTERS = 128  # no text that is worth reading has longer tokens; the rest need not be tokenized to be cut
+# no text that is worth reading has longer tokens; the rest need not be tokenized to be cut
+TOKEN_CHARACTERS = 128
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -28,8 +38,11 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
-    """Returns the ids of messages in the chat template, up to where the policy's turn begins; their texts are data.
+def encode_conversation(
+    tokenizer: Tokenizer, messages: Sequence[Message], **options: Any
+) -> list[int]:
+    """Returns the ids of messages in the chat template, up to where the policy's turn begins; their
+    texts are data.
 
     `options`: what else the template is given, data as well.
     """
@@ -41,7 +54,8 @@ def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Message], **opt
 def encode_observation(
     tokenizer: Tokenizer, tool: Tool, result: list[str], limit: int, tags: tuple[str, ...] = ()
 ) -> list[int]:
-    """Returns a tool's result in its tag as at most `limit` ids; a long one loses its end, not its closing tag.
+    """Returns a tool's result in its tag as at most `limit` ids; a long one loses its end, not its
+    closing tag.
 
     The result is data: it cannot close the tag, nor write one of `tags` or a control token.
     """
@@ -53,7 +67,8 @@ def encode_observation(
 
 
 def find_lost_tag(candidate: str, parent: str, names: Sequence[str]) -> str:
-    """Returns which tag of these names a candidate instruction lacks and its parent has, as a reason; "" if none."""
+    """Returns which tag of these names a candidate instruction lacks and its parent has, as a
+    reason; "" if none."""
     tags = [f"<{slash}{name}>" for name in names for slash in ("", "/")]
     return next((f"lost {tag}" for tag in tags if tag in parent and tag not in candidate), "")
 
@@ -71,7 +86,8 @@ class Action:
 
 
 class Tags:
-    """`<search> query </search>` calls, `<information>...</information>` returns, `<answer> it </answer>` ends."""
+    """`<search> query </search>` calls, `<information>...</information>` returns, `<answer> it
+    </answer>` ends."""
 
     # ---- of a task alone
 
@@ -82,7 +98,8 @@ class Tags:
 
     @classmethod
     def words(cls, tools: Sequence[Tool]) -> tuple[str, ...]:
-        """Returns the names of tags that only the policy and the loop write: of thoughts, tools and answers."""
+        """Returns the names of tags that only the policy and the loop write: of thoughts, tools and
+        answers."""
         return "think", ANSWER, *(tag for tool in tools for tag in (tool.tag, tool.result_tag))
 
     @classmethod
@@ -92,7 +109,8 @@ class Tags:
 
     @classmethod
     def first(cls, instruction: str, task: Task) -> str:
-        """Returns the first instruction of a run as it evolves. Raises Fault if the policy could not act under it."""
+        """Returns the first instruction of a run as it evolves. Raises Fault if the policy could
+        not act under it."""
         return instruction
 
     @classmethod
@@ -104,13 +122,19 @@ class Tags:
     def messages(cls, task: Task, instruction: str, question: Question) -> list[Message]:
         """Returns the conversation that the policy continues.
 
-        How the task's functions are called follows the instruction and is no part of it: whatever the optimizer
-        revises, the policy knows its tools.
+        How the task's functions are called follows the instruction and is no part of it: whatever
+        the optimizer revises, the policy knows its tools.
         """
-        usage = {tool.usage(): f"<{tool.result_tag}> and </{tool.result_tag}>" for tool in task.tools if tool.usage()}
+        usage = {
+            tool.usage(): f"<{tool.result_tag}> and </{tool.result_tag}>"
+            for tool in task.tools
+            if tool.usage()
+        }
         if usage:
             tags = " or ".join(sorted(set(usage.values())))
-            instruction = "\n".join([f"{instruction}\n\nTools, whose results come between {tags}:", *usage])
+            instruction = "\n".join(
+                [f"{instruction}\n\nTools, whose results come between {tags}:", *usage]
+            )
         return task.prompt(instruction, question)
 
     @classmethod
@@ -120,7 +144,8 @@ class Tags:
 
     @classmethod
     def parse(cls, text: str, tools: Sequence[Tool], ended: bool = True) -> Action:
-        """Returns what the text of a turn says to these tools; an answer counts before a call. `ended`: as turns do."""
+        """Returns what the text of a turn says to these tools; an answer counts before a call.
+        `ended`: as turns do."""
         tool, argument = find_call(text, tools) or (None, "")
         return Action(text, find_answer(text), tool, argument, ended)
 
@@ -132,9 +157,11 @@ class Tags:
     def prompt(self, instruction: str, question: Question) -> list[int]:
         """Returns the ids of the prompt in the chat template.
 
-        Instruction and question are data: they yield no control token, and the question none of the agent's tags.
+        Instruction and question are data: they yield no control token, and the question none of the
+        agent's tags.
         """
-        instruction = as_data(instruction, control(self.tokenizer, simple=True))  # it names the agent's tags
+        # it names the agent's tags
+        instruction = as_data(instruction, control(self.tokenizer, simple=True))
         text = as_data(question.text, control(self.tokenizer, self.words(self.task.tools)))
         messages = self.messages(self.task, instruction, replace(question, text=text))
         return encode_conversation(self.tokenizer, messages, **self.options(self.task, instruction))
@@ -144,9 +171,12 @@ class Tags:
         return self.parse(self.tokenizer.decode(ids, skip_special_tokens=False), self.task.tools)
 
     def result(self, action: Action, result: list[str], limit: int) -> list[int]:
-        """Returns the ids between a call and the next turn: the result, as `limit` tokens at most."""
+        """Returns the ids between a call and the next turn: the result, as `limit` tokens at
+        most."""
         assert action.tool
-        return encode_observation(self.tokenizer, action.tool, result, limit, self.words(self.task.tools))
+        return encode_observation(
+            self.tokenizer, action.tool, result, limit, self.words(self.task.tools)
+        )
 
     def invalid(self, action: Action) -> list[int]:
         """Returns the ids between a turn that neither called nor answered and the next one."""

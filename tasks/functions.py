@@ -1,9 +1,10 @@
 """Python functions as tools: `--tools module:function`.
 
-Any function with types and a docstring will do, `async` or not. Its schema comes from both, as transformers reads them
-for chat templates (`get_json_schema`: Google's format, an `Args:` section); the fields of classes come from pydantic,
-which also checks arguments and turns results into JSON. The policy writes the arguments as a JSON object, or as bare
-text where the function has one argument and that is text.
+Any function with types and a docstring will do, `async` or not. Its schema comes from both, as
+transformers reads them for chat templates (`get_json_schema`: Google's format, an `Args:` section);
+the fields of classes come from pydantic, which also checks arguments and turns results into JSON.
+The policy writes the arguments as a JSON object, or as bare text where the function has one
+argument and that is text.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from tasks import load
 from tasks.tools import WORDS, Failure, Tool
 
 MAX_RESULT = 100_000  # characters of a result that are read and kept, or items of an iterator
-IN_WORDS = {"type", "description", "enum", "title", "default", "nullable"}  # keywords that `usage` needs no JSON for
+# keywords that `usage` needs no JSON for
+IN_WORDS = {"type", "description", "enum", "title", "default", "nullable"}
 
 
 class Failed(Exception):
@@ -41,7 +43,8 @@ class Failed(Exception):
 class SchemaTool(Tool):
     """A tool whose arguments have names and types; a subclass has `read` and `call`.
 
-    `schema`: name, description and parameters (a JSON schema). The five words are made from the name.
+    `schema`: name, description and parameters (a JSON schema). The five words are made from the
+    name.
     """
 
     timeout: float = 30.0  # seconds a call may take
@@ -50,11 +53,19 @@ class SchemaTool(Tool):
     def __init__(self, schema: dict[str, Any]):
         self.schema, self.name = schema, str(schema["name"])
         properties = schema["parameters"].get("properties", {})
-        self.bare = next(iter(properties)) if [p.get("type") for p in properties.values()] == ["string"] else ""
+        self.bare = (
+            next(iter(properties))
+            if [p.get("type") for p in properties.values()] == ["string"]
+            else ""
+        )
         types = ", ".join(f'"{name}": {_name_type(p)}' for name, p in properties.items())
         self.argument = self.bare or f"{{{types}}}"
         self.tag = re.sub(r"[^\w-]", "_", self.name)
-        self.noun, self.plural, self.result_tag = f"a call of {self.name}", f"{self.tag}_calls", "result"
+        self.noun, self.plural, self.result_tag = (
+            f"a call of {self.name}",
+            f"{self.tag}_calls",
+            "result",
+        )
 
     @abstractmethod
     def read(self, arguments: str) -> dict[str, Any]:
@@ -62,7 +73,8 @@ class SchemaTool(Tool):
 
     @abstractmethod
     def call(self, arguments: dict[str, Any]) -> Any:
-        """Returns the result, or an awaitable of it. An exception becomes a reply, but for a Fault."""
+        """Returns the result, or an awaitable of it. An exception becomes a reply, but for a
+        Fault."""
 
     def write(self, result: Any) -> str:
         """Returns a result as the policy reads it: a text as it is, anything else as JSON."""
@@ -78,18 +90,28 @@ class SchemaTool(Tool):
         lines = [f"<{self.tag}> {self.argument} </{self.tag}>: {' '.join(about.split())}"]
         for name, p in parameters.get("properties", {}).items():
             more = f"; one of {', '.join(map(json.dumps, p['enum']))}" if "enum" in p else ""
-            more += f"; {json.dumps(rest)}" if (rest := {key: p[key] for key in p if key not in IN_WORDS}) else ""
+            more += (
+                f"; {json.dumps(rest)}"
+                if (rest := {key: p[key] for key in p if key not in IN_WORDS})
+                else ""
+            )
             more += "" if name in parameters.get("required", ()) else "; may be left out"
             lines.append(f"  {name}: {' '.join(p.get('description', _name_type(p)).split())}{more}")
         # What `$ref` names is shown once, not in its places: it may contain itself.
         shared = parameters.get("definitions", {}) | parameters.get("$defs", {})
-        return "\n".join([*lines, *(f"  {name}: {json.dumps(p, ensure_ascii=False)}" for name, p in shared.items())])
+        return "\n".join(
+            [
+                *lines,
+                *(f"  {name}: {json.dumps(p, ensure_ascii=False)}" for name, p in shared.items()),
+            ]
+        )
 
     def submit(self, argument: str) -> Future[list[str]]:
         """Returns a Future of the result.
 
-        Wrong arguments, exceptions and calls that take longer than `timeout` become replies, since the policy may write
-        anything. A tool's Fault is raised: ToolDown stops the run, which can be resumed.
+        Wrong arguments, exceptions and calls that take longer than `timeout` become replies, since
+        the policy may write anything. A tool's Fault is raised: ToolDown stops the run, which can
+        be resumed.
         """
         result: Future[list[str]] = Future()
 
@@ -111,15 +133,19 @@ class SchemaTool(Tool):
         return result
 
     def _answer(self, argument: str) -> str | Fault | Failed:
-        bare = self.bare and (argument or self.bare in self.schema["parameters"].get("required", ()))
+        bare = self.bare and (
+            argument or self.bare in self.schema["parameters"].get("required", ())
+        )
         try:
             arguments = self.read(json.dumps({self.bare: argument}) if bare else argument or "{}")
         except Exception as e:  # the policy may write anything
             return f"wrong arguments of {self.name}: {e}"
         try:
             result = self.call(arguments)
-            if inspect.isawaitable(result):  # in its own loop: one that blocks or exits affects no other call
-                result = asyncio.run(asyncio.wait_for(result, self.timeout + 1))  # cancels it, once it is answered
+            # in its own loop: one that blocks or exits affects no other call
+            if inspect.isawaitable(result):
+                # cancels it, once it is answered
+                result = asyncio.run(asyncio.wait_for(result, self.timeout + 1))
             return self.write(result)
         except (Fault, Failed) as e:
             return e
@@ -130,39 +156,53 @@ class SchemaTool(Tool):
 class TypedFunction(SchemaTool):
     """A function as a tool. Its attributes `timeout` and those named as WORDS replace the tool's.
 
-    Raises Fault, which begins with `where`, if its signature or docstring leaves out what the policy must know.
+    Raises Fault, which begins with `where`, if its signature or docstring leaves out what the
+    policy must know.
     """
 
     def __init__(self, function: Callable[..., Any], where: str):
-        from transformers.utils import get_json_schema  # here: it takes seconds, and few runs have such a tool
+        # here: it takes seconds, and few runs have such a tool
+        from transformers.utils import get_json_schema
 
         try:
             schema = get_json_schema(_without_types(function))["function"]
             self.function, self._arguments = function, _make_reader(function)
             own, theirs = self._arguments.json_schema(), schema["parameters"]
             properties = {  # any class is an object to transformers
-                name: own["properties"][name] | {"description": p["description"]} if "'object'" in str(p) else p
+                name: own["properties"][name] | {"description": p["description"]}
+                if "'object'" in str(p)
+                else p
                 for name, p in theirs["properties"].items()
             }
             shared = {"$defs": own["$defs"]} if "$defs" in own else {}
             super().__init__(schema | {"parameters": theirs | {"properties": properties} | shared})
             if not (self.schema["description"] or "").strip():
                 raise TypeError("its docstring does not say what it does")
-        except Exception as e:  # of transformers, of pydantic, and what evaluating an annotation raises
+        except (
+            Exception
+        ) as e:  # of transformers, of pydantic, and what evaluating an annotation raises
             why = first_line(e).rstrip("!.")
-            remedy = "a tool has JSON types and a docstring that describes every argument under Args:"
+            remedy = (
+                "a tool has JSON types and a docstring that describes every argument under Args:"
+            )
             raise Fault(f"{where}: {why}; {remedy}") from None
         for word in (*WORDS, "timeout"):
             setattr(self, word, getattr(function, word, getattr(self, word)))
-        if not isinstance(self.timeout, (int, float)) or not 0 < self.timeout < threading.TIMEOUT_MAX:
+        if (
+            not isinstance(self.timeout, (int, float))
+            or not 0 < self.timeout < threading.TIMEOUT_MAX
+        ):
             raise Fault(f"{where}: its timeout is {self.timeout!r}; give a number of seconds")
 
     def read(self, arguments: str) -> dict[str, Any]:
         try:
             given = dict(self._arguments.validate_json(arguments))
         except ValidationError as e:  # without a link, and without repeating them
-            raise ValueError("; ".join(": ".join([*map(str, x["loc"]), x["msg"]]) for x in e.errors())) from None
-        for name, p in self.schema["parameters"]["properties"].items():  # choices in a docstring are no types
+            raise ValueError(
+                "; ".join(": ".join([*map(str, x["loc"]), x["msg"]]) for x in e.errors())
+            ) from None
+        # choices in a docstring are no types
+        for name, p in self.schema["parameters"]["properties"].items():
             values = given[name] if isinstance(given.get(name), list) else [given.get(name)]
             if "enum" in p and not all(value is None or value in p["enum"] for value in values):
                 raise ValueError(f"{name}: it is one of {', '.join(map(json.dumps, p['enum']))}")
@@ -178,15 +218,19 @@ def load_tools(spec: str, where: str) -> list[TypedFunction]:
 
 
 def _without_types(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function whose docstring has `city: ...` for `city (str): ...`: transformers reads no types there."""
+    """Returns a function whose docstring has `city: ...` for `city (str): ...`: transformers reads
+    no types there."""
     names = "|".join(inspect.signature(function).parameters)
     plain = wraps(function)(lambda: None)
-    plain.__doc__ = re.sub(rf"^(\s*(?:{names}))\s*\(.*?\)\s*:", r"\1:", inspect.getdoc(function) or "", flags=re.M)
+    plain.__doc__ = re.sub(
+        rf"^(\s*(?:{names}))\s*\(.*?\)\s*:", r"\1:", inspect.getdoc(function) or "", flags=re.M
+    )
     return plain
 
 
 def _cut(value: Any) -> Any:
-    """Returns a result with lists for its iterators: pydantic would read an endless one while no other thread runs."""
+    """Returns a result with lists for its iterators: pydantic would read an endless one while no
+    other thread runs."""
     if isinstance(value, dict):
         return {key: _cut(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, Iterator)):
@@ -202,7 +246,8 @@ def _make_plain(value: Any) -> Any:
 
 
 def _make_reader(function: Callable[..., Any]) -> Any:
-    """Returns pydantic's reader of a function's arguments: a dictionary of names that it has, each of its type.
+    """Returns pydantic's reader of a function's arguments: a dictionary of names that it has, each
+    of its type.
 
     Raises an exception of pydantic's if a type has no schema, or if what is returned is not JSON.
     """

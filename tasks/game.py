@@ -10,7 +10,8 @@ from tasks.tools import WORDS, Function
 
 
 class Game(Task):
-    """A subclass has `questions`, `reset`, `step` and `reward`; the words of its moves are a tool's.
+    """A subclass has `questions`, `reset`, `step` and `reward`; the words of its moves are a
+    tool's.
 
     `reset(question)` returns the state with which an episode begins. It is `tau.state`, plain data.
     """
@@ -23,7 +24,8 @@ class Game(Task):
 
     @abstractmethod
     def step(self, tau: Trajectory, move: str) -> str:
-        """Plays a move: changes `tau.state`, and returns what the policy reads. An exception becomes a reply.
+        """Plays a move: changes `tau.state`, and returns what the policy reads. An exception
+        becomes a reply.
 
         Set `tau.stop` to "over" to end the episode.
         """
@@ -34,7 +36,9 @@ class Move(Function):
 
     def __init__(self, game: Game, tau: Trajectory | None = None):
         self.game, self.tau = game, tau
-        self.tag, self.noun, self.argument, self.plural, self.result_tag = (getattr(game, word) for word in WORDS)
+        self.tag, self.noun, self.argument, self.plural, self.result_tag = (
+            getattr(game, word) for word in WORDS
+        )
 
     def of(self, tau: Trajectory) -> Move:
         return Move(self.game, tau)

@@ -19,16 +19,26 @@ from plumbing.words import SIGNS, compose, split_words
 from tasks import Question
 
 # Without the metadata, which holds HotpotQA's passages: most of Search-R1's 356 MB.
-COLUMNS = ("id", "question", "golden_answers", "data_source", "prompt", "reward_model", "extra_info")
+COLUMNS = (
+    "id",
+    "question",
+    "golden_answers",
+    "data_source",
+    "prompt",
+    "reward_model",
+    "extra_info",
+)
 ARTICLES = ("a", "an", "the")
 JSON_TEXT = re.compile(r'\s*"?(\[[\s\\n]*["{]|\{[\s\\n]*")')  # an answer may be [0, 1]
 OTHER_SCRIPTS = re.compile(f"[\u0530-\u1cff{SIGNS}]")
 
 
 def load_questions(path: str | Path) -> list[Question]:
-    """Returns the questions of a .jsonl or .parquet file, or of one on the hub (§4); a Fault names file and row.
+    """Returns the questions of a .jsonl or .parquet file, or of one on the hub (§4); a Fault names
+    file and row.
 
-    An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes `{source}-{id}`.
+    An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes
+    `{source}-{id}`.
     """
     path = fetch(str(path))
     read = {".jsonl": read_json_lines, ".parquet": read_parquet}.get(path.suffix)
@@ -49,7 +59,9 @@ def load_questions(path: str | Path) -> list[Question]:
     questions = [replace(q, id=f"{q.source}-{q.id}") if n[q.id] > 1 else q for q in questions]
     [(id, most)] = Counter(q.id for q in questions).most_common(1)
     if most > 1:
-        raise Fault(f"{path}: {most} questions have the id {id!r}, source included; make the ids unique")
+        raise Fault(
+            f"{path}: {most} questions have the id {id!r}, source included; make the ids unique"
+        )
     return questions
 
 
@@ -62,26 +74,48 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
                 yield line, decoded(raw)
             except ValueError as e:
                 what = f"invalid JSON ({getattr(e, 'msg', e)})"
-                raise Fault(f"{path}:{line}: {what}; write one JSON object a line, in UTF-8") from None
+                raise Fault(
+                    f"{path}:{line}: {what}; write one JSON object a line, in UTF-8"
+                ) from None
 
 
-def read_parquet(path: Path, columns: Collection[str] = COLUMNS) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_parquet(
+    path: Path, columns: Collection[str] = COLUMNS
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the rows of a file, counted from 1: those of `columns` that it has."""
     import pyarrow.parquet as pq  # here: few files are parquet
 
     try:
         with pq.ParquetFile(path) as file:
             names = [column for column in columns if column in file.schema_arrow.names]
-            as_json = [name for name in names if str(file.schema_arrow.field(name).type) == "extension<arrow.json>"]
-            rows = (row for batch in file.iter_batches(10_000, columns=names) for row in batch.to_pylist())
+            as_json = [
+                name
+                for name in names
+                if str(file.schema_arrow.field(name).type) == "extension<arrow.json>"
+            ]
+            rows = (
+                row
+                for batch in file.iter_batches(10_000, columns=names)
+                for row in batch.to_pylist()
+            )
             for line, row in enumerate(rows, 1):
-                yield line, row | {name: decoded(row[name]) for name in as_json if row[name] is not None}
-    except (OSError, ValueError, OverflowError) as e:  # pyarrow's, text that is not UTF-8, a date beyond Python's
-        raise Fault(f"{path}: not a readable parquet file ({first_line(e)}); write it again") from None
+                yield (
+                    line,
+                    row | {name: decoded(row[name]) for name in as_json if row[name] is not None},
+                )
+    except (
+        OSError,
+        ValueError,
+        OverflowError,
+    ) as e:  # pyarrow's, text that is not UTF-8, a date beyond Python's
+        raise Fault(
+            f"{path}: not a readable parquet file ({first_line(e)}); write it again"
+        ) from None
 
 
 def _read_question(row: object, line: int) -> Question:
-    """Returns the question in a row of either format; a ValueError says what is wrong and what to do."""
+    """Returns the question in a row of either format; a ValueError says what is wrong and what to
+    do."""
     if not isinstance(row, dict):
         raise ValueError("not a JSON object; write one JSON object a line")
     source = str(_get(row, "data_source", default="data"))
@@ -96,8 +130,14 @@ def _read_question(row: object, line: int) -> Question:
     if isinstance(golds, str):
         texts = _unpacked(golds)
         golds = texts if isinstance(texts, list) and isinstance(texts[0], str) else [golds]
-    if not isinstance(golds, Iterable) or isinstance(golds, dict) or not all(isinstance(gold, str) for gold in golds):
-        raise ValueError(f"gold answers {golds!r:.80} are neither a text nor a list of texts; write them so")
+    if (
+        not isinstance(golds, Iterable)
+        or isinstance(golds, dict)
+        or not all(isinstance(gold, str) for gold in golds)
+    ):
+        raise ValueError(
+            f"gold answers {golds!r:.80} are neither a text nor a list of texts; write them so"
+        )
     golds = [gold.strip() for gold in golds if gold.strip()]
     if not golds:
         raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth`")
@@ -125,7 +165,8 @@ def _get(row: object, *keys: str, default: Any = None) -> Any:
 
 
 def _unpacked(value: object) -> object:
-    """Returns what a JSON text of an object, or of a list of texts or objects, says: exports write columns so."""
+    """Returns what a JSON text of an object, or of a list of texts or objects, says: exports write
+    columns so."""
     if isinstance(value, str) and JSON_TEXT.match(value):
         with suppress(ValueError):
             return _unpacked(decoded(value))  # it may be written twice
@@ -136,21 +177,27 @@ def _find_question(prompt: object) -> str | None:
     """Returns what follows the last `Question:` in the last user message, or in the string."""
     prompt = _unpacked(prompt)
     if isinstance(prompt, Iterable) and not isinstance(prompt, str):
-        prompt = next((_get(m, "content") for m in reversed(list(prompt)) if _get(m, "role") == "user"), None)
-    if not isinstance(prompt, str) or re.match(r"\s*\[\s*\{\s*'", prompt):  # messages as Python prints them
+        prompt = next(
+            (_get(m, "content") for m in reversed(list(prompt)) if _get(m, "role") == "user"), None
+        )
+    # messages as Python prints them
+    if not isinstance(prompt, str) or re.match(r"\s*\[\s*\{\s*'", prompt):
         return None
     return prompt.rpartition("Question:")[2]
 
 
 def normalize(text: str) -> str:
-    """Returns text in lower case, without ASCII punctuation, articles and extra spaces, in SQuAD's order (§4)."""
+    """Returns text in lower case, without ASCII punctuation, articles and extra spaces, in SQuAD's
+    order (§4)."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def em(prediction: str | None, golds: Iterable[str]) -> float:
-    """Returns r_EM of §2.1: 1.0 if the normalized prediction equals any normalized gold, else 0.0."""
-    if prediction is None or not prediction.strip():  # a blank would equal the gold "A", whose article is dropped
+    """Returns r_EM of §2.1: 1.0 if the normalized prediction equals any normalized gold, else
+    0.0."""
+    # a blank would equal the gold "A", whose article is dropped
+    if prediction is None or not prediction.strip():
         return 0.0
     return float(normalize(prediction) in {normalize(gold) for gold in golds})
 
@@ -170,7 +217,8 @@ def holds_gold(passages: Iterable[str], golds: Iterable[str]) -> bool:
 
 
 def _tokens(text: str) -> list[str]:
-    """Returns the normalized text split at blanks, and into words where its script is not like Latin."""
+    """Returns the normalized text split at blanks, and into words where its script is not like
+    Latin."""
     tokens = []
     for token in normalize(compose(text)).split():
         tokens += split_words(token) if OTHER_SCRIPTS.search(token) else [token]

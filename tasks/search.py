@@ -1,4 +1,5 @@
-"""The search tool: a client of Search-R1's POST /retrieve, and how a run finds out whether its server is any good."""
+"""The search tool: a client of Search-R1's POST /retrieve, and how a run finds out whether its
+server is any good."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from tasks import Question
 from tasks.questions import holds_gold
 from tasks.tools import Tool
 
-DEFAULT = "http://127.0.0.1:8000"  # where retrieval_server.py and Search-R1's own listen unless told otherwise
+# where retrieval_server.py and Search-R1's own listen unless told otherwise
+DEFAULT = "http://127.0.0.1:8000"
 DATA = Path("data")  # as evaluate.py's --data_dir
 WIKI, INDEXES, E5 = "wiki-18.jsonl", ("e5_HNSW64.index", "e5_Flat.index"), "intfloat/e5-base-v2"
 MAX_PASSAGE = 100_000  # characters of a passage that are read and kept
@@ -34,14 +36,21 @@ C = TypeVar("C", bound=TaskKnobs)
 class Search(Tool):
     """Client of Search-R1's POST /retrieve: queries in, passages out.
 
-    One thread sends whatever has queued up since its last request as one request: batches form under load, and a lone
-    query leaves at once. `url` may name several servers, with commas. A transient fault (connection, time-out, 429,
-    5xx) moves on to the next one at once; when all have failed, they are asked again with exponential back-off or after
-    the time that Retry-After asks for. `revive` is called before that (the run restarts its own server there) and may
-    return a new URL. After `retries` such rounds the futures raise ToolDown.
+    One thread sends whatever has queued up since its last request as one request: batches form
+    under load, and a lone query leaves at once. `url` may name several servers, with commas. A
+    transient fault (connection, time-out, 429, 5xx) moves on to the next one at once; when all have
+    failed, they are asked again with exponential back-off or after the time that Retry-After asks
+    for. `revive` is called before that (the run restarts its own server there) and may return a new
+    URL. After `retries` such rounds the futures raise ToolDown.
     """
 
-    tag, noun, argument, plural, result_tag = "search", "a search", "query", "searches", "information"
+    tag, noun, argument, plural, result_tag = (
+        "search",
+        "a search",
+        "query",
+        "searches",
+        "information",
+    )
     description = "Searches a collection of passages and returns those that match the query best."
 
     def __init__(self, url: str, topk: int, timeout: float = 30, retries: int = 6):
@@ -95,7 +104,10 @@ class Search(Tool):
     def _retrieve(self, queries: list[str]) -> dict[str, list[str]]:
         def read(answer: Any) -> dict[str, list[str]]:
             rows = [
-                [contents_of(hit["document"] if "document" in hit else hit)[:MAX_PASSAGE] for hit in hits[: self.topk]]
+                [
+                    contents_of(hit["document"] if "document" in hit else hit)[:MAX_PASSAGE]
+                    for hit in hits[: self.topk]
+                ]
                 for hits in answer["result"]
             ]
             if not all(isinstance(contents, str) for hits in rows for contents in hits):
@@ -110,12 +122,16 @@ class Search(Tool):
 
 
 def choose_source(cfg: C) -> C:
-    """Returns `cfg` with what to search if it names neither --retriever nor --corpus; raises Fault if there is nothing.
+    """Returns `cfg` with what to search if it names neither --retriever nor --corpus; raises Fault
+    if there is nothing.
 
-    That is the server on port 8000 of this machine, if one answers there, else Search-R1's corpus and index in DATA.
-    Nothing is searched that some node of a torchrun job cannot reach.
+    That is the server on port 8000 of this machine, if one answers there, else Search-R1's corpus
+    and index in DATA. Nothing is searched that some node of a torchrun job cannot reach.
     """
-    nodes = int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1 << 30)) or 1
+    nodes = (
+        int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1 << 30))
+        or 1
+    )
     if nodes > 1 and (not cfg.retriever or re.search("//(127\\.|localhost)", cfg.retriever)):
         raise Fault(f"{nodes} nodes: give --retriever with an address that all of them can reach")
     if cfg.corpus and not cfg.retriever and not Path(cfg.corpus).is_file():
@@ -138,34 +154,47 @@ def probe(url: str, topk: int) -> BaseException | None:
 
 
 def find_index(corpus: str) -> str:
-    """Returns the FAISS file of Search-R1's corpus, which is expected beside it; "" for any other corpus."""
+    """Returns the FAISS file of Search-R1's corpus, which is expected beside it; "" for any other
+    corpus."""
     beside = [Path(corpus).parent / name for name in INDEXES] if Path(corpus).name == WIKI else []
     return next((str(path) for path in beside if path.is_file() and Path(corpus).is_file()), "")
 
 
 def start_server(cfg: TaskKnobs, serve: Callable[..., str]) -> tuple[str, Callable[[], str]]:
-    """Returns the URLs of --retriever, which answers, or of a server over --corpus; and what restarts that."""
+    """Returns the URLs of --retriever, which answers, or of a server over --corpus; and what
+    restarts that."""
     if cfg.retriever:
         if fault := probe(cfg.retriever, cfg.topk):
-            raise Fault(f"--retriever: {fault}; start it (at http://...), or serve --corpus with --retriever ''")
+            raise Fault(
+                f"--retriever: {fault}; start it (at http://...), or serve --corpus with --retriever ''"
+            )
         return cfg.retriever, lambda: ""
-    argv, index = [str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus], find_index(cfg.corpus)
+    argv, index = (
+        [str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus],
+        find_index(cfg.corpus),
+    )
     # A slow core makes BM25 of 1 MB of passages a second (LOG.md), and reads 10.
     deadline = 60 + Path(cfg.corpus).stat().st_size / (1e7 if index else 1e6)
-    dense = ["--index", index, "--encoder", E5, "--device", "cpu"] if index else []  # the GPUs are the policy's
+    # the GPUs are the policy's
+    dense = ["--index", index, "--encoder", E5, "--device", "cpu"] if index else []
     own = partial(serve, *argv, *dense, deadline=deadline)
     return own(), own
 
 
 def describe(search: Search, cfg: TaskKnobs, questions: Sequence[Question]) -> str:
-    """Returns where a run searches, and what that server finds for some questions, if there are any."""
+    """Returns where a run searches, and what that server finds for some questions, if there are
+    any."""
     how = Path(index).name if (index := find_index(cfg.corpus)) else "BM25"
-    where = without_secrets(cfg.retriever) or f"{search.urls[0]} ({how} over {cfg.corpus}, started by this run)"
+    where = (
+        without_secrets(cfg.retriever)
+        or f"{search.urls[0]} ({how} over {cfg.corpus}, started by this run)"
+    )
     return f"{where}\n        {try_search(search, questions)}" if questions else where
 
 
 def try_search(search: Search, questions: Sequence[Question]) -> str:
-    """Returns how fast and how well the server answers some questions, in words; Fault if it finds nothing at all."""
+    """Returns how fast and how well the server answers some questions, in words; Fault if it finds
+    nothing at all."""
     start, n = time.perf_counter(), len(questions)
     results = [future.result() for future in [search.submit(q.text) for q in questions]]
     seconds = time.perf_counter() - start
@@ -174,9 +203,15 @@ def try_search(search: Search, questions: Sequence[Question]) -> str:
             f"{without_secrets(search.urls[0])} found no passage for any of {n} questions: check its index, and that it"
             " answers as Search-R1's server does"
         )
-    hits = sum(holds_gold(passages, q.golds) for passages, q in zip(results, questions, strict=True))
+    hits = sum(
+        holds_gold(passages, q.golds) for passages, q in zip(results, questions, strict=True)
+    )
     return (
         f"{n} questions took {seconds:.2f} s, 1,000 searches would take {1000 * seconds / n:,.1f} s;"
         f" a gold answer was in the passages of {hits} of them"
-        + (": nearly none; check that index, corpus and questions belong together" if hits < n / 20 else "")
+        + (
+            ": nearly none; check that index, corpus and questions belong together"
+            if hits < n / 20
+            else ""
+        )
     )

@@ -19,7 +19,8 @@ SEARCH_R1 = (
 )
 
 WITHOUT_SEARCH = (  # whatever other tools there are: every prompt describes those
-    SEARCH_R1.partition(" After reasoning")[0] + " If you find no further external knowledge needed, you can"
+    SEARCH_R1.partition(" After reasoning")[0]
+    + " If you find no further external knowledge needed, you can"
     + SEARCH_R1.partition("needed, you can")[2]
 )
 
@@ -35,7 +36,9 @@ class SearchQA(Task):
         tools: dict[str, Tool] = {"search": self.search, "calculator": Calculator()}
         names = [] if cfg.tools == "none" else cfg.tools.split(",")
         if not set(names) <= set(tools) or (names and "search" not in names):
-            raise Fault(f"--tools {cfg.tools}: choose search, search with calculator, none, or module:function")
+            raise Fault(
+                f"--tools {cfg.tools}: choose search, search with calculator, none, or module:function"
+            )
         self.tools = [tools[name] for name in names]
         if not names:
             self.instruction = WITHOUT_SEARCH
@@ -55,8 +58,11 @@ class SearchQA(Task):
         if self.search not in self.tools:
             return super().start(serve) or "tools: none"
         self.connect(*start_server(self.cfg, serve))
-        questions = self.questions("train")[:64] if here(self.cfg.train) else []  # an evaluation needs none
-        return f"search: {describe(self.search, self.cfg, questions)}\n{super().start(serve)}".strip()
+        # an evaluation needs none
+        questions = self.questions("train")[:64] if here(self.cfg.train) else []
+        return (
+            f"search: {describe(self.search, self.cfg, questions)}\n{super().start(serve)}".strip()
+        )
 
     def questions(self, split: str) -> list[Question]:
         cfg = self.cfg
@@ -78,4 +84,7 @@ class SearchQA(Task):
         return [em(tau.prediction, tau.question.golds) for tau in taus]  # Eq.1
 
     def metrics(self, tau: Trajectory) -> dict[str, float]:
-        return {"em": em(tau.prediction, tau.question.golds), "f1": f1(tau.prediction, tau.question.golds)}
+        return {
+            "em": em(tau.prediction, tau.question.golds),
+            "f1": f1(tau.prediction, tau.question.golds),
+        }

@@ -1,8 +1,9 @@
-"""What an agent can write: a call of a tool or an answer, how it looks, who answers it, how a result is shown (§2.1).
+"""What an agent can write: a call of a tool or an answer, how it looks, who answers it, how a
+result is shown (§2.1).
 
-A tool is a subclass of `Tool`, five words and `submit`, or of `Function`, five words and `run`. The strings that end a
-turn, the message after an invalid action, the tag of an observation and the names of the metrics derive from the tools
-of the task.
+A tool is a subclass of `Tool`, five words and `submit`, or of `Function`, five words and `run`. The
+strings that end a turn, the message after an invalid action, the tag of an observation and the
+names of the metrics derive from the tools of the task.
 """
 
 import re
@@ -31,14 +32,16 @@ class Failure(list[str]):
 
 
 class Tool(ABC):
-    """One tool: `<tag>argument</tag>` calls it, `<result_tag>...</result_tag>` holds what it returns."""
+    """One tool: `<tag>argument</tag>` calls it, `<result_tag>...</result_tag>` holds what it
+    returns."""
 
     tag: str  # search
     noun: str  # a search: in the message after an invalid action
     argument: str  # query: likewise
     plural: str  # searches: its metric
     result_tag: str  # information
-    description: str = ""  # what it does, where a format describes it (--format hermes); "": made from its noun
+    # what it does, where a format describes it (--format hermes); "": made from its noun
+    description: str = ""
 
     @property
     def faults(self) -> int:
@@ -51,7 +54,8 @@ class Tool(ABC):
 
     @abstractmethod
     def submit(self, argument: str) -> "Future[list[str]]":
-        """Returns a Future of the result, a list of texts or a Failure. It raises ToolDown if there is no result."""
+        """Returns a Future of the result, a list of texts or a Failure. It raises ToolDown if there
+        is no result."""
 
     def usage(self) -> str:
         """Returns how to call it, for every prompt; "": an instruction says it."""
@@ -67,7 +71,8 @@ class Function(Tool):
 
     @abstractmethod
     def run(self, argument: str) -> str:
-        """Returns the result. An exception becomes a reply too, since the policy may write anything."""
+        """Returns the result. An exception becomes a reply too, since the policy may write
+        anything."""
 
     def submit(self, argument: str) -> "Future[list[str]]":
         done: Future[list[str]] = Future()
@@ -81,20 +86,28 @@ class Function(Tool):
 class Calculator(Function):
     """Arithmetic on numbers: `<calculate> 3 * (4 + 5) </calculate>` returns 27."""
 
-    tag, noun, argument, plural, result_tag = "calculate", "a calculation", "expression", "calculations", "result"
+    tag, noun, argument, plural, result_tag = (
+        "calculate",
+        "a calculation",
+        "expression",
+        "calculations",
+        "result",
+    )
     description = "Computes an arithmetic expression of numbers, such as 3 * (4 + 5)."
 
     def run(self, argument: str) -> str:
         if not re.fullmatch(r"[\d\s.+*/%()-]{1,200}", argument):
             raise ValueError(argument)
-        one_line = " ".join(argument.split())  # of several lines simpleeval would compute only the first
+        # of several lines simpleeval would compute only the first
+        one_line = " ".join(argument.split())
         x = simpleeval.SimpleEval(names={}, functions={}).eval(one_line)
         whole = float(x).is_integer() and (isinstance(x, int) or abs(x) < 2**53)
         return str(int(x)) if whole else f"{x:.12g}"
 
 
 def check_words(where: str, tools: Sequence[Tool], columns: Collection[str] = ()) -> None:
-    """Raises Fault, which begins with `where`, unless a task's tools can be told apart by their words.
+    """Raises Fault, which begins with `where`, unless a task's tools can be told apart by their
+    words.
 
     `columns`: names that no metric can have. Raises AttributeError where a tool lacks a word.
     """
@@ -110,7 +123,9 @@ def check_words(where: str, tools: Sequence[Tool], columns: Collection[str] = ()
         }
         for word in (word for word in WORDS if not right[word]):
             rule = "tags are letters, digits, - and _, no digit first; think, answer and others' tags are reserved"
-            raise Fault(f"{where}: its tool <{tool.tag}> has the {word} {getattr(tool, word)!r}; {rule}")
+            raise Fault(
+                f"{where}: its tool <{tool.tag}> has the {word} {getattr(tool, word)!r}; {rule}"
+            )
 
 
 def list_stop_strings(tools: Sequence[Tool]) -> tuple[str, ...]:

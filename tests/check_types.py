@@ -1,7 +1,7 @@
 """Never run: mypy verifies here that every engine implements the protocol.
 
-`make lint` checks this file, or: mypy --strict --follow-imports=silent tests/check_types.py. `tests/test_engine.py`
-compares the signatures at run time.
+`make lint` checks this file, or: mypy --strict --follow-imports=silent tests/check_types.py.
+`tests/test_engine.py` compares the signatures at run time.
 """
 
 from engines import Engine
@@ -10,5 +10,7 @@ from engines.vllm_engine import VllmEngine
 from engines.vllm_server import VllmServer
 
 
-def engines(torch_engine: TorchEngine, vllm_engine: VllmEngine, vllm_server: VllmServer) -> list[Engine]:
+def engines(
+    torch_engine: TorchEngine, vllm_engine: VllmEngine, vllm_server: VllmServer
+) -> list[Engine]:
     return [torch_engine, vllm_engine, vllm_server]

@@ -1,4 +1,5 @@
-"""Compiles every variant of the row kernels for sm_75, 80 and 90, without a GPU; prints registers and memory accesses.
+"""Compiles every variant of the row kernels for sm_75, 80 and 90, without a GPU; prints registers
+and memory accesses.
 
 A script, because a process in which Triton's interpreter is on cannot compile. The output is JSON.
 """
@@ -16,7 +17,15 @@ from triton.compiler import ASTSource
 from kernels import rows_triton as rows
 
 cuobjdump = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
-TYPES = {"Y": "*i64", "DZ": "*bf16", "CLIPPED": "*u1", "V": "i32", "dz_stride": "i32", "inv_t": "fp32", "beta": "fp32"}
+TYPES = {
+    "Y": "*i64",
+    "DZ": "*bf16",
+    "CLIPPED": "*u1",
+    "V": "i32",
+    "dz_stride": "i32",
+    "inv_t": "fp32",
+    "beta": "fp32",
+}
 TYPES |= {"WITH_KL": True, "BLOCK": rows.BLOCK}
 SETTINGS = {
     "loss and bf16 gradient": (rows.loss_kernel, {}),
@@ -35,9 +44,14 @@ found = []
 for capability in (75, 80, 90):
     for setting, (kernel, changed) in SETTINGS.items():
         names = kernel.arg_names
-        kinds = dict.fromkeys(names, "*fp32") | TYPES | changed  # a type, or the value of a constant
-        signature = {name: kinds[name] if type(kinds[name]) is str else "constexpr" for name in names}
-        constants = {(k,): kinds[name] for k, name in enumerate(names) if signature[name] == "constexpr"}
+        # a type, or the value of a constant
+        kinds = dict.fromkeys(names, "*fp32") | TYPES | changed
+        signature = {
+            name: kinds[name] if type(kinds[name]) is str else "constexpr" for name in names
+        }
+        constants = {
+            (k,): kinds[name] for k, name in enumerate(names) if signature[name] == "constexpr"
+        }
         # As the launcher specializes: matrices, and a V such as Qwen's, are multiples of 16.
         aligned = ("Z", "Y", "DZ", "V", "dz_stride") if setting != "V = 1187" else ("Z", "Y", "DZ")
         attrs = {(k,): [["tt.divisibility", 16]] for k, name in enumerate(names) if name in aligned}
@@ -48,7 +62,9 @@ for capability in (75, 80, 90):
         with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
             f.write(compiled.asm["cubin"])
             f.flush()
-            usage = subprocess.run([cuobjdump, "-res-usage", f.name], capture_output=True, text=True, check=True).stdout
+            usage = subprocess.run(
+                [cuobjdump, "-res-usage", f.name], capture_output=True, text=True, check=True
+            ).stdout
         registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
         ptx = compiled.asm["ptx"]
         steps = re.findall(r"(ld|st)\.global\S*\.v4|(bar)\.sync", ptx)  # in the order of the code

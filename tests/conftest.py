@@ -1,4 +1,5 @@
-"""Shared by all tests: no downloads, two threads, and two policies, the world's and a tiny one with a BPE tokenizer."""
+"""Shared by all tests: no downloads, two threads, and two policies, the world's and a tiny one with
+a BPE tokenizer."""
 
 import os
 import signal
@@ -15,16 +16,20 @@ if not torch.cuda.is_available():
 from config import WORLD
 from models.model import load_policy
 
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))  # one in each of two parallel workers
-# A script's background job ignores Ctrl-C, with nohup a hang-up, too, and so would the programs that the tests signal.
+# one in each of two parallel workers
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+# A script's background job ignores Ctrl-C, with nohup a hang-up, too, and so would the programs
+# that the tests signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, lambda *_: None)  # ignored here, but not in programs that are started
-# A suite that is killed tears its fixtures down, as after a Ctrl-C: they end the servers that they started.
+# A suite that is killed tears its fixtures down, as after a Ctrl-C: they end the servers that they
+# started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def load(path):
-    from tiny_model import STOP  # here: it imports transformers, which takes seconds, and few tests need it
+    # here: it imports transformers, which takes seconds, and few tests need it
+    from tiny_model import STOP
 
     return load_policy(path, STOP)
 

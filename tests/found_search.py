@@ -9,7 +9,13 @@ from tasks.tools import Tool
 class Found(Tool):
     """It finds the same documents, whatever is asked, and keeps the queries."""
 
-    tag, noun, argument, plural, result_tag = "search", "a search", "query", "searches", "information"
+    tag, noun, argument, plural, result_tag = (
+        "search",
+        "a search",
+        "query",
+        "searches",
+        "information",
+    )
     show = Search.show
 
     def __init__(self, *documents):

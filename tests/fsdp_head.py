@@ -1,4 +1,5 @@
-"""Run by torchrun: the GRPO head in a module that FSDP2 shards over two processes, against one process."""
+"""Run by torchrun: the GRPO head in a module that FSDP2 shards over two processes, against one
+process."""
 
 import gc
 import json
@@ -20,7 +21,9 @@ class Head(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight)
 
     def forward(self, hidden, targets, **tokens):
-        return grpo_head(hidden, self.weight, targets, objective=objective, beta=0.04, chunk=10, **tokens)[0]
+        return grpo_head(
+            hidden, self.weight, targets, objective=objective, beta=0.04, chunk=10, **tokens
+        )[0]
 
 
 def measure(rank):
@@ -30,10 +33,14 @@ def measure(rank):
     hidden, weight = torch.randn(N, H, generator=g), torch.randn(V, H, generator=g)
     targets = torch.randint(V, (N,), generator=g)
     tokens = {"adv": torch.randn(N, generator=g), "w": torch.rand(N, generator=g)}
-    tokens |= {"old_logp": -8 + torch.rand(N, generator=g), "ref_logp": -8 + torch.rand(N, generator=g)}
+    tokens |= {
+        "old_logp": -8 + torch.rand(N, generator=g),
+        "ref_logp": -8 + torch.rand(N, generator=g),
+    }
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    mine = slice(0, 20) if rank == 0 else slice(20, N)  # uneven; w holds the averages, so the parts add up
+    # uneven; w holds the averages, so the parts add up
+    mine = slice(0, 20) if rank == 0 else slice(20, N)
     errors = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         whole, X = Head(weight.to(dtype).float()), hidden.to(dtype, copy=True).requires_grad_()
@@ -41,7 +48,9 @@ def measure(rank):
         loss.backward()
 
         # By default FSDP2 would cast old_logp and ref_logp to bf16 too.
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         sharded = fully_shard(Head(weight.clone()), mesh=mesh, mp_policy=policy)
         x = hidden[mine].to(dtype, copy=True).requires_grad_()
         part = sharded(x, targets[mine], **{k: v[mine] for k, v in tokens.items()})
@@ -52,7 +61,9 @@ def measure(rank):
         errors |= {
             f"{name} loss": abs(total.item() / loss.item() - 1),
             f"{name} dW": ((dW - whole.weight.grad).norm() / whole.weight.grad.norm()).item(),
-            f"{name} dX": ((x.grad / 2 - X.grad[mine]).float().norm() / X.grad[mine].float().norm()).item(),
+            f"{name} dX": (
+                (x.grad / 2 - X.grad[mine]).float().norm() / X.grad[mine].float().norm()
+            ).item(),
         }
     return errors
 

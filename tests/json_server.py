@@ -7,10 +7,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class JsonServer(ThreadingHTTPServer):
-    """Answers every request with the next entry of its `script`, the last one again and again; keeps the requests.
+    """Answers every request with the next entry of its `script`, the last one again and again;
+    keeps the requests.
 
-    An entry is a dict (sent as JSON with status 200), (status, headers, text or bytes), or a function of the handler,
-    which returns one of these or None if it has answered itself.
+    An entry is a dict (sent as JSON with status 200), (status, headers, text or bytes), or a
+    function of the handler, which returns one of these or None if it has answered itself.
     """
 
     daemon_threads = True
@@ -21,7 +22,9 @@ class JsonServer(ThreadingHTTPServer):
         self.script, self.requests, self.closing = list(script), [], threading.Event()
         self.clients = set()  # a connection each
         self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     def stop(self):
         self.closing.set()
@@ -83,13 +86,19 @@ def passages(find):
 
     def answer(handler):
         queries = json.loads(handler.body)["queries"]
-        return {"result": [[{"document": {"contents": text}, "score": 1.0} for text in find(q)] for q in queries]}
+        return {
+            "result": [
+                [{"document": {"contents": text}, "score": 1.0} for text in find(q)]
+                for q in queries
+            ]
+        }
 
     return answer
 
 
 def trickle(text, seconds=0.02):
-    """Returns an answer that sends a byte at a time, headers included, for as long as somebody reads."""
+    """Returns an answer that sends a byte at a time, headers included, for as long as somebody
+    reads."""
 
     def answer(handler):
         handler.close_connection = True
@@ -104,7 +113,8 @@ def trickle(text, seconds=0.02):
 class ChatServer(JsonServer):
     """Speaks chat completions, as an optimizer or judge; stops after a with block.
 
-    `answer(messages)` returns a reply, or (status, text) of an answer that is none; `asked` keeps all messages.
+    `answer(messages)` returns a reply, or (status, text) of an answer that is none; `asked` keeps
+    all messages.
     """
 
     def __init__(self, answer):
@@ -119,7 +129,11 @@ class ChatServer(JsonServer):
         answer = self.answer(self.asked[-1])
         if isinstance(answer, tuple):
             return answer[0], {}, answer[1]
-        return {"choices": [{"message": {"role": "assistant", "content": answer}, "finish_reason": "stop"}]}
+        return {
+            "choices": [
+                {"message": {"role": "assistant", "content": answer}, "finish_reason": "stop"}
+            ]
+        }
 
     def __exit__(self, *_):
         self.stop()

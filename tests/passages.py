@@ -55,7 +55,9 @@ def until(condition, seconds=10):
 def serving(index, corpus, **limits):
     """Serves index and corpus on a real socket, in a thread, 3 passages a query; yields the URL."""
     sock = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(make_app(corpus, index, 3, **limits), log_level="warning"))
+    server = uvicorn.Server(
+        uvicorn.Config(make_app(corpus, index, 3, **limits), log_level="warning")
+    )
     server.capture_signals = contextlib.nullcontext
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
     thread.start()

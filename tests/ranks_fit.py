@@ -1,9 +1,10 @@
-"""Run by torchrun: two updates of a policy sharded over all ranks; each rank writes the bytes that each part takes.
+"""Run by torchrun: two updates of a policy sharded over all ranks; each rank writes the bytes that
+each part takes.
 
     torchrun --nproc_per_node=2 tests/ranks_fit.py CONFIG OUT        # CONFIG: directory with a Hugging Face config.json
 
-Parts have the names of `training.fit.estimate`. Gradients are measured right before the optimizer's step. "most" is the
-peak of the second update, without policy, moments and the reference's shares.
+Parts have the names of `training.fit.estimate`. Gradients are measured right before the optimizer's
+step. "most" is the peak of the second update, without policy, moments and the reference's shares.
 """
 
 import gc
@@ -32,7 +33,8 @@ def storage(t: torch.Tensor):
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of all storages that operations touch, except those of `known` tensors: now, and the maximum."""
+    """Counts the bytes of all storages that operations touch, except those of `known` tensors: now,
+    and the maximum."""
 
     def __init__(self, known: Iterable[torch.Tensor]):
         super().__init__()
@@ -45,7 +47,11 @@ class Live(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves((out, args, kwargs)):
             if isinstance(t, torch.Tensor):
-                s = t._local_tensor.untyped_storage() if isinstance(t, DTensor) else t.untyped_storage()
+                s = (
+                    t._local_tensor.untyped_storage()
+                    if isinstance(t, DTensor)
+                    else t.untyped_storage()
+                )
                 if s._cdata not in self.keys and s._cdata not in self.alive:
                     self.alive[s._cdata] = weakref.ref(s)
                     weakref.finalize(s, self.alive.pop, s._cdata, None)
@@ -53,7 +59,9 @@ class Live(TorchDispatchMode):
         return out
 
     def now(self) -> int:  # not from creation: FSDP2 frees by resizing
-        return sum(s.nbytes() for s in (ref() for ref in list(self.alive.values())) if s is not None)
+        return sum(
+            s.nbytes() for s in (ref() for ref in list(self.alive.values())) if s is not None
+        )
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -65,9 +73,14 @@ def measure(config, source) -> dict[str, int]:
     model = fill(shard(skeleton(config), "cpu", compute=torch.bfloat16), source)
     reference = fill(shard(skeleton(config, torch.bfloat16), "cpu", frozen=True), source)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    learner = Learner(model, reference, Config(lr=1e-3, beta=0.1, temperature=1.0, micro_tokens=256))
+    learner = Learner(
+        model, reference, Config(lr=1e-3, beta=0.1, temperature=1.0, micro_tokens=256)
+    )
     rng, question = random.Random(0), Question("q", "Who?", ("x",), "")
-    taus = [Trajectory(0, question, k // 2, [rng.randrange(99) for _ in range(128)], 28) for k in range(8)]
+    taus = [
+        Trajectory(0, question, k // 2, [rng.randrange(99) for _ in range(128)], 28)
+        for k in range(8)
+    ]
     for tau in taus:  # two micro-batches per rank
         tau.mask, tau.logps, tau.advantage = [0] * 28 + [1] * 100, [0.0] * 128, rng.uniform(-1, 1)
     measured = {}
@@ -79,7 +92,11 @@ def measure(config, source) -> dict[str, int]:
     learner.update(1, [taus])
     shares = list(reference.parameters())
     assert all(isinstance(p, DTensor) for p in shares)  # none stays gathered
-    moments = [state[name] for state in learner.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        state[name]
+        for state in learner.optimizer.state.values()
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
     with Live([*model.parameters(), *moments, *shares]) as live:
         learner.update(2, [taus])
     return measured | {

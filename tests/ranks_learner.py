@@ -1,9 +1,11 @@
-"""Run by torchrun: the learner on a policy that FSDP2 has cut over all ranks; writes what it computes.
+"""Run by torchrun: the learner on a policy that FSDP2 has cut over all ranks; writes what it
+computes.
 
     torchrun --nproc_per_node=2 tests/ranks_learner.py POLICY BATCHES OUT [--bf16] [--recompute] [--offload] [--load D]
 
-Takes two updates on BATCHES, a pickle of (Config, mini-batches). OUT gets result.pt (metrics and weights, by rank 0),
-`dcp/` with the state after the first update, and `policy/`. With --load that state replaces the first update.
+Takes two updates on BATCHES, a pickle of (Config, mini-batches). OUT gets result.pt (metrics and
+weights, by rank 0), `dcp/` with the state after the first update, and `policy/`. With --load that
+state replaces the first update.
 """
 
 import argparse
@@ -18,7 +20,17 @@ import torch.distributed.checkpoint as dcp
 
 from grpo import Learner
 from models import lora
-from models.model import blocks, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
+from models.model import (
+    blocks,
+    export,
+    fill,
+    load_config,
+    load_model,
+    load_tokenizer,
+    shard,
+    skeleton,
+    weights,
+)
 
 
 def compare(sent: torch.Tensor, layer: lora.LoRALinear, _: object) -> None:
@@ -41,14 +53,18 @@ def main() -> None:
     cfg, minibatches = pickle.loads(Path(args.batches).read_bytes())
     config, source = load_config(args.policy), load_model(args.policy) if rank == 0 else None
     frozen = torch.bfloat16 if args.bf16 and cfg.lora_rank else torch.float32
-    reference = fill(shard(skeleton(config, frozen), "cpu", frozen=True, offload=args.offload), source)
+    reference = fill(
+        shard(skeleton(config, frozen), "cpu", frozen=True, offload=args.offload), source
+    )
     model = skeleton(config, frozen)
     for whole in [model] + [source] * (rank == 0):
         lora.add(whole, cfg.lora_rank, cfg.lora_alpha)
     model = fill(shard(model, "cpu", compute=torch.bfloat16 if args.bf16 else None), source)
     plain = {name: p.to(frozen) for name, p in source.named_parameters()} if source else {}
     for (name, whole), (_, copy) in zip(weights(model), weights(reference), strict=True):
-        assert torch.equal(whole, copy.to(whole.dtype)) and (source is None or torch.equal(copy, plain[name]))
+        assert torch.equal(whole, copy.to(whole.dtype)) and (
+            source is None or torch.equal(copy, plain[name])
+        )
     shares = sum(p.to_local().numel() for p in model.parameters())
     whole = sum(p.numel() for p in model.parameters())
     assert len(blocks(model)) == config.num_hidden_layers
@@ -69,7 +85,13 @@ def main() -> None:
     for name, layer in lora.layers(model).items():
         layer.register_forward_pre_hook(partial(compare, final[name]))
     learner.score(minibatches[0][:1])
-    export(config, model, load_tokenizer(args.policy), args.out / "policy" if rank == 0 else None, frozen)
+    export(
+        config,
+        model,
+        load_tokenizer(args.policy),
+        args.out / "policy" if rank == 0 else None,
+        frozen,
+    )
     if rank == 0:
         torch.save({"metrics": metrics, "weights": final}, args.out / "result.pt")
     del learner, model, reference

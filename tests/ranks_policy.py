@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=2 tests/ranks_policy.py TRAJECTORIES OUT
 
-Takes one update on TRAJECTORIES, a pickle of (Config, trajectories). OUT gets metrics.json, `policy/` and, of a
-reset whose model is gone, the fault.
+Takes one update on TRAJECTORIES, a pickle of (Config, trajectories). OUT gets metrics.json,
+`policy/` and, of a reset whose model is gone, the fault.
 """
 
 import json

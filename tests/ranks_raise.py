@@ -1,4 +1,5 @@
-"""A run in which rank 1 fails inside a gradient reduction, with an exit handler that waits for all ranks as vLLM's."""
+"""A run in which rank 1 fails inside a gradient reduction, with an exit handler that waits for all
+ranks as vLLM's."""
 
 import atexit
 import os

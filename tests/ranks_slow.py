@@ -1,4 +1,5 @@
-"""Run by torchrun: rank 0 is busy for longer than ranks wait for each other's answers, as with a slow optimizer."""
+"""Run by torchrun: rank 0 is busy for longer than ranks wait for each other's answers, as with a
+slow optimizer."""
 
 import time
 

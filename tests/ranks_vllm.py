@@ -2,8 +2,9 @@
 
     torchrun --nproc_per_node=2 tests/ranks_vllm.py POLICY [URLS]
 
-Every rank has its own engine; with URLS all use those servers. Each prints the largest difference between the
-engine's log-probabilities and the sharded trainer's, after a first load and after a second one with other weights.
+Every rank has its own engine; with URLS all use those servers. Each prints the largest difference
+between the engine's log-probabilities and the sharded trainer's, after a first load and after a
+second one with other weights.
 """
 
 import gc
@@ -24,7 +25,10 @@ from models.packing import Packing
 @torch.no_grad()
 def error(engine, model, tokenizer, rank: int) -> float:
     """Returns the largest difference between engine and trainer, over turns of this rank's own."""
-    contexts = {row: tokenizer(f"What is the mayor of the city {rank} {row}?")["input_ids"] for row in range(4)}
+    contexts = {
+        row: tokenizer(f"What is the mayor of the city {rank} {row}?")["input_ids"]
+        for row in range(4)
+    }
     engine.begin(rank)
     turns = list(engine.generate(contexts, 12, 0.8))
     while len(turns) < len(contexts):
@@ -52,7 +56,9 @@ def main() -> None:
 
         engine = Server(urls[0], tokenizer, STOP, model=path, max_len=500)
     else:
-        engine = VllmEngine(path, tokenizer, STOP, max_len=500, dtype="float32", memory=0.1, seed=rank)
+        engine = VllmEngine(
+            path, tokenizer, STOP, max_len=500, dtype="float32", memory=0.1, seed=rank
+        )
     errors = []
     for _ in range(2):
         engine.load(weights(model))

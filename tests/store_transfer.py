@@ -11,16 +11,25 @@ from typing import ClassVar
 
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferInitInfo
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine, NCCLWeightTransferEngine
+from vllm.distributed.weight_transfer.factory import (
+    WeightTransferEngineFactory,
+    WeightTransferTrainerFactory,
+)
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLTrainerWeightTransferEngine,
+    NCCLWeightTransferEngine,
+)
 
 from engines.vllm_engine import rebuild_heads
 from engines.vllm_server import VllmServer
 
 
 def join(info, rank: int) -> StatelessProcessGroup:
-    group = StatelessProcessGroup.create(info.master_address, info.master_port, rank, info.world_size)
-    assert group.store.add(f"members/{rank}", 1) == 1, f"rank {rank} has joined twice"  # NCCL fails, too
+    group = StatelessProcessGroup.create(
+        info.master_address, info.master_port, rank, info.world_size
+    )
+    # NCCL fails, too
+    assert group.store.add(f"members/{rank}", 1) == 1, f"rank {rank} has joined twice"
     return group
 
 
@@ -60,9 +69,13 @@ class TrainerEngine(NCCLTrainerWeightTransferEngine):
     def trainer_init(cls, init_info, *, client, source=None):
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
         if engine.is_sender:
-            where = {k: getattr(init_info, k) for k in ("master_address", "master_port", "world_size")}
+            where = {
+                k: getattr(init_info, k) for k in ("master_address", "master_port", "world_size")
+            }
             with ThreadPoolExecutor(1) as pool:
-                joining = pool.submit(client.init_weight_transfer_engine, where | {"rank_offset": 1})
+                joining = pool.submit(
+                    client.init_weight_transfer_engine, where | {"rank_offset": 1}
+                )
                 engine.group = join(init_info, 0)
                 joining.result()
         return engine

@@ -1,4 +1,5 @@
-"""Algorithm 1 and its evolution, rule by rule, with a policy and an optimizer that read their answers from tables."""
+"""Algorithm 1 and its evolution, rule by rule, with a policy and an optimizer that read their
+answers from tables."""
 
 import inspect
 import itertools
@@ -20,7 +21,8 @@ from tasks.tools import Calculator
 from training.policy import Policy
 
 T_NOW = 9  # the step after which the tests of `evolve` evolve
-TAGS = "<think></think><search></search><information></information><answer></answer>"  # no candidate may lose one
+# no candidate may lose one
+TAGS = "<think></think><search></search><information></information><answer></answer>"
 FIRST = f"Answer. {TAGS}"
 
 
@@ -42,7 +44,8 @@ class Exam(Task):
 
 
 class TablePolicy:
-    """Under an instruction I it answers the first right[I] of the questions of each letter, and no other."""
+    """Under an instruction I it answers the first right[I] of the questions of each letter, and no
+    other."""
 
     def __init__(self, right: dict[str, int]):
         self.right, self.rollouts, self.updates, self.evaluations = right, [], [], []
@@ -59,8 +62,12 @@ class TablePolicy:
         return []
 
     def play(self, job: Job) -> Trajectory:
-        tau = Trajectory(job.instruction, job.question, job.group, [], 0, response=f"said under {job.text}")
-        tau.prediction = job.question.golds[0] if int(job.question.id[1:]) < self.right[job.text] else "no idea"
+        tau = Trajectory(
+            job.instruction, job.question, job.group, [], 0, response=f"said under {job.text}"
+        )
+        tau.prediction = (
+            job.question.golds[0] if int(job.question.id[1:]) < self.right[job.text] else "no idea"
+        )
         return tau
 
     def update(self, t, taus):
@@ -73,7 +80,8 @@ class TablePolicy:
 
 
 class TableOptimizer:
-    """Replies to its k-th call with these candidates, or raises what is there instead; then with nothing."""
+    """Replies to its k-th call with these candidates, or raises what is there instead; then with
+    nothing."""
 
     def __init__(self, *replies: list[str] | Exception):
         self.replies, self.prompts, self.whens = replies, [], []
@@ -91,7 +99,8 @@ class TableOptimizer:
 
 
 class Recorder:
-    """A log that keeps (name, *arguments) of every call, and what it sees of P and B at that moment."""
+    """A log that keeps (name, *arguments) of every call, and what it sees of P and B at that
+    moment."""
 
     def __init__(self, cfg=None):
         self.cfg, self.events, self.seen = cfg, [], []
@@ -110,7 +119,13 @@ class Recorder:
     def look(self, name: str) -> None:
         """Keeps (name, weights, latest step in the buffer)."""
         if "P" in vars(self):
-            self.seen.append((name, {I.id: I.w for I in self.P.active}, max((e.t for e in self.B.items), default=0)))
+            self.seen.append(
+                (
+                    name,
+                    {I.id: I.w for I in self.P.active},
+                    max((e.t for e in self.B.items), default=0),
+                )
+            )
 
     def of(self, name: str) -> list[tuple]:
         """Returns the arguments of the calls with this name."""
@@ -118,7 +133,8 @@ class Recorder:
 
 
 class Kept(Checkpoints):
-    """Checkpoints of a run; `restored`: (P, B) of the one that is resumed; `at`: the step to play, the last trained."""
+    """Checkpoints of a run; `restored`: (P, B) of the one that is resumed; `at`: the step to play,
+    the last trained."""
 
     def __init__(self, P: Population, B: ReplayBuffer, log: Recorder, restored=None, at=(1, 0)):
         self.P, self.B, self.log, self.restored, self.at = P, B, log, restored, at
@@ -140,10 +156,14 @@ class Kept(Checkpoints):
 
 
 def questions(letter: str, n: int) -> dict[str, Question]:
-    return {f"{letter}{k}": Question(f"{letter}{k}", f"Which {letter}{k}?", (f"gold {letter}{k}",)) for k in range(n)}
+    return {
+        f"{letter}{k}": Question(f"{letter}{k}", f"Which {letter}{k}?", (f"gold {letter}{k}",))
+        for k in range(n)
+    }
 
 
-# Four questions that are failed and shown, and ten that are left to verify on: right[I] / 10 is the mean reward of I.
+# Four questions that are failed and shown, and ten that are left to verify on: right[I] / 10 is the
+# mean reward of I.
 FAILED, VERIFIED = questions("f", 4), questions("v", 10)
 
 
@@ -151,25 +171,43 @@ def replayed(*played: tuple[int, Question, int, float]) -> ReplayBuffer:
     """Returns a buffer with (step, question, instruction, reward), in the order of the steps."""
     B, task = ReplayBuffer(1000), Exam(Config(), {})
     for t, q, instruction, r in played:
-        tau = Trajectory(instruction, q, 0, [], 0, reward=r, failed=r < 1, response=f"said by #{instruction}")
+        tau = Trajectory(
+            instruction, q, 0, [], 0, reward=r, failed=r < 1, response=f"said by #{instruction}"
+        )
         B.add(t, [tau], [task.shown(tau)])
     return B
 
 
-BUFFER = [(T_NOW, q, 0, 0.0) for q in FAILED.values()] + [(T_NOW, q, 0, 1.0) for q in VERIFIED.values()]
+BUFFER = [(T_NOW, q, 0, 0.0) for q in FAILED.values()] + [
+    (T_NOW, q, 0, 1.0) for q in VERIFIED.values()
+]
 
 
 class Evolved:
-    """An evolution of a population with these weights, under a policy of these accuracies, with these replies."""
+    """An evolution of a population with these weights, under a policy of these accuracies, with
+    these replies."""
 
     def __init__(
-        self, weights: dict[str, float], right: dict[str, int], *replies, buffer=BUFFER, task=Exam, config=Config,
-        population=inspo.population_of, **knobs,
-    ):  # fmt: skip
+        self,
+        weights: dict[str, float],
+        right: dict[str, int],
+        *replies,
+        buffer=BUFFER,
+        task=Exam,
+        config=Config,
+        population=inspo.population_of,
+        **knobs,
+    ):
         self.cfg = config(**dict(N_P=4, N_parent=1, top_n=6, rounds=5, failures=4, D_B=10) | knobs)
-        self.policy, self.optimizer, self.log = TablePolicy(right), TableOptimizer(*replies), Recorder()
+        self.policy, self.optimizer, self.log = (
+            TablePolicy(right),
+            TableOptimizer(*replies),
+            Recorder(),
+        )
         self.P = population(self.cfg)
-        evolution = inspo.Evolution(self.cfg, task(self.cfg, FAILED | VERIFIED), self.optimizer, self.P, self.log)
+        evolution = inspo.Evolution(
+            self.cfg, task(self.cfg, FAILED | VERIFIED), self.optimizer, self.P, self.log
+        )
         evolution.B = replayed(*buffer) if isinstance(buffer, list) else buffer
         for text, w in weights.items():
             self.P.join(text, None, 0).rewards = [w]
@@ -196,11 +234,15 @@ class Evolved:
 
 def seed_that_draws(*parents: int, of: int) -> int:
     """Returns a seed with which the rounds revise these parents of `of`, by rank."""
-    draws = lambda seed: [rng_of(seed, T_NOW, f"evolve {k}").integers(of) for k in range(len(parents))]  # noqa: E731
+
+    def draws(seed: int) -> list[int]:
+        return [rng_of(seed, T_NOW, f"evolve {k}").integers(of) for k in range(len(parents))]
+
     return next(seed for seed in itertools.count() if draws(seed) == list(parents))
 
 
-# --- the proposer (L20, App. E, Fig. 3) -----------------------------------------------------------------------------
+# --- the proposer (L20, App. E, Fig. 3)
+# -----------------------------------------------------------------------------
 
 
 def test_a_proposer_is_shown_failures_or_scores_or_the_parent_alone():
@@ -210,10 +252,16 @@ def test_a_proposer_is_shown_failures_or_scores_or_the_parent_alone():
         e = Evolved({"weak": 0.125, "old": 0.5}, right, ["new"], N_P=2, proposer=proposer)
         prompts[proposer] = e.optimizer.prompts[0]
     shown = "<ins_0> weak </ins_0>\n<score_0> 12 </score_0>\n<ins_1> old </ins_1>\n<score_1> 50 </score_1>"
-    assert prompts["history"].startswith(f"<history>\n{shown}\n</history>\n")  # the best stands last, as in OPRO
-    assert "gold f" not in prompts["history"] and "Give 1 different but better" in prompts["history"]
+    # the best stands last, as in OPRO
+    assert prompts["history"].startswith(f"<history>\n{shown}\n</history>\n")
+    assert (
+        "gold f" not in prompts["history"] and "Give 1 different but better" in prompts["history"]
+    )
     assert prompts["paraphrase"].startswith("<ins_0> old </ins_0>\n\nImprove the above prompt.")
-    assert "it still gets the following examples wrong" in prompts["reflection"] and "gold f" in prompts["reflection"]
+    assert (
+        "it still gets the following examples wrong" in prompts["reflection"]
+        and "gold f" in prompts["reflection"]
+    )
 
 
 def test_the_history_leaves_out_who_was_never_sampled():
@@ -234,20 +282,27 @@ def test_long_observations_of_the_task_s_own_tools_are_cut_in_the_prompt():
     B = replayed(*BUFFER)
     tau = Trajectory(0, FAILED["f0"], 0, [], 0, reward=-1.0, response=long, failed=True)
     B.add(T_NOW, [tau], [tau.response])
-    for task, kept in ((Counting, True), (Exam, False)):  # without tools the middle of the text goes
-        e = Evolved({"old": 0.5}, {"old": 5}, buffer=B, task=task, failures=1, prompt_budget=500, rounds=1)
+    # without tools the middle of the text goes
+    for task, kept in ((Counting, True), (Exam, False)):
+        e = Evolved(
+            {"old": 0.5}, {"old": 5}, buffer=B, task=task, failures=1, prompt_budget=500, rounds=1
+        )
         [prompt] = e.optimizer.prompts
         assert len(prompt) < 5000 and ("the middle" in prompt) == kept
 
 
-# --- verification: who joins (L21) --------------------------------------------------------------------------------
+# --- verification: who joins (L21)
+# --------------------------------------------------------------------------------
 
 
 def test_a_candidate_joins_if_it_is_not_below_its_parent_and_places_may_stay_empty():
     right = {"old": 5, "above": 6, "equal": 5, "below": 4}
     e = Evolved({"old": 0.5}, right, ["below", "equal", "above"], N_P=4)
     assert e.joined == [["above", "equal"]] and e.texts == ["old", "above", "equal"]
-    assert [(I.parent, I.born, I.verified) for I in e.P.active[1:]] == [(0, T_NOW, 0.6), (0, T_NOW, 0.5)]
+    assert [(I.parent, I.born, I.verified) for I in e.P.active[1:]] == [
+        (0, T_NOW, 0.6),
+        (0, T_NOW, 0.5),
+    ]
     assert len(e.optimizer.prompts) == 5  # all rounds were spent on the place
     assert e.shortfall == "too few revisions verified"
 
@@ -273,10 +328,13 @@ SIX = dict.fromkeys(["old", "a", "b", "c", "d", "e"], 5)
 @pytest.mark.parametrize(
     "replies, knobs, joined",
     [
-        ([["a", "b", "c"], ["d", "e"]], dict(N_P=5, top_n=2), [["a", "b"], ["d", "e"]]),  # top_n a round
+        # top_n a round
+        ([["a", "b", "c"], ["d", "e"]], dict(N_P=5, top_n=2), [["a", "b"], ["d", "e"]]),
         ([["a"], ["b", "c", "d", "e"]], dict(N_P=3), [["a"], ["b"]]),  # never more than N_P
-        ([["a"], ["b"], ["c"], ["d"]], dict(N_P=4), [["a"], ["b"], ["c"]]),  # rounds until it is full
-        ([["a"], ["b"], ["c"]], dict(N_P=7, rounds=2), [["a"], ["b"]]),  # and no more of them than `rounds`
+        # rounds until it is full
+        ([["a"], ["b"], ["c"], ["d"]], dict(N_P=4), [["a"], ["b"], ["c"]]),
+        # and no more of them than `rounds`
+        ([["a"], ["b"], ["c"]], dict(N_P=7, rounds=2), [["a"], ["b"]]),
         ([[], ["a"], ["b"]], dict(N_P=7, rounds=2), [["a"]]),  # a round without a candidate counts
     ],
 )
@@ -289,7 +347,9 @@ def test_rounds_and_places_are_limited(replies, knobs, joined):
 
 def test_where_the_parents_fill_the_population_nobody_is_asked():
     e = Evolved({"a": 0.5, "b": 0.4}, {}, N_P=2, N_parent=2)
-    assert not e.optimizer.prompts and e.P.probabilities()[0] > 0.5 and e.log.of("evolved")[0][3] == []
+    assert (
+        not e.optimizer.prompts and e.P.probabilities()[0] > 0.5 and e.log.of("evolved")[0][3] == []
+    )
 
 
 def test_without_verification_every_candidate_joins_in_the_order_of_the_reply_and_nobody_is_asked():
@@ -303,26 +363,46 @@ def test_another_rule_of_who_joins_is_a_method_of_a_population():
         def admit(self, verified, room):
             return verified[-1:]
 
-    e = Evolved({"old": 0.5}, SIX | {"low": 1}, ["low", "a"], N_P=3, rounds=1, population=lambda cfg: Worst(0.2, 5))
+    e = Evolved(
+        {"old": 0.5},
+        SIX | {"low": 1},
+        ["low", "a"],
+        N_P=3,
+        rounds=1,
+        population=lambda cfg: Worst(0.2, 5),
+    )
     assert e.texts == ["old", "low"]
 
 
-# --- parents and what they are revised by (L17, L19, L20) ----------------------------------------------------------
+# --- parents and what they are revised by (L17, L19, L20)
+# ----------------------------------------------------------
 
 
 def test_parents_are_the_best_by_weight_and_the_others_leave():
     right = dict.fromkeys(["a", "b", "c", "new"], 5)
     e = Evolved({"a": 0.2, "b": 0.9, "c": 0.6}, right, ["new"], N_parent=2, N_P=3)
     assert e.texts == ["b", "c", "new"]
-    assert [(I.text, I.left) for I in e.P.family] == [("a", T_NOW), ("b", None), ("c", None), ("new", None)]
+    assert [(I.text, I.left) for I in e.P.family] == [
+        ("a", T_NOW),
+        ("b", None),
+        ("c", None),
+        ("new", None),
+    ]
     [(t, P, parents, joined, _)] = e.log.of("evolved")
-    assert (t, P, [I.text for I in parents], [I.text for I in joined]) == (T_NOW, e.P, ["b", "c"], ["new"])
+    assert (t, P, [I.text for I in parents], [I.text for I in joined]) == (
+        T_NOW,
+        e.P,
+        ["b", "c"],
+        ["new"],
+    )
 
 
 def test_every_round_draws_one_of_the_parents_to_revise():
     right = dict.fromkeys(["strong", "weak", "c0", "c1", "c2"], 5)
     seed = seed_that_draws(1, 0, 1, of=2)
-    e = Evolved({"strong": 0.8, "weak": 0.3}, right, ["c0"], ["c1"], ["c2"], N_parent=2, N_P=5, seed=seed)
+    e = Evolved(
+        {"strong": 0.8, "weak": 0.3}, right, ["c0"], ["c1"], ["c2"], N_parent=2, N_P=5, seed=seed
+    )
     for k, parent in enumerate(("weak", "strong", "weak")):
         assert f"<ins_0>\n{parent}\n</ins_0>" in e.optimizer.prompts[k]
         verified = {job.text for job in e.policy.rollouts[k][2]}
@@ -376,12 +456,15 @@ def test_no_more_candidates_are_verified_than_were_asked_for():
     many = [f"new {k}" for k in range(500)]
     e = Evolved({"old": 0.5}, {"old": 5} | dict.fromkeys(many, 4), many, N_P=4, rounds=1, D_B=10)
     [(*_, accepted, rejected)] = e.log.of("proposed")
-    assert accepted == [1, 2, 3] and [(row["k"], row["reason"][:18]) for row in rejected] == [(4, "3 were asked for: ")]
+    assert accepted == [1, 2, 3] and [(row["k"], row["reason"][:18]) for row in rejected] == [
+        (4, "3 were asked for: ")
+    ]
     [(*_, verified, _)] = e.log.of("verified")
     assert len(verified) == 3 and len(e.policy.rollouts[0][2]) == (1 + 3) * 10
 
 
-# --- the verification rollouts ------------------------------------------------------------------------------------
+# --- the verification rollouts
+# ------------------------------------------------------------------------------------
 
 
 def test_parent_and_candidates_answer_the_same_questions_once_each_at_the_run_s_temperature():
@@ -391,11 +474,14 @@ def test_parent_and_candidates_answer_the_same_questions_once_each_at_the_run_s_
     asked = sorted((job.text, job.question.id) for job in jobs)
     assert asked == sorted((text, v) for text in ("old", "a", "b") for v in VERIFIED)
     assert len({job.group for job in jobs}) == len(jobs)  # none of them is a repetition of another
-    assert {job.text: job.instruction for job in jobs} == {"old": 0, "a": None, "b": None}  # candidates are in no P
+    # candidates are in no P
+    assert {job.text: job.instruction for job in jobs} == {"old": 0, "a": None, "b": None}
 
 
 def test_the_questions_of_the_failures_shown_are_not_verified_on():
-    e = Evolved({"old": 0.5}, dict.fromkeys(["old", "a", "b"], 5), ["a"], ["b"], failures=2, D_B=12, N_P=3)
+    e = Evolved(
+        {"old": 0.5}, dict.fromkeys(["old", "a", "b"], 5), ["a"], ["b"], failures=2, D_B=12, N_P=3
+    )
     for k in (0, 1):
         verified_on = {job.question.id for job in e.policy.rollouts[k][2]}
         assert len(e.shown(k)) == 2 and len(verified_on) == 12
@@ -406,7 +492,11 @@ def test_D_B_limits_the_questions_verified_on():
     e = Evolved({"old": 0.5}, dict.fromkeys(["old", "a"], 10), ["a"], D_B=3, N_P=2)
     [(_, _, D_B, verified, joining)] = e.log.of("verified")
     assert len(D_B) == 3 and {job.question for job in e.policy.rollouts[0][2]} == set(D_B)
-    assert verified[0].parent == 0 and verified == joining and verified[0].r == verified[0].r_parent == 1.0
+    assert (
+        verified[0].parent == 0
+        and verified == joining
+        and verified[0].r == verified[0].r_parent == 1.0
+    )
 
 
 def test_the_task_s_reward_verifies():
@@ -422,7 +512,8 @@ def test_the_task_s_reward_verifies():
     assert [job.group for job in jobs] == [0, 1, 2, 3]
 
 
-# --- nothing new --------------------------------------------------------------------------------------------------
+# --- nothing new
+# --------------------------------------------------------------------------------------------------
 
 BOTH = {"a": 0.5, "b": 0.25}
 KNOWN = [(T_NOW, q, 0, 1.0) for q in VERIFIED.values()]
@@ -432,14 +523,24 @@ LOST = [(T_NOW, q, 0, 0.0) for q in FAILED.values()]
 @pytest.mark.parametrize(
     "replies, knobs, shortfall, calls, verifications",
     [
-        ([OptimizerDown("503 for an hour"), ["new"]], {}, "the optimizer gave no reply (503 for an hour)", 1, 0),
+        (
+            [OptimizerDown("503 for an hour"), ["new"]],
+            {},
+            "the optimizer gave no reply (503 for an hour)",
+            1,
+            0,
+        ),
         ([["new"]], dict(buffer=KNOWN), "no failure to learn from", 0, 0),
         ([["new"]], dict(buffer=LOST), "no question left to verify on", 0, 0),
-        ([["a"], ["A."]], dict(rounds=3), "too few revisions verified", 3, 0),  # a parent's own text is no candidate
-        ([["near"], ["bad"]], dict(rounds=2), "too few revisions verified", 2, 2),  # below their parent
+        # a parent's own text is no candidate
+        ([["a"], ["A."]], dict(rounds=3), "too few revisions verified", 3, 0),
+        # below their parent
+        ([["near"], ["bad"]], dict(rounds=2), "too few revisions verified", 2, 2),
     ],
 )
-def test_without_anything_new_P_and_its_weights_stay_as_they_are(replies, knobs, shortfall, calls, verifications):
+def test_without_anything_new_P_and_its_weights_stay_as_they_are(
+    replies, knobs, shortfall, calls, verifications
+):
     e = Evolved(BOTH, {"a": 5, "near": 4, "bad": 0}, *replies, **knobs)
     assert e.texts == ["a", "b"] and [I.w for I in e.P.active] == [0.5, 0.25]
     assert [I.left for I in e.P.family] == [None, None] and len(e.log.of("evolved")) == 1
@@ -448,7 +549,9 @@ def test_without_anything_new_P_and_its_weights_stay_as_they_are(replies, knobs,
 
 
 def test_what_joined_before_the_optimizer_fell_silent_stays_and_the_weights_restart():
-    e = Evolved(BOTH, {"a": 5, "new": 6, "near": 4}, ["near", "new"], OptimizerDown("time-out"), N_P=4)
+    e = Evolved(
+        BOTH, {"a": 5, "new": 6, "near": 4}, ["near", "new"], OptimizerDown("time-out"), N_P=4
+    )
     assert e.texts == ["a", "new"] and [I.rewards for I in e.P.active] == [[], []]
     assert e.shortfall == "the optimizer gave no reply (time-out)" and len(e.optimizer.prompts) == 2
 
@@ -472,7 +575,8 @@ def test_a_call_is_logged_before_its_reply_is_read():
     assert played == when and verified == when[:2] and len(taus) == 20
 
 
-# --- the first population (L2) ------------------------------------------------------------------------------------
+# --- the first population (L2)
+# ------------------------------------------------------------------------------------
 
 
 def first(optimizer, N_P=4):
@@ -488,13 +592,20 @@ def test_the_first_population_is_the_first_instruction_and_its_paraphrases():
     assert [I.text for I in P.active] == [FIRST, *(f"{k} {TAGS}" for k in "abc")]
     assert [(I.parent, I.born, I.w) for I in P.active] == [(None, 0, 0.0)] + [(0, 0, 0.0)] * 3
     [prompt] = optimizer.prompts
-    assert "Improve the above prompt.\nGive 3 different candidates." in prompt and "wrong" not in prompt
+    assert (
+        "Improve the above prompt.\nGive 3 different candidates." in prompt
+        and "wrong" not in prompt
+    )
     assert log.of("started") == [[P]] and [args[:2] for args in log.of("call")] == [[0, 0]]
     assert (P.tau_s, P.window) == (0.2, 5)  # App. B
 
 
 def test_a_paraphrase_must_differ_from_the_first_instruction_and_keep_its_tags():
-    P, _ = first(TableOptimizer([FIRST.upper(), FIRST.replace(" ", "\n"), "no tags", f"a {TAGS}", f"A! {TAGS}"]))
+    P, _ = first(
+        TableOptimizer(
+            [FIRST.upper(), FIRST.replace(" ", "\n"), "no tags", f"a {TAGS}", f"A! {TAGS}"]
+        )
+    )
     assert [I.text for I in P.active] == [FIRST, f"a {TAGS}"]
 
 
@@ -504,7 +615,10 @@ def test_a_population_of_two_starts_with_one_paraphrase():
 
 
 def test_an_optimizer_that_does_not_answer_its_first_call_ends_the_run_at_its_start():
-    with pytest.raises(Fault, match="no reply to its first call: refused; check OPENAI_BASE_URL, .* or choose --mode"):
+    with pytest.raises(
+        Fault,
+        match="no reply to its first call: refused; check OPENAI_BASE_URL, .* or choose --mode",
+    ):
         first(TableOptimizer(OptimizerDown("refused")))
 
 
@@ -515,7 +629,8 @@ def test_the_first_instruction_starts_alone_if_nobody_paraphrases_it():
         assert not optimizer or not optimizer.prompts
 
 
-# --- the loop -----------------------------------------------------------------------------------------------------
+# --- the loop
+# -----------------------------------------------------------------------------------------------------
 
 
 class WatchedPolicy(TablePolicy):
@@ -531,9 +646,17 @@ class WatchedPolicy(TablePolicy):
 
 
 def run(
-    right, *replies, restored=None, at=(1, 0), static=False, D=None, task=Exam, config=Config,
-    population=inspo.population_of, **knobs,
-):  # fmt: skip
+    right,
+    *replies,
+    restored=None,
+    at=(1, 0),
+    static=False,
+    D=None,
+    task=Exam,
+    config=Config,
+    population=inspo.population_of,
+    **knobs,
+):
     """Returns (result of `inspo`, its policy, its log, its optimizer); right by default 0."""
     usual = dict(N_P=3, N_parent=1, batch=4, G=2, T=3, K_p=100, K_e=100, T_e=100, D_B=2, failures=1)
     cfg, D = config(**usual | knobs), D or questions("q", 6)
@@ -554,9 +677,12 @@ def restored(*texts):
 
 
 def test_a_step_is_taken_in_the_order_of_algorithm_1():
-    """One instruction knows everything, one nothing, so that weights differ; prune and evolve in step 1."""
+    """One instruction knows everything, one nothing, so that weights differ; prune and evolve in
+    step 1."""
     right = {"all": 6, "none": 0, "new": 6}
-    _, policy, log, _ = run(right, ["new"], restored=restored("all", "none"), T=1, K_p=1, K_e=1, N_P=2, batch=6)
+    _, policy, log, _ = run(
+        right, ["new"], restored=restored("all", "none"), T=1, K_p=1, K_e=1, N_P=2, batch=6
+    )
     fresh, learned = {0: 0.0, 1: 0.0}, {0: 1.0, 1: 0.0}
     assert log.seen == [
         ("begin_step", fresh, 0),
@@ -578,18 +704,34 @@ def test_a_step_is_taken_in_the_order_of_algorithm_1():
     [(t, taus, P, row)] = log.of("step")
     [(_, trained, _)] = policy.updates
     assert (t, P) == (1, log.P) and taus is trained and log.of("mark") == [[1, False], [1, True]]
-    assert row == step_metrics(Exam(log.cfg, {}), taus, log.cfg.G) | {"loss": 1.0, "time/update": 1.0}
+    assert row == step_metrics(Exam(log.cfg, {}), taus, log.cfg.G) | {
+        "loss": 1.0,
+        "time/update": 1.0,
+    }
 
 
 def test_a_run_that_was_stopped_inside_a_step_evolves_and_evaluates_first():
     P, B = restored("all", "none")
-    B.add(1, [Trajectory(0, q, 0, [], 0, failed=True) for q in questions("q", 6).values()], [""] * 6)
+    B.add(
+        1, [Trajectory(0, q, 0, [], 0, failed=True) for q in questions("q", 6).values()], [""] * 6
+    )
     knobs = dict(N_P=2, batch=6, T=2, K_p=1, K_e=1, T_e=100, eval_every=1)
     right = {"all": 6, "none": 0, "new": 6}
     _, _, log, _ = run(right, ["new"], restored=(P, B), at=(1, 1), **knobs)
     evolution = ["call", "proposed", "verify 0", "played", "verified", "evolved"]
     done = [name for name, *_ in log.seen]
-    rest = [*evolution, "evaluated", "evaluated", "end_step", "mark", "save", "begin_step", "rollout", "update", "step"]
+    rest = [
+        *evolution,
+        "evaluated",
+        "evaluated",
+        "end_step",
+        "mark",
+        "save",
+        "begin_step",
+        "rollout",
+        "update",
+        "step",
+    ]
     assert done[: len(rest)] == rest
     assert [args[0] for args in log.of("step")] == [2]  # whose own evolution follows
     assert [args[0] for args in log.of("evolved")] == [1, 2]
@@ -628,7 +770,8 @@ def test_the_task_s_rewards_failures_and_words_reach_update_weights_and_buffer()
 
     _, policy, log, _ = run({}, static=True, N_P=1, T=1, task=Judged)
     [(_, taus, scored)] = policy.updates
-    A = 0.125 / (0.25 * 0.5**0.5)  # distance to the mean, in units of the unbiased standard deviation
+    # distance to the mean, in units of the unbiased standard deviation
+    A = 0.125 / (0.25 * 0.5**0.5)
     assert scored == [(0.5, pytest.approx(A, rel=1e-4)), (0.25, pytest.approx(-A, rel=1e-4))] * 4
     assert log.P.active[0].w == pytest.approx(0.375)
     assert [(e.reward, e.failed) for e in log.B.items] == [(0.5, False), (0.25, True)] * 4
@@ -663,7 +806,9 @@ def test_evaluations_and_checkpoints_keep_theirs():
     assert first == (0, FIRST, "test")  # at T `compare` does
     assert others == [(t, FIRST, split) for t in (4, 8) for split in ("valid", "test")]
     assert [split for split, _ in log.of("evaluated")] == ["valid", "test"] * 2
-    assert steps_of(log, "save") == [4, 5, 8, 10, 12] and steps_of(log, "end_step") == list(range(1, 13))
+    assert steps_of(log, "save") == [4, 5, 8, 10, 12] and steps_of(log, "end_step") == list(
+        range(1, 13)
+    )
     _, _, log, _ = run({}, static=True, N_P=1, T=3, eval_every=0)
     assert not log.of("evaluated") and steps_of(log, "save") == [3]
     _, policy, _, _ = run({}, static=True, N_P=1, T=3, eval_every=1)
@@ -674,19 +819,32 @@ def test_both_policies_are_compared_under_both_instructions():
     policy, log, P = TablePolicy({}), Recorder(), restored("old", "new")[0]
     policy.reset = lambda: policy.evaluations.append("reset")
     inspo.compare(7, policy, *P.active, log)
-    assert policy.evaluations == [(7, "old", "test"), (7, "new", "test"), "reset", (7, "new", "test")]
-    settings = ["trained policy, first instruction", "trained policy, I_star", "first policy, I_star"]
+    assert policy.evaluations == [
+        (7, "old", "test"),
+        (7, "new", "test"),
+        "reset",
+        (7, "new", "test"),
+    ]
+    settings = [
+        "trained policy, first instruction",
+        "trained policy, I_star",
+        "first policy, I_star",
+    ]
     assert [setting for setting, _ in log.of("compared")] == settings
 
 
 def test_after_T_e_the_optimizer_is_not_asked():
     _, _, log, optimizer = run({}, T=6, K_e=2, T_e=4)
-    assert optimizer.whens[0] == "t0 r0" and {when.split()[0] for when in optimizer.whens[1:]} == {"t2"}
+    assert optimizer.whens[0] == "t0 r0" and {when.split()[0] for when in optimizer.whens[1:]} == {
+        "t2"
+    }
 
 
 def test_the_result_is_the_policy_and_the_instruction_of_greatest_weight():
     right = {"worst": 0, "best": 6, "middle": 3}
-    (policy, I), made, log, _ = run(right, restored=restored("worst", "best", "middle"), T=8, batch=6)
+    (policy, I), made, log, _ = run(
+        right, restored=restored("worst", "best", "middle"), T=8, batch=6
+    )
     assert policy is made and I.text == "best" and I.w == 1.0
     assert I.w == max(J.w for J in log.P.active) and len({J.w for J in log.P.active}) == 3
 
@@ -701,7 +859,11 @@ def test_static_mode_trains_one_instruction_and_never_evolves():
 
 def test_a_restored_run_continues_with_its_own_population_and_buffer():
     _, policy, log, optimizer = run({"a": 0, "b": 0}, ["x"], restored=restored("a", "b"), T=1)
-    assert [I.text for I in log.P.active] == ["a", "b"] and not optimizer.prompts and not log.of("started")
+    assert (
+        [I.text for I in log.P.active] == ["a", "b"]
+        and not optimizer.prompts
+        and not log.of("started")
+    )
     assert len(log.B.items) == 8 and {job.text for job in policy.rollouts[0][2]} <= {"a", "b"}
     _, _, log, _ = run({"a": 0}, restored=restored("a"), at=(3, 2), T=4)
     assert steps_of(log, "step") == [3, 4]

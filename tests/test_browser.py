@@ -1,4 +1,5 @@
-"""The page of a run in a real headless Chromium: it draws, answers clicks and keys, and fetches nothing."""
+"""The page of a run in a real headless Chromium: it draws, answers clicks and keys, and fetches
+nothing."""
 
 import gzip
 import json
@@ -17,11 +18,15 @@ from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 DRIVER = shutil.which("chromedriver")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium with its driver here: make chromium"),
+    pytest.mark.skipif(
+        not (CHROMIUM and DRIVER), reason="no Chromium with its driver here: make chromium"
+    ),
 ]
 
 RUN = Path(__file__).parent / "fixture" / "run"
@@ -56,8 +61,15 @@ def page(tmp_path_factory):
         row["P"] = [I | {"text": EVIL} if I["id"] == WON else I for I in row["P"]]
     write(path, "population.jsonl", *rows)
     file = path / "trajectories" / "test-first_policy-I_star.jsonl.gz"
-    evil = {"response": f"<think> {EVIL} </think>", "prediction": EVIL, "question_text": f"Who is {EVIL}?"}
-    rows = [row | evil | {"turns": [row["turns"][0] | {"text": evil["response"]}]} for row in read_lines(file)]
+    evil = {
+        "response": f"<think> {EVIL} </think>",
+        "prediction": EVIL,
+        "question_text": f"Who is {EVIL}?",
+    }
+    rows = [
+        row | evil | {"turns": [row["turns"][0] | {"text": evil["response"]}]}
+        for row in read_lines(file)
+    ]
     file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     return html.write([path], path / "report.html")
 
@@ -94,9 +106,12 @@ def count(browser, selector):
 
 
 def until(browser, condition, seconds=10):
-    # Any of the driver's errors: a page that reloads between finding and reading is reported in several ways.
+    # Any of the driver's errors: a page that reloads between finding and reading is reported in
+    # several ways.
     ignored = [WebDriverException]
-    return WebDriverWait(browser, seconds, poll_frequency=0.05, ignored_exceptions=ignored).until(condition)
+    return WebDriverWait(browser, seconds, poll_frequency=0.05, ignored_exceptions=ignored).until(
+        condition
+    )
 
 
 def choose(browser, name, value):
@@ -110,7 +125,9 @@ def test_the_first_screen_answers_four_questions(open_page):
         assert f"{row['em']:.2f}" in learned
     assert "EM 0.08 → 0.17" in learned and "nothing gained" in learned
     assert f"#{WON}" in text(browser, ".winner") and EVIL in text(browser, ".winner")
-    assert "93.3 % of the training rollouts" in text(browser, ".spent") and "5 calls" in text(browser, ".spent")
+    assert "93.3 % of the training rollouts" in text(browser, ".spent") and "5 calls" in text(
+        browser, ".spent"
+    )
     assert count(browser, ".trouble") and count(browser, ".chart canvas") >= 11
 
 
@@ -126,11 +143,17 @@ def test_a_click_in_the_tree_shows_a_text_against_its_parent_and_why_it_came(ope
     assert "".join(shown).split() == I["text"].split()
     assert count(browser, "#instruction ins") and count(browser, "#instruction del")
     until(browser, lambda b: count(b, "#instruction details"))
-    calls = [row["call"] for row in read_lines(RUN / "reflections.jsonl") if "call" in row and row["t"] == 3]
+    calls = [
+        row["call"]
+        for row in read_lines(RUN / "reflections.jsonl")
+        if "call" in row and row["t"] == 3
+    ]
     details = browser.execute_script(contents, "#instruction pre")
     assert any(call["prompt"] in details for call in calls)
     find(browser, ".tree .row.refused").click()
-    assert "refused" in text(browser, "#instruction") and "Proposed" in text(browser, "#instruction")
+    assert "refused" in text(browser, "#instruction") and "Proposed" in text(
+        browser, "#instruction"
+    )
 
 
 def test_keys_walk_the_tree_and_the_list(open_page):
@@ -151,7 +174,9 @@ def test_filters_change_the_list_and_the_address_restores_it(open_page):
     choose(browser, "kind", "training")
     choose(browser, "outcome", "solved")
     find(browser, "[name=from]").send_keys("4")
-    rows = [row for t in range(4, 10) for row in read_lines(RUN / f"trajectories/step-{t:06d}.jsonl.gz")]
+    rows = [
+        row for t in range(4, 10) for row in read_lines(RUN / f"trajectories/step-{t:06d}.jsonl.gz")
+    ]
     right = sum(row["reward"] == 1 for row in rows)
     assert right and text(browser, ".count").startswith(f"{right} trajector")
     assert count(browser, ".rows li") == min(60, right)
@@ -159,7 +184,10 @@ def test_filters_change_the_list_and_the_address_restores_it(open_page):
     chosen = text(browser, "#trajectory .question")
     open_page("#" + browser.current_url.partition("#")[2])
     until(browser, lambda b: count(b, "#trajectory .block"))
-    assert text(browser, ".count").startswith(f"{right} trajector") and text(browser, "#trajectory .question") == chosen
+    assert (
+        text(browser, ".count").startswith(f"{right} trajector")
+        and text(browser, "#trajectory .question") == chosen
+    )
     assert find(browser, "[name=outcome]").get_attribute("value") == "solved"
     find(browser, ".filters button").click()
     assert text(browser, ".count") == everything
@@ -170,18 +198,30 @@ def test_tokens_show_their_numbers_to_pointer_and_keys(open_page):
     find(browser, ".rows a").click()
     until(browser, lambda b: count(b, "#trajectory .token"))
     data = next(
-        row["token_data"] for row in read_lines(RUN / "trajectories/step-000001.jsonl.gz") if "token_data" in row
+        row["token_data"]
+        for row in read_lines(RUN / "trajectories/step-000001.jsonl.gz")
+        if "token_data" in row
     )
     assert count(browser, "#trajectory .token") == data["n"]
     browser.execute_script("document.querySelector('#trajectory .blocks').focus()")
     browser.switch_to.active_element.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    for label in ("log-prob", "entropy", "ratio", "advantage", "clipped", "probability", data["text"][1].strip()):
+    for label in (
+        "log-prob",
+        "entropy",
+        "ratio",
+        "advantage",
+        "clipped",
+        "probability",
+        data["text"][1].strip(),
+    ):
         assert label in text(browser, "#tip")
     browser.switch_to.active_element.send_keys(Keys.ESCAPE)
     assert not find(browser, "#tip").is_displayed()
     find(browser, "#trajectory .token:last-child").click()
     assert find(browser, "#tip").is_displayed()
-    assert count(browser, "#trajectory .masked") and not count(browser, "#trajectory .masked .token")
+    assert count(browser, "#trajectory .masked") and not count(
+        browser, "#trajectory .masked .token"
+    )
     choose(browser, "paint", "entropy")
     assert "paint=entropy" in browser.current_url
 
@@ -198,7 +238,17 @@ def test_one_question_stands_beside_itself_under_another_instruction(open_page):
     Select(find(browser, "[name=beside]")).select_by_index(1)
     until(browser, lambda b: count(b, "#trajectory .pair .trajectory") == 2)
     assert "beside=" in browser.current_url
-    assert len({link.text for link in browser.find_elements(By.CSS_SELECTOR, "#trajectory .trajectory .under a")}) == 2
+    assert (
+        len(
+            {
+                link.text
+                for link in browser.find_elements(
+                    By.CSS_SELECTOR, "#trajectory .trajectory .under a"
+                )
+            }
+        )
+        == 2
+    )
 
 
 def test_prices_make_a_cost(open_page):
@@ -224,14 +274,21 @@ def test_several_runs_are_laid_over_each_other(open_page, tmp_path):
     other, static = (shutil.copytree(RUN, tmp_path / name) for name in ("other", "static"))
     write(other, "config.json", config | {"seed": 5})
     write(static, "config.json", config | {"mode": "static"})
-    for name in ("summary.json", "reflections.jsonl", "population.jsonl"):  # it has broken off early
+    # it has broken off early
+    for name in ("summary.json", "reflections.jsonl", "population.jsonl"):
         (static / name).unlink()
     browser = open_page(path=html.write([RUN, other, static], tmp_path / "all.html"))
     legend = [row.text for row in browser.find_elements(By.CSS_SELECTOR, ".legend li")]
     assert legend == ["run (2 seeds)", "static differs in mode"]
-    assert "differs in mode" in text(browser, ".overview") and count(browser, ".overview tbody tr") == 3
+    assert (
+        "differs in mode" in text(browser, ".overview")
+        and count(browser, ".overview tbody tr") == 3
+    )
     Select(find(browser, "#runs select")).select_by_index(2)
-    assert "population.jsonl is missing" in text(browser, ".trouble") and "run=2" in browser.current_url
+    assert (
+        "population.jsonl is missing" in text(browser, ".trouble")
+        and "run=2" in browser.current_url
+    )
 
 
 def test_a_run_of_another_task_reads_as_well(open_page, tmp_path):
@@ -240,23 +297,38 @@ def test_a_run_of_another_task_reads_as_well(open_page, tmp_path):
     browser = open_page(path=out)
     for row in json.loads((path / "summary.json").read_text())["held_out"].values():
         assert f"{row['won']:.2f}" in text(browser, ".corners")
-    assert text(browser, ".learned .headline") == "won 0.08 → 0.17" and "1.0 moves" in text(browser, ".corners")
+    assert text(browser, ".learned .headline") == "won 0.08 → 0.17" and "1.0 moves" in text(
+        browser, ".corners"
+    )
     assert count(browser, "#panel-won canvas") == 1
-    assert browser.execute_script("return !/\\bEM\\b|NaN|undefined/.test(document.querySelector('main').textContent)")
-    positive = {w for row in read_lines(path / "metrics.jsonl") for w in row.get("w", {}).values() if w > 0}
+    assert browser.execute_script(
+        "return !/\\bEM\\b|NaN|undefined/.test(document.querySelector('main').textContent)"
+    )
+    positive = {
+        w for row in read_lines(path / "metrics.jsonl") for w in row.get("w", {}).values() if w > 0
+    }
     bars = browser.find_elements(By.CSS_SELECTOR, ".tree rect[fill]")
-    assert len({bar.get_attribute("fill") for bar in bars}) > 1 + len(positive)  # those below zero differ too
-    outcomes = [one.text for one in browser.find_elements(By.CSS_SELECTOR, "#trajectory .pair .verdict b")]
+    # those below zero differ too
+    assert len({bar.get_attribute("fill") for bar in bars}) > 1 + len(positive)
+    outcomes = [
+        one.text for one in browser.find_elements(By.CSS_SELECTOR, "#trajectory .pair .verdict b")
+    ]
     assert outcomes == ["failed", "solved"]  # a question before and after training
     open_page("#trajectories?outcome=solved", out)
     rows = [row for file in (path / "trajectories").iterdir() for row in read_lines(file)]
     assert text(browser, ".count").startswith(f"{sum(not row['failed'] for row in rows)} trajector")
     assert not count(browser, ".rows .mark.bad")
-    next(row for row in browser.find_elements(By.CSS_SELECTOR, ".rows a") if "reward 0.5" in row.text).click()
+    next(
+        row for row in browser.find_elements(By.CSS_SELECTOR, ".rows a") if "reward 0.5" in row.text
+    ).click()
     until(browser, lambda b: "reward 0.5" in text(b, "#trajectory"))
     shown = text(browser, "#trajectory")
-    assert "solved" in shown and "fuel 2.5" in shown and "Gold" not in shown and "Answer:" not in shown
-    assert count(browser, "#trajectory .verdict .good") and not count(browser, "#trajectory .verdict .bad")
+    assert (
+        "solved" in shown and "fuel 2.5" in shown and "Gold" not in shown and "Answer:" not in shown
+    )
+    assert count(browser, "#trajectory .verdict .good") and not count(
+        browser, "#trajectory .verdict .bad"
+    )
     open_page(path=html.write([RUN, path], tmp_path / "both.html"))  # with a run of exact match
     for metric in ("EM", "won"):
         assert metric in text(browser, ".overview") and metric in text(browser, "#curves")
@@ -265,7 +337,8 @@ def test_a_run_of_another_task_reads_as_well(open_page, tmp_path):
 def test_a_served_page_follows_its_run(open_page, tmp_path):
     path = shutil.copytree(RUN, tmp_path / "run")
     (path / "summary.json").unlink()
-    (path / "metrics.jsonl").touch()  # a run that has written nothing for ten minutes counts as stopped
+    # a run that has written nothing for ten minutes counts as stopped
+    (path / "metrics.jsonl").touch()
     with served(path) as url:
         browser = open_page("#curves", f"{url}/")
         assert "running, step 9 of 9" in text(browser, "#status")
@@ -279,6 +352,8 @@ def test_a_served_page_follows_its_run(open_page, tmp_path):
 def test_a_page_of_thousands_lists_them_a_screen_at_a_time(open_page, tmp_path):
     path = shutil.copytree(RUN, tmp_path / "run")
     for t in range(10, 110):
-        shutil.copy(RUN / "trajectories/step-000009.jsonl.gz", path / f"trajectories/step-{t:06d}.jsonl.gz")
+        shutil.copy(
+            RUN / "trajectories/step-000009.jsonl.gz", path / f"trajectories/step-{t:06d}.jsonl.gz"
+        )
     browser = open_page(path=html.write([path], path / "report.html", limit=4000))
     assert int(text(browser, ".count").split()[0]) > 1000 and count(browser, ".rows li") == 60

@@ -1,4 +1,5 @@
-"""The one rule of retries (plumbing/client.py), against real HTTP servers that fail in every way it knows."""
+"""The one rule of retries (plumbing/client.py), against real HTTP servers that fail in every way it
+knows."""
 
 import email.utils
 import gzip
@@ -117,12 +118,24 @@ def test_other_statuses_are_final(serve, waits, status):
     asker = client(server.url, other.url)
     with pytest.raises(RequestFailed) as failed:
         asker.ask("/path?secret=1", {}, value)
-    assert str(failed.value) == f"{server.url}/path: HTTP {status}: no such key" and not failed.value.transient
+    assert (
+        str(failed.value) == f"{server.url}/path: HTTP {status}: no such key"
+        and not failed.value.transient
+    )
     assert len(server.requests) == 1 and not other.requests and not waits and asker.faults == 0
 
 
 @pytest.mark.parametrize(
-    "url", ["", "127.0.0.1:80", "ftp://127.0.0.1", "http://", "http://[", "http://a b", f"http://{'a' * 64}"]
+    "url",
+    [
+        "",
+        "127.0.0.1:80",
+        "ftp://127.0.0.1",
+        "http://",
+        "http://[",
+        "http://a b",
+        f"http://{'a' * 64}",
+    ],
 )
 def test_an_invalid_url_is_final(waits, url):
     with pytest.raises(RequestFailed) as failed:
@@ -222,7 +235,8 @@ def test_the_deadline_holds_whatever_trickles_in(serve, at_once, then):
 
 
 def test_each_call_has_a_deadline_of_its_own_on_a_connection_that_stays(serve):
-    """A slow call that is whole in time leaves its connection, and all of its time, to the next one."""
+    """A slow call that is whole in time leaves its connection, and all of its time, to the next
+    one."""
     server = serve(*[slowly] * 4)
     server.RequestHandlerClass = KeepAlive
     asker = client(server.url, timeout=2)
@@ -234,7 +248,9 @@ def test_each_call_has_a_deadline_of_its_own_on_a_connection_that_stays(serve):
 def test_no_redirect_is_followed(serve, waits, status):
     elsewhere = serve(OK)
     server = serve((status, {"Location": f"{elsewhere.url}/path?key=sk-secret-1"}, ""))
-    with pytest.raises(RequestFailed, match=f"HTTP {status}: it redirects to {elsewhere.url}") as failed:
+    with pytest.raises(
+        RequestFailed, match=f"HTTP {status}: it redirects to {elsewhere.url}"
+    ) as failed:
         client(server.url, key="sk-secret-1").ask("/path", {"gold": "Paris"}, value)
     assert not elsewhere.requests and len(server.requests) == 1 and not waits
     assert "sk-secret-1" not in str(failed.value)
@@ -242,7 +258,10 @@ def test_no_redirect_is_followed(serve, waits, status):
 
 def test_an_answer_without_end_is_refused(serve, monkeypatch):
     monkeypatch.setattr(module, "MAX_ANSWER", 1 << 20)
-    for headers, body in (({}, b" " * (2 << 20)), ({"Content-Encoding": "gzip"}, gzip.compress(b" " * (4 << 20)))):
+    for headers, body in (
+        ({}, b" " * (2 << 20)),
+        ({"Content-Encoding": "gzip"}, gzip.compress(b" " * (4 << 20))),
+    ):
 
         def pour(handler, headers=headers, body=body):
             handler.send_response(200)
@@ -272,7 +291,9 @@ KEY = "sk-proj/12345"
     ],
 )  # fmt: skip
 def test_a_key_that_the_server_echoes_goes_nowhere(serve, answer):
-    asker = client("http://user:password@" + serve(answer).url.removeprefix("http://"), key=KEY, retries=0)
+    asker = client(
+        "http://user:password@" + serve(answer).url.removeprefix("http://"), key=KEY, retries=0
+    )
     try:
         found = repr(asker.ask("/path", {}, value))
         assert "[secret]" in found
@@ -296,7 +317,9 @@ def test_the_wait_doubles_varies_by_half_and_has_an_upper_bound(serve, waits):
     assert len(waits) == 8
     for k in range(8):
         others = [back_off(k + 1) for _ in range(32)]  # of 8 all may be cut to a minute
-        assert all(min(60, 2**k * 0.5) <= wait <= min(60, 2**k * 1.5) for wait in [waits[k], *others])
+        assert all(
+            min(60, 2**k * 0.5) <= wait <= min(60, 2**k * 1.5) for wait in [waits[k], *others]
+        )
         assert max(others) - min(others) > 0.05 * min(others) or k == 7  # 64 to 192 s: a minute
         assert max(others) == 60 or k < 6
 
@@ -326,7 +349,10 @@ def test_a_retry_after_of_nothing_or_nonsense_waits_as_usual(serve, waits, asked
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.text() | st.from_regex(r"Wed, \d{1,5} (Oct|Xyz) [0-9]{1,12} \d\d:\d\d:\d\d (GMT|[+-]\d{1,9})"))
+@given(
+    st.text()
+    | st.from_regex(r"Wed, \d{1,5} (Oct|Xyz) [0-9]{1,12} \d\d:\d\d:\d\d (GMT|[+-]\d{1,9})")
+)
 def test_no_retry_after_breaks_the_client(text):
     assert module._retry_after(text) >= 0
 
@@ -351,7 +377,11 @@ def test_the_client_waits_when_all_servers_have_failed(serve, waits):
     a, b, c = serve(BUSY, OK), serve(hang_up), serve((429, {}, ""))
     asker = client(a.url, b.url, c.url)
     assert asker.ask("/path", {}, value) == 1
-    assert [len(server.requests) for server in (a, b, c)] == [2, 1, 1] and len(waits) == 1 and asker.faults == 3
+    assert (
+        [len(server.requests) for server in (a, b, c)] == [2, 1, 1]
+        and len(waits) == 1
+        and asker.faults == 3
+    )
 
 
 def test_when_all_servers_stay_away_the_last_is_named(waits):

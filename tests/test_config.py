@@ -1,4 +1,5 @@
-"""Flags: default < preset < flag; an impossible one ends in one line and exit code 2, before anything is loaded."""
+"""Flags: default < preset < flag; an impossible one ends in one line and exit code 2, before
+anything is loaded."""
 
 import dataclasses
 import json
@@ -24,10 +25,30 @@ FIELDS = dataclasses.fields(Config)
 
 # App. B and §4 of the paper, and what both sizes share.
 BOTH = dict(
-    warmup=0.1, T=300, eval_every=100, batch=512, mini=256, G=5, eps=0.2, beta=0.001, temperature=1.0,
-    max_prompt=4096, max_response=500, max_observation=500, N_P=7, N_parent=1, tau_s=0.2, K_p=5, K_e=15, T_e=150,
-    window=5, failures=4, D_B=200, rounds=5, topk=3,
-)  # fmt: skip
+    warmup=0.1,
+    T=300,
+    eval_every=100,
+    batch=512,
+    mini=256,
+    G=5,
+    eps=0.2,
+    beta=0.001,
+    temperature=1.0,
+    max_prompt=4096,
+    max_response=500,
+    max_observation=500,
+    N_P=7,
+    N_parent=1,
+    tau_s=0.2,
+    K_p=5,
+    K_e=15,
+    T_e=150,
+    window=5,
+    failures=4,
+    D_B=200,
+    rounds=5,
+    topk=3,
+)
 APP_B = {
     "qwen2.5-3b": BOTH | dict(model="Qwen/Qwen2.5-3B", lr=5e-7, max_turns=4),
     "qwen2.5-7b": BOTH | dict(model="Qwen/Qwen2.5-7B", lr=3e-7, max_turns=6),
@@ -54,7 +75,8 @@ def refuses(capsys):
     return why
 
 
-# --- default < preset < flag --------------------------------------------------------------------------------------
+# --- default < preset < flag
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", APP_B)
@@ -62,7 +84,8 @@ def test_the_paper_s_presets_have_the_values_of_appendix_b(preset, monkeypatch):
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     cfg = parse(["--model", preset, "--optimizer_model", "m"])
     assert {name: getattr(cfg, name) for name in APP_B[preset]} == APP_B[preset]
-    assert cfg.mode == "inspo" and cfg.instruction == ""  # the task's own, Search-R1's, which the paper starts from
+    # the task's own, Search-R1's, which the paper starts from
+    assert cfg.mode == "inspo" and cfg.instruction == ""
 
 
 def test_a_preset_wins_over_the_default_and_a_flag_over_the_preset():
@@ -81,13 +104,40 @@ def test_a_preset_wins_over_the_default_and_a_flag_over_the_preset():
         ([], "valid test corpus instruction", ""),
         (["--test", "t"], "valid corpus instruction", ""),
         (["--train", PRESETS["world"]["train"]], "valid test corpus instruction", ""),
-        (["--train", os.path.relpath(PRESETS["world"]["train"])], "valid test corpus instruction", ""),
+        (
+            ["--train", os.path.relpath(PRESETS["world"]["train"])],
+            "valid test corpus instruction",
+            "",
+        ),
         (["--train", "own.jsonl"], "", "valid, test, corpus, instruction"),
         (["--train", "own.jsonl", "--test", "t", "--corpus", "c"], "", "valid, instruction"),
-        (["--train", "t", "--valid", "t", "--test", "t", "--corpus", "c", "--instruction", __file__], "", ""),
-        (["--preset", "world", "--model", "some/hub-id", "--train", "t"], "", "valid, test, corpus, instruction"),
+        (
+            [
+                "--train",
+                "t",
+                "--valid",
+                "t",
+                "--test",
+                "t",
+                "--corpus",
+                "c",
+                "--instruction",
+                __file__,
+            ],
+            "",
+            "",
+        ),
+        (
+            ["--preset", "world", "--model", "some/hub-id", "--train", "t"],
+            "",
+            "valid, test, corpus, instruction",
+        ),
         (["--preset", "world", "--model", "some/hub-id"], "valid test corpus instruction", ""),
-        (["--model", "smollm2-135m", "--train", "t", "--corpus", "c"], "", "valid, test, instruction"),
+        (
+            ["--model", "smollm2-135m", "--train", "t", "--corpus", "c"],
+            "",
+            "valid, test, instruction",
+        ),
         (["--model", "qwen2.5-3b", "--mode", "static", "--train", "t"], "", "test"),
         (["--model", "some/hub-id", "--mode", "static", "--train", "t"], "", ""),
     ],
@@ -124,7 +174,15 @@ def test_presets_name_knobs_that_exist_with_values_of_their_type_and_files_that_
     ],
 )
 def test_adapters_learn_at_ten_times_the_rate_unless_a_flag_says_otherwise(model, rank, lr, want):
-    argv = ["--model", model, "--mode", "static", "--lora_rank", str(rank), *(["--lr", lr] if lr else [])]
+    argv = [
+        "--model",
+        model,
+        "--mode",
+        "static",
+        "--lora_rank",
+        str(rank),
+        *(["--lr", lr] if lr else []),
+    ]
     assert parse(argv).lr == want
 
 
@@ -133,7 +191,9 @@ def test_a_resumed_run_keeps_its_own_learning_rate(tmp_path, lr):
     cfg = parse(["--lora_rank", "32", "--lr", str(lr), "--out", str(tmp_path)])
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
     for flags in ([], ["--lora_rank", "32"], ["--model", "world", "--lora_rank", "32"]):
-        assert parse(["--out", str(tmp_path), "--resume", *flags]) == dataclasses.replace(cfg, resume=True)
+        assert parse(["--out", str(tmp_path), "--resume", *flags]) == dataclasses.replace(
+            cfg, resume=True
+        )
 
 
 def test_an_instruction_is_read_from_its_file(tmp_path):
@@ -157,7 +217,8 @@ def test_static_mode_is_one_instruction_that_never_evolves():
     assert dataclasses.replace(cfg, mode="inspo", N_P=7, T_e=40) == parse([])
 
 
-# --- help ---------------------------------------------------------------------------------------------------------
+# --- help
+# ---------------------------------------------------------------------------------------------------------
 
 
 def help_of(capsys, flag):
@@ -199,7 +260,9 @@ def test_help_shows_the_defaults_of_the_world_and_where_they_differ_the_paper_s(
 
 def test_help_groups_the_flags_by_their_concerns(capsys):
     shown = help_of(capsys, "--help_all")
-    titles = {c.__doc__: c for c in Config.__mro__ if dataclasses.is_dataclass(c) and c is not Config}
+    titles = {
+        c.__doc__: c for c in Config.__mro__ if dataclasses.is_dataclass(c) and c is not Config
+    }
     heads = sorted(shown.index(f"\n{title}:\n") for title in titles)
     for title, concern in titles.items():
         head = shown.index(f"\n{title}:\n")
@@ -208,7 +271,8 @@ def test_help_groups_the_flags_by_their_concerns(capsys):
             assert head < shown.index(f"\n  --{name}") < end, name
 
 
-OWN = ["--valid", "", "--test", "T", "--corpus", "T", "--instruction", ""]  # all that goes with --train
+# all that goes with --train
+OWN = ["--valid", "", "--test", "T", "--corpus", "T", "--instruction", ""]
 
 
 @pytest.mark.parametrize(
@@ -217,11 +281,19 @@ OWN = ["--valid", "", "--test", "T", "--corpus", "T", "--instruction", ""]  # al
         (["--help"], 0, "--tau_s"),
         (["--G", "1"], 2, "--G 1"),
         ([*OWN, "--train", "nosuch.jsonl"], 1, "--train nosuch.jsonl: no such"),
-        (["--preset", "world", "--model", POLICY, *OWN, "--train", "nosuch.jsonl"], 1, "--train nosuch.jsonl"),
+        (
+            ["--preset", "world", "--model", POLICY, *OWN, "--train", "nosuch.jsonl"],
+            1,
+            "--train nosuch.jsonl",
+        ),
         (["--test", "."], 1, "--test ."),
         (["--valid", "no.parquet"], 1, "--valid no.parquet"),
         (["--corpus", "nosuch.jsonl"], 1, "--corpus nosuch.jsonl: no such file"),
-        (["--model", POLICY + "/", "--mode", "static", "--test", "T", "--corpus", "T"], 1, "--train is missing"),
+        (
+            ["--model", POLICY + "/", "--mode", "static", "--test", "T", "--corpus", "T"],
+            1,
+            "--train is missing",
+        ),
         (["--task", "nowhere:Task"], 1, "--task nowhere:Task: nowhere cannot be imported"),
     ],
 )
@@ -230,7 +302,12 @@ def test_help_and_bad_input_do_not_wait_for_torch_and_leave_nothing(tmp_path, ar
 sys.argv[0] = 'inspo.py'
 try: runpy.run_path({str(HERE / "inspo.py")!r}, run_name='__main__')
 finally: assert not {{'torch', 'transformers', 'vllm', 'tiktoken', 'tqdm'}} & set(sys.modules)"""
-    command = [sys.executable, "-c", program, *(str(WORLD / "train.jsonl") if flag == "T" else flag for flag in argv)]
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        *(str(WORLD / "train.jsonl") if flag == "T" else flag for flag in argv),
+    ]
     env = os.environ | {"PYTHONPATH": str(HERE)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == code and says in done.stdout + done.stderr
@@ -238,7 +315,8 @@ finally: assert not {{'torch', 'transformers', 'vllm', 'tiktoken', 'tqdm'}} & se
     assert list(tmp_path.iterdir()) == []
 
 
-# --- what cannot work ---------------------------------------------------------------------------------------------
+# --- what cannot work
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -312,7 +390,9 @@ def test_values_at_the_edge_of_the_possible_are_taken(argv):
 
 def test_every_rank_must_have_a_trajectory_to_train_on(refuses, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert "8 ranks for 6 trajectories an update" in refuses("--batch", "3", "--mini", "3", "--G", "2")
+    assert "8 ranks for 6 trajectories an update" in refuses(
+        "--batch", "3", "--mini", "3", "--G", "2"
+    )
     assert parse(["--batch", "4", "--mini", "4", "--G", "2"]).mini == 4
 
 
@@ -333,7 +413,12 @@ def test_one_rank_speaks_for_all_and_others_let_it_speak_first(monkeypatch, caps
         with pytest.raises(SystemExit) as stop:
             parse(["--G", "1"])
         out, err = capsys.readouterr()
-        assert stop.value.code == 2 and out == "" and ("--G 1" in err) is speaks and (sum(waited) > 10) is not speaks
+        assert (
+            stop.value.code == 2
+            and out == ""
+            and ("--G 1" in err) is speaks
+            and (sum(waited) > 10) is not speaks
+        )
 
 
 def test_only_rank_0_needs_files_and_a_dry_run_none(refuses, monkeypatch):
@@ -357,15 +442,20 @@ def test_an_optimizer_is_an_endpoint_and_a_model_s_name_or_openai_s_key(monkeypa
     assert parse(argv).optimizer_model == OPTIMIZER
     assert parse([*argv, "--optimizer_model", "m"]).optimizer_model == "m"
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
-    with pytest.raises(Fault, match="no optimizer: set --optimizer_model"):  # OpenAI's model is not that endpoint's
+    # OpenAI's model is not that endpoint's
+    with pytest.raises(Fault, match="no optimizer: set --optimizer_model"):
         find_endpoint(parse(argv))
-    assert find_endpoint(parse([*argv, "--optimizer_model", "m"])) == ("http://127.0.0.1:9/v1", "sk-1")
+    assert find_endpoint(parse([*argv, "--optimizer_model", "m"])) == (
+        "http://127.0.0.1:9/v1",
+        "sk-1",
+    )
     monkeypatch.setenv("OPENAI_BASE_URL", "localhost:9")
     with pytest.raises(Fault, match="OPENAI_BASE_URL localhost:9"):
         find_endpoint(parse([*argv, "--optimizer_model", "m"]))
 
 
-# --- torchrun -----------------------------------------------------------------------------------------------------
+# --- torchrun
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_no_flag_of_ours_is_or_abbreviates_one_of_torchrun_s():
@@ -373,7 +463,9 @@ def test_no_flag_of_ours_is_or_abbreviates_one_of_torchrun_s():
     assert "--nproc_per_node" in theirs and "--max-restarts" in theirs
     for name in ["help_all", "preset", *(f.name for f in FIELDS)]:
         for option in theirs:
-            assert not option.startswith(f"--{name}"), f"torchrun would take --{name} for its {option}"
+            assert not option.startswith(f"--{name}"), (
+                f"torchrun would take --{name} for its {option}"
+            )
 
 
 def test_torchrun_hands_every_flag_of_ours_on_untouched():
@@ -382,4 +474,8 @@ def test_torchrun_hands_every_flag_of_ours_on_untouched():
         ours += [f"--{f.name}"] if f.type is bool else [f"--{f.name}", str(f.default) or "x"]
         ours += [] if f.type is bool else [f"--{f.name}={f.default or 'x'}"]
     args = torchrun_parser().parse_args(["--nproc_per_node=8", "inspo.py", *ours])
-    assert (args.nproc_per_node, args.training_script, args.training_script_args) == ("8", "inspo.py", ours)
+    assert (args.nproc_per_node, args.training_script, args.training_script_args) == (
+        "8",
+        "inspo.py",
+        ours,
+    )

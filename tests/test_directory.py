@@ -1,4 +1,5 @@
-"""A run's directory: what is written is whole or not there; what was damaged is noticed; one process writes."""
+"""A run's directory: what is written is whole or not there; what was damaged is noticed; one
+process writes."""
 
 import contextlib
 import dataclasses
@@ -41,7 +42,10 @@ STATE = {"population": {}, "ended": True, "lengths": {}}
 def tensors(value: float) -> dict:
     """Two tensors and, as an optimizer has, something that is no tensor."""
     optimizer = {"m": torch.full((64, 64), value), "lr": value, "betas": (0.9, 0.999)}
-    return {"model": {"w": torch.full((64, 64), value), "b": torch.zeros(3)}, "optimizer": optimizer}
+    return {
+        "model": {"w": torch.full((64, 64), value), "b": torch.zeros(3)},
+        "optimizer": optimizer,
+    }
 
 
 class Fixed:
@@ -66,7 +70,9 @@ def checkpoints_of(run: RunDirectory) -> Checkpoints:
     return Checkpoints(run, Fixed(), Population(0.2, 5), ReplayBuffer(9), log)
 
 
-def begin(run: RunDirectory, t: int, wait=lambda: None, ended=True, before: Checkpoints | None = None) -> Checkpoints:
+def begin(
+    run: RunDirectory, t: int, wait=lambda: None, ended=True, before: Checkpoints | None = None
+) -> Checkpoints:
     """Begins to save step t; `before`: with the checkpoints of the steps before."""
     checkpoints = before or checkpoints_of(run)
     checkpoints.policy.t, checkpoints.policy.wait = t, wait
@@ -93,7 +99,9 @@ def made(tmp_path_factory):
 
 
 def reopen(path: Path) -> RunDirectory:
-    return RunDirectory.open(dataclasses.replace(read_config(path), out=str(path), resume=True), "x")
+    return RunDirectory.open(
+        dataclasses.replace(read_config(path), out=str(path), resume=True), "x"
+    )
 
 
 @pytest.fixture
@@ -128,15 +136,26 @@ def empty_directory(path: Path) -> None:
 NAMES, HARMS = ("state.pt", "__0_0.distcp", ".metadata", "digests.json"), (cut, flip, Path.unlink)
 
 
-@pytest.mark.parametrize("name, harm", [*itertools.product(NAMES, HARMS), ("digests.json", empty_directory)])
+@pytest.mark.parametrize(
+    "name, harm", [*itertools.product(NAMES, HARMS), ("digests.json", empty_directory)]
+)
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(run, name, harm):
     harm(run.checkpoints()[-1] / name)
     t, notes = rewind(run)
-    assert t == 6 and len(notes) == 1 and notes[0].startswith("note: checkpoint step-000009 is damaged (")
+    assert (
+        t == 6
+        and len(notes) == 1
+        and notes[0].startswith("note: checkpoint step-000009 is damaged (")
+    )
     assert name in notes[0] or name == "digests.json"  # a digest that was flipped accuses its file
-    assert "digests.json is missing" in notes[0] or harm not in (Path.unlink, empty_directory) or name != "digests.json"
+    assert (
+        "digests.json is missing" in notes[0]
+        or harm not in (Path.unlink, empty_directory)
+        or name != "digests.json"
+    )
     assert [row["t"] for row in run.rows("metrics")] == list(range(7))
-    assert [path.name for path in run.checkpoints()] == ["step-000003", "step-000006"]  # 9 can be written again
+    # 9 can be written again
+    assert [path.name for path in run.checkpoints()] == ["step-000003", "step-000006"]
     save(run, 9)
     assert rewind(run)[0] == 9
 
@@ -145,7 +164,9 @@ def test_if_all_checkpoints_are_damaged_nothing_is_touched(run):
     before = (run.path / "metrics.jsonl").read_bytes()
     for path in run.checkpoints():
         flip(path / "state.pt")
-    with pytest.raises(Fault, match=r"no checkpoint of .* is whole \(step-000009: state.pt is damaged; .*remove"):
+    with pytest.raises(
+        Fault, match=r"no checkpoint of .* is whole \(step-000009: state.pt is damaged; .*remove"
+    ):
         rewind(run)
     assert len(run.checkpoints()) == 3 and (run.path / "metrics.jsonl").read_bytes() == before
 
@@ -157,10 +178,14 @@ def test_a_foreign_directory_is_no_checkpoint_and_pushes_none_out(run):
     (run.path / "checkpoints" / "step-000100").write_text("a file")
     save(run, 10)
     assert [path.name for path in run.checkpoints()] == [f"step-{t:06d}" for t in (6, 9, 10)]
-    assert rewind(run)[0] == 10 and all((run.path / "checkpoints" / name).is_dir() for name in foreign)
+    assert rewind(run)[0] == 10 and all(
+        (run.path / "checkpoints" / name).is_dir() for name in foreign
+    )
 
 
-def test_a_step_that_has_not_ended_is_replaced_by_the_one_that_has_and_its_rows_are_written_again(run):
+def test_a_step_that_has_not_ended_is_replaced_by_the_one_that_has_and_its_rows_are_written_again(
+    run,
+):
     rewind(run)
     run.append("population", {"t": 10, "event": "prune"})
     assert save(run, 10, ended=False).name == "step-000010"
@@ -170,14 +195,19 @@ def test_a_step_that_has_not_ended_is_replaced_by_the_one_that_has_and_its_rows_
     rewind(run)
     last = {name: run.rows(name)[-1] for name in ("metrics", "population", "reflections")}
     assert last == {
-        "metrics": {"t": 9}, "population": {"t": 10, "event": "prune"}, "reflections": {"t": 10, "call": {}}
-    }  # fmt: skip
+        "metrics": {"t": 9},
+        "population": {"t": 10, "event": "prune"},
+        "reflections": {"t": 10, "call": {}},
+    }
     run.append("metrics", {"t": 10})
     save(run, 10)
-    assert [path.name for path in run.checkpoints()] == [f"step-{t:06d}" for t in (6, 9, 10)]  # none is pushed out
+    # none is pushed out
+    assert [path.name for path in run.checkpoints()] == [f"step-{t:06d}" for t in (6, 9, 10)]
     assert run.load_state(run.checkpoints()[-1])["ended"] and not list(run.path.rglob("*.tmp"))
     rewind(run)
-    assert run.rows("metrics")[-1] == {"t": 10} and run.rows("reflections") == [{"t": 10, "call": {}}]
+    assert run.rows("metrics")[-1] == {"t": 10} and run.rows("reflections") == [
+        {"t": 10, "call": {}}
+    ]
 
 
 @pytest.mark.parametrize("harm", ["{", "\x00" * 8, "", '{"t": "4"}', "[4]"])
@@ -185,7 +215,8 @@ def test_a_step_that_has_not_ended_is_replaced_by_the_one_that_has_and_its_rows_
 def test_a_row_that_was_lost_before_the_checkpoint_is_named(run, harm, place):
     lines = (run.path / "metrics.jsonl").read_text().splitlines()
     lines[place] = harm
-    (run.path / "metrics.jsonl").write_text("\n".join([*lines, '{"t": 10}', ""]))  # of a step after it
+    # of a step after it
+    (run.path / "metrics.jsonl").write_text("\n".join([*lines, '{"t": 10}', ""]))
     note = f"note: {run.path}/metrics.jsonl has lost 1 of its first 10 lines: they were damaged"
     assert rewind(run) == (9, [note])
     assert [row["t"] for row in run.rows("metrics")] == [t for t in range(10) if t != place]
@@ -210,7 +241,18 @@ def test_a_log_that_cannot_be_read_is_named(run):
 
 
 @pytest.mark.parametrize(
-    "line", ['{"t": 5, "rew', "[1, 2]", '"x"', "7", '{"u": 1}', '{"t": "5"}', '{"t": true}', "\x00\xff", "[" * 100_000]
+    "line",
+    [
+        '{"t": 5, "rew',
+        "[1, 2]",
+        '"x"',
+        "7",
+        '{"u": 1}',
+        '{"t": "5"}',
+        '{"t": true}',
+        "\x00\xff",
+        "[" * 100_000,
+    ],
 )
 def test_a_foreign_line_in_a_log_is_left_out(run, line):
     path = run.path / "metrics.jsonl"
@@ -224,10 +266,14 @@ def test_a_foreign_line_in_a_log_is_left_out(run, line):
     assert rewind(run) == (9, [])
 
 
-@pytest.mark.parametrize("content", ["", '{"T": 3', "[]", "7", {"T": "3"}, {"T": True}, "\xff", {"lr": None}], ids=str)
+@pytest.mark.parametrize(
+    "content", ["", '{"T": 3', "[]", "7", {"T": "3"}, {"T": True}, "\xff", {"lr": None}], ids=str
+)
 def test_a_damaged_config_is_one_line(run, content):
     path = run.path / "config.json"
-    content = content if isinstance(content, str) else json.dumps(json.loads(path.read_text()) | content)
+    content = (
+        content if isinstance(content, str) else json.dumps(json.loads(path.read_text()) | content)
+    )
     path.write_bytes(content.encode("latin1"))
     with pytest.raises(Fault, match=r"config.json is damaged \(.*: restore it") as e:
         read_config(run.path)
@@ -247,14 +293,17 @@ def test_a_run_is_resumed_by_the_program_that_started_it_alone(tmp_path, first, 
     RunDirectory.open(first(out=out), "x").close()
     RunDirectory.open(first(out=out, resume=True), "x").close()
     programs = {Config: "inspo.py", Guest: "tests/test_directory.py"}
-    with pytest.raises(Fault, match=f"r was started by {programs[first]}, not {programs[second]}") as e:
+    with pytest.raises(
+        Fault, match=f"r was started by {programs[first]}, not {programs[second]}"
+    ) as e:
         RunDirectory.open(second(out=out, resume=True), "x")
     assert "\n" not in str(e.value)
     if second is Config:
         assert read_config(tmp_path / "r").out == out  # others than programs that train may read it
 
 
-OLDER = {"rank": "reward", "gate": "not_worse", "groups": "", "objective": "grpo"}  # knobs of 2026-11-22
+# knobs of 2026-11-22
+OLDER = {"rank": "reward", "gate": "not_worse", "groups": "", "objective": "grpo"}
 
 
 @pytest.mark.parametrize("changed, knob", [
@@ -268,7 +317,9 @@ def test_a_config_of_another_version_is_one_line_that_names_a_knob(run, changed,
     path.write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
     commit = "unknown" if "commit" in changed else found["commit"]
     for resume in (False, True):
-        with pytest.raises(Fault, match=f"another version of inspo.py .commit {re.escape(commit)}; it {knob}") as e:
+        with pytest.raises(
+            Fault, match=f"another version of inspo.py .commit {re.escape(commit)}; it {knob}"
+        ) as e:
             read_config(run.path, resume=resume)
         assert "\n" not in str(e.value) and "damaged" not in str(e.value)
 
@@ -287,14 +338,18 @@ def test_a_checkpoint_of_another_run_is_refused(run, tmp_path):
 
 
 def test_of_a_link_to_a_directory_the_link_alone_is_removed(run, tmp_path):
-    """A checkpoint that somebody moved to a larger disk; where a policy, or a damaged checkpoint, is to be written."""
+    """A checkpoint that somebody moved to a larger disk; where a policy, or a damaged checkpoint,
+    is to be written."""
     (elsewhere := tmp_path / "elsewhere").mkdir()
     for path in run.checkpoints()[:2]:
         path.rename(elsewhere / path.name)
         path.symlink_to(elsewhere / path.name)
     save(run, 10)  # keeps three
     assert [path.name for path in run.checkpoints()] == [f"step-{t:06d}" for t in (6, 9, 10)]
-    links = {"policy": elsewhere / "step-000003", "checkpoints/damaged-step-000010": elsewhere / "step-000003"}
+    links = {
+        "policy": elsewhere / "step-000003",
+        "checkpoints/damaged-step-000010": elsewhere / "step-000003",
+    }
     links["checkpoints/.step-000012.tmp"] = elsewhere / "nowhere"
     for name, to in links.items():
         (run.path / name).symlink_to(to)
@@ -311,11 +366,14 @@ def test_of_a_link_to_a_directory_the_link_alone_is_removed(run, tmp_path):
 def test_the_best_checkpoint_is_that_of_the_task_s_first_metric(run):
     rows = {0: {"metrics": ["mark", "em"]}, 3: {"valid/mark": -2.0, "valid/em": 0.1, "test/mark": 0.0},
             6: {"valid/mark": -1.0, "valid/em": 0.0, "test/mark": -9.0}, 9: {"valid/em": 0.9}}  # fmt: skip
-    run.write("metrics.jsonl", "".join(json.dumps({"t": t} | row) + "\n" for t, row in rows.items()))
+    run.write(
+        "metrics.jsonl", "".join(json.dumps({"t": t} | row) + "\n" for t, row in rows.items())
+    )
     assert run.best().name == "step-000006"
     for t in (10, 11, 12):
         save(run, t)
-    assert [path.name for path in run.checkpoints()] == [f"step-{t:06d}" for t in (6, 10, 11, 12)]  # it is kept
+    # it is kept
+    assert [path.name for path in run.checkpoints()] == [f"step-{t:06d}" for t in (6, 10, 11, 12)]
 
 
 # ---- no code from a checkpoint
@@ -336,7 +394,9 @@ def with_digests(path: Path) -> None:
     (path / checkpoint.DIGESTS).write_text(json.dumps(digests))
 
 
-@pytest.mark.parametrize("place", [".metadata", "inside .metadata", "state.pt", "a value", "torch itself"])
+@pytest.mark.parametrize(
+    "place", [".metadata", "inside .metadata", "state.pt", "a value", "torch itself"]
+)
 def test_a_pickle_in_a_checkpoint_runs_nothing(run, tmp_path, place, caplog):
     path, touched = run.checkpoints()[-1], tmp_path / "touched"
     bomb = Bomb(touched)
@@ -371,7 +431,9 @@ def test_a_pickle_in_a_checkpoint_runs_nothing(run, tmp_path, place, caplog):
 def small_disk(tmp_path):
     """A real file system of 256 KiB."""
     (path := tmp_path / "disk").mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", path], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", path], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("mounting a tmpfs takes root")
     yield path
@@ -422,11 +484,15 @@ def test_a_checkpoint_is_there_once_it_is_whole_and_holds_what_was_there_at_its_
     checkpoints.P.join("second", None, 13)  # the next step goes on
     checkpoints.policy.learner.memory["seen"].append(2)
     run.append("metrics", {"t": 13})
-    assert rewind(run)[0] == 9 and [path.name for path in (run.path / "checkpoints").glob(".*")] == [".step-000012.tmp"]
+    assert rewind(run)[0] == 9 and [
+        path.name for path in (run.path / "checkpoints").glob(".*")
+    ] == [".step-000012.tmp"]
     go.set()
     begin(run, 15, before=checkpoints)  # one at a time: it waits
     state = run.load_state(run.path / "checkpoints/step-000012")
-    assert [I["text"] for I in state["population"]["family"]] == ["first"] and state["memory"] == {"seen": [1]}
+    assert [I["text"] for I in state["population"]["family"]] == ["first"] and state["memory"] == {
+        "seen": [1]
+    }
     checkpoints.settle()
     assert rewind(run)[0] == 15 and [step_of(path) for path in run.checkpoints()] == [9, 12, 15]
 
@@ -436,7 +502,8 @@ def test_a_mark_is_saved_once_and_not_after_the_weights_have_moved(run):
     checkpoints.policy.wait = lambda: times.append(checkpoints.policy.t)
     checkpoints.save()  # it is on disk
     checkpoints.mark(12, ended=True)
-    for t, in_step in ((13, True), (-1, True), (12, False)):  # an update has begun; reset; the ranks have lost contact
+    # an update has begun; reset; the ranks have lost contact
+    for t, in_step in ((13, True), (-1, True), (12, False)):
         checkpoints.policy.t, checkpoints.policy.in_step = t, in_step
         checkpoints.save()
     checkpoints.settle()
@@ -449,7 +516,8 @@ def test_a_mark_is_saved_once_and_not_after_the_weights_have_moved(run):
 
 @contextlib.contextmanager
 def forked(play):
-    """Calls play(ready) in another process, which is killed in the end; goes on once that has called ready()."""
+    """Calls play(ready) in another process, which is killed in the end; goes on once that has
+    called ready()."""
     reading, writing = os.pipe()
     other = os.fork()
     if not other:
@@ -484,7 +552,9 @@ def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(run):
     run.close()
 
 
-def test_a_fault_of_the_thread_is_raised_by_the_next_step_and_comes_second_to_another(run, monkeypatch):
+def test_a_fault_of_the_thread_is_raised_by_the_next_step_and_comes_second_to_another(
+    run, monkeypatch
+):
     monkeypatch.setattr("journal.directory.describe_run", lambda *_: {})
 
     def fails():
@@ -498,7 +568,11 @@ def test_a_fault_of_the_thread_is_raised_by_the_next_step_and_comes_second_to_an
     run.close()
     for wait, saved in ((fails, 9), (lambda: time.sleep(0.2), 12)):
         text = f"\nanother\nresume from step {saved} with"
-        with pytest.raises(Fault, match=text), RunDirectory.opened(cfg, None) as run, begin(run, 12, wait).rescued():
+        with (
+            pytest.raises(Fault, match=text),
+            RunDirectory.opened(cfg, None) as run,
+            begin(run, 12, wait).rescued(),
+        ):
             raise Outage("another")
         assert rewind(run)[0] == saved  # whatever ended the run, it was waited for
 
@@ -526,7 +600,10 @@ def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeyp
     with ThreadPoolExecutor(8) as pool:
         runs = list(pool.map(lambda _: RunDirectory.open(Config(), "world"), range(8)))
     names = {run.path.name for run in runs}
-    assert names == {"20261122-101112-world-inspo", *(f"20261122-101112-world-inspo-{k}" for k in range(2, 9))}
+    assert names == {
+        "20261122-101112-world-inspo",
+        *(f"20261122-101112-world-inspo-{k}" for k in range(2, 9)),
+    }
     for run in runs:
         run.close()
 
@@ -535,7 +612,9 @@ def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeyp
 def test_a_new_run_replaces_nothing_of_somebody_s(tmp_path, name):
     (tmp_path / name).mkdir()
     (tmp_path / name / "mine").touch()
-    with pytest.raises(Fault, match=f"has '{name}', which a run would replace: choose another --out"):
+    with pytest.raises(
+        Fault, match=f"has '{name}', which a run would replace: choose another --out"
+    ):
         RunDirectory.open(Config(out=str(tmp_path)), "x")
     assert [path.name for path in tmp_path.rglob("*")] == [name, "mine"]
 
@@ -543,7 +622,10 @@ def test_a_new_run_replaces_nothing_of_somebody_s(tmp_path, name):
 def test_a_run_that_never_began_leaves_what_was_there_and_can_begin_there(tmp_path):
     (tmp_path / "notes.txt").touch()
     cfg = Config(out=str(tmp_path))
-    with pytest.raises(Fault, match="no passages$"), RunDirectory.opened(cfg, load_task(parse([]))) as run:
+    with (
+        pytest.raises(Fault, match="no passages$"),
+        RunDirectory.opened(cfg, load_task(parse([]))) as run,
+    ):
         run.write("demonstrations.json", "{}")
         raise Fault("no passages")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
@@ -558,7 +640,10 @@ def test_a_run_in_use_cannot_be_resumed_until_its_process_is_gone(run):
         ready()
         return other
 
-    with forked(play), pytest.raises(Fault, match="another process writes to .*r: wait until it ends"):
+    with (
+        forked(play),
+        pytest.raises(Fault, match="another process writes to .*r: wait until it ends"),
+    ):
         reopen(run.path)
     reopen(run.path).close()
 
@@ -571,7 +656,9 @@ def test_config_json_holds_paths_that_are_valid_everywhere(tmp_path, monkeypatch
     for name in ("q.jsonl", "c.jsonl"):
         (tmp_path / name).write_text("")
     monkeypatch.chdir(tmp_path)
-    cfg = Config(train="q.jsonl", test="q.jsonl", corpus="c.jsonl", model="model", out="r", mode="static")
+    cfg = Config(
+        train="q.jsonl", test="q.jsonl", corpus="c.jsonl", model="model", out="r", mode="static"
+    )
     found = with_absolute_paths(cfg)
     assert {found[k] for k in ("train", "test")} == {str(tmp_path / "q.jsonl")}
     assert found["model"] == str(tmp_path / "model") and found["valid"] == ""
@@ -580,7 +667,9 @@ def test_config_json_holds_paths_that_are_valid_everywhere(tmp_path, monkeypatch
     flags = ["--out", str(tmp_path / "r"), "--resume"]
     monkeypatch.chdir("/")
     resumed = parse(flags)  # no other flag is needed
-    assert resumed.train == str(tmp_path / "q.jsonl") and resumed.mode == "static" and resumed.resume
+    assert (
+        resumed.train == str(tmp_path / "q.jsonl") and resumed.mode == "static" and resumed.resume
+    )
     assert parse([*flags, "--device", "cpu"]).device == "cpu"
     RunDirectory.open(resumed, "x").close()
     for flag, value, was in ("lr", "0.5", "5e-07"), ("dither", "0", "1"), ("lora_rank", "2", "0"):

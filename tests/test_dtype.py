@@ -1,4 +1,5 @@
-"""A policy that is computed in bfloat16 on a CPU: weights stay float32, engine and trainer agree, a run resumes."""
+"""A policy that is computed in bfloat16 on a CPU: weights stay float32, engine and trainer agree, a
+run resumes."""
 
 import gc
 import shutil
@@ -30,7 +31,10 @@ SMALL = "--mode static --dtype bfloat16 --T 2 --batch 2 --mini 2 --G 2 --eval_n 
 
 
 def steps(run) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_jsonl(run / "metrics.jsonl")]
+    return [
+        {k: v for k, v in row.items() if not k.startswith("time/")}
+        for row in read_jsonl(run / "metrics.jsonl")
+    ]
 
 
 @pytest.fixture(scope="module", params=["", "--lora_rank 8"])
@@ -47,7 +51,8 @@ def run(flags, tmp_path_factory):
 
 def test_engine_and_trainer_agree_within_bfloat16(run):
     gaps = [row["logp_gap"] for row in steps(run)[1:]]
-    assert len(gaps) == 2 and all(1e-6 < gap < 5e-3 for gap in gaps)  # float32 has 2e-7, one rounded logit 1e-2
+    # float32 has 2e-7, one rounded logit 1e-2
+    assert len(gaps) == 2 and all(1e-6 < gap < 5e-3 for gap in gaps)
 
 
 @pytest.mark.parametrize("flags", [""], indirect=True)
@@ -57,9 +62,14 @@ def test_small_updates_are_kept_in_float32(run, tmp_path):
     first = load_file(parse([]).model + "/model.safetensors")
     assert {w.dtype for w in last.values()} == {torch.float32}
     moved = {name: (last[name] - w.float()).abs() for name, w in first.items()}
-    # Half a unit in the last place of bfloat16, at least: bfloat16 weights would not have taken a smaller change.
+    # Half a unit in the last place of bfloat16, at least: bfloat16 weights would not have taken a
+    # smaller change.
     lost = {name: (d > 0) & (d < first[name].float().abs() * 2**-9) for name, d in moved.items()}
-    assert sum(int(x.sum()) for x in lost.values()) > 0.1 * sum(int((d > 0).sum()) for d in moved.values()) > 1000
+    assert (
+        sum(int(x.sum()) for x in lost.values())
+        > 0.1 * sum(int((d > 0).sum()) for d in moved.values())
+        > 1000
+    )
 
 
 def on_the_grid(*shape: int) -> torch.nn.Linear:
@@ -106,26 +116,40 @@ def test_of_a_small_step_all_arrives_on_average():
 
     def arrived(layer):
         before = layer.weight.detach().bfloat16().double()
-        return ((layer.weight.detach() + step).bfloat16().double() - before).mul(step.sign()).mean().item() / 1e-6
+        return ((layer.weight.detach() + step).bfloat16().double() - before).mul(
+            step.sign()
+        ).mean().item() / 1e-6
 
     assert arrived(on_the_grid(512, 512)) < 0.3
     assert arrived(dither(on_the_grid(512, 512), 3)) == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.parametrize(
-    "path, rank, lr, batch", [("world", 0, 5e-6, 6), ("tiny", 0, 5e-6, 6), ("tiny", 32, 1e-4, 24)], indirect=["path"]
+    "path, rank, lr, batch",
+    [("world", 0, 5e-6, 6), ("tiny", 0, 5e-6, 6), ("tiny", 32, 1e-4, 24)],
+    indirect=["path"],
 )
-def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(path, tmp_path, rank, lr, batch):
-    """From a policy that is published in bfloat16, at a learning rate below the spacing of its weights."""
+def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(
+    path, tmp_path, rank, lr, batch
+):
+    """From a policy that is published in bfloat16, at a learning rate below the spacing of its
+    weights."""
     model, tokenizer = load_policy(path)
     model.bfloat16().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     gained = {}
     for dtype in ("float32", "bfloat16"):
         cfg = Config(
-            model=str(tmp_path), lr=lr, warmup=0.0, engine="torch", micro_tokens=10**6, batch=batch, mini=batch, G=4,
+            model=str(tmp_path),
+            lr=lr,
+            warmup=0.0,
+            engine="torch",
+            micro_tokens=10**6,
+            batch=batch,
+            mini=batch,
+            G=4,
             lora_rank=rank,
-        )  # fmt: skip
+        )
         policy = make_policy(cfg, Ranks("cpu", 1, dtype), load_task(cfg))
         learner, taus = policy.learner, batch_of(batch, seed=3)
         learner.max_gap = float("inf")
@@ -152,7 +176,8 @@ def test_a_run_in_bfloat16_resumes_to_the_bit(run, flags, tmp_path):
 
 
 def test_a_forward_pass_leaves_the_weights_as_they_are_trained(tiny_path, monkeypatch):
-    """FSDP keeps the root gathered after it, in bfloat16; and of the first policy nothing is kept."""
+    """FSDP keeps the root gathered after it, in bfloat16; and of the first policy nothing is
+    kept."""
     first = weakref.WeakSet()
 
     def note(*args):
@@ -191,20 +216,28 @@ def test_a_bfloat16_engine_samples_with_float32_logits(path):
     engine.head = watched
     ids = tokenizer("Which lake is the deepest?", add_special_tokens=False)["input_ids"]
     list(engine.generate({0: ids}, 6, 1.0))
-    assert weight.dtype == torch.bfloat16 and errors and max(errors) < 1e-4  # rounded to bfloat16: 1e-2 and more
+    # rounded to bfloat16: 1e-2 and more
+    assert weight.dtype == torch.bfloat16 and errors and max(errors) < 1e-4
 
 
 def test_new_weights_reach_the_head_of_a_bfloat16_engine(tiny_path):
     model, tokenizer = load_policy(tiny_path)
     half = fill(empty(load_config(tiny_path), torch.bfloat16, "cpu"), model)
-    engine, h = TorchEngine(half, tokenizer, ("</answer>",)), torch.ones(1, model.config.hidden_size).bfloat16()
+    engine, h = (
+        TorchEngine(half, tokenizer, ("</answer>",)),
+        torch.ones(1, model.config.hidden_size).bfloat16(),
+    )
     before = engine.head(h)
     engine.load((name, 2 * p.detach()) for name, p in model.named_parameters())
     assert torch.equal(engine.head(h), 2 * before)
 
 
-SAPPHIRE, COOPER = ({"cpu_name": "Intel", "amx_bf16": amx, "avx512_bf16": True} for amx in (True, False))
-GENOA, MILAN = ({"cpu_name": "AMD EPYC", "amx_bf16": False, "avx512_bf16": half} for half in (True, False))
+SAPPHIRE, COOPER = (
+    {"cpu_name": "Intel", "amx_bf16": amx, "avx512_bf16": True} for amx in (True, False)
+)
+GENOA, MILAN = (
+    {"cpu_name": "AMD EPYC", "amx_bf16": False, "avx512_bf16": half} for half in (True, False)
+)
 
 
 @pytest.mark.parametrize("cpu, hidden, device, asked, dtype", [
@@ -215,7 +248,9 @@ GENOA, MILAN = ({"cpu_name": "AMD EPYC", "amx_bf16": False, "avx512_bf16": half}
     (COOPER, 128, "cpu", "bfloat16", "bfloat16"), (COOPER, 128, "cuda", "float32", "float32"),
     (COOPER, 576, "T4", "", "float32"), (COOPER, 576, "T4", "float32", "float32"), (COOPER, 576, "L4", "", "bfloat16"),
 ])  # fmt: skip
-def test_bfloat16_is_chosen_where_it_is_faster(monkeypatch, tmp_path, cpu, hidden, device, asked, dtype):
+def test_bfloat16_is_chosen_where_it_is_faster(
+    monkeypatch, tmp_path, cpu, hidden, device, asked, dtype
+):
     from transformers import LlamaConfig
 
     LlamaConfig(hidden_size=hidden, num_attention_heads=8).save_pretrained(tmp_path)
@@ -229,8 +264,14 @@ def test_bfloat16_is_chosen_where_it_is_faster(monkeypatch, tmp_path, cpu, hidde
 def test_a_gpu_that_is_too_old_for_bfloat16_samples_with_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(choose, "vllm_version", lambda: "0.32.0")
-    assert choose.choose_engine(Config(), "cuda") == ("torch", "this GPU's compute capability is 7.5, 8.0 is needed")
-    for given, flag in ({"engine": "vllm"}, "--engine vllm"), ({"dtype": "bfloat16"}, "--dtype bfloat16"):
+    assert choose.choose_engine(Config(), "cuda") == (
+        "torch",
+        "this GPU's compute capability is 7.5, 8.0 is needed",
+    )
+    for given, flag in (
+        ({"engine": "vllm"}, "--engine vllm"),
+        ({"dtype": "bfloat16"}, "--dtype bfloat16"),
+    ):
         with pytest.raises(Fault, match=f"{flag}: this GPU's compute capability is 7.5"):
             choose.choose_engine(Config(**given), "cuda")
             dtype_of(Config(**given), "cuda")
@@ -245,7 +286,9 @@ def test_a_gpu_that_is_too_old_for_bfloat16_samples_with_torch(monkeypatch):
         ((7, 5), "bfloat16", "float32"),
     ],
 )
-def test_an_evaluation_computes_in_what_the_card_and_the_run_have(monkeypatch, capability, dtype, computed):
+def test_an_evaluation_computes_in_what_the_card_and_the_run_have(
+    monkeypatch, capability, dtype, computed
+):
     moved = []
     model = SimpleNamespace(
         to=lambda device, dtype: moved.append((device, dtype)),

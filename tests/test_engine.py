@@ -1,4 +1,5 @@
-"""The torch engine against a plain forward pass over the whole context, and every engine against the protocol."""
+"""The torch engine against a plain forward pass over the whole context, and every engine against
+the protocol."""
 
 import inspect
 import itertools
@@ -21,7 +22,9 @@ from engines.vllm_server import VllmServer
 from models.model import export, load_config, load_model, load_tokenizer
 from plumbing.chat import turn_ends
 
-INSTRUCTION = "Think in <think> </think>, search with <search> </search>, answer in <answer> </answer>."
+INSTRUCTION = (
+    "Think in <think> </think>, search with <search> </search>, answer in <answer> </answer>."
+)
 QUESTIONS = [
     "What is the mayor of the city Pais Kranford?",
     "Who?",
@@ -29,7 +32,8 @@ QUESTIONS = [
     "What is the capital of the nation Blaur Neia?",
     "Tell me the base of the producer of the film Kufix Kredith?",
 ]
-KEYS = [0, 1, 2, 1, 3, 4, 2, 2, 3, 3, 4, 0]  # the question of each row: some come several times, as a group's do
+# the question of each row: some come several times, as a group's do
+KEYS = [0, 1, 2, 1, 3, 4, 2, 2, 3, 3, 4, 0]
 GROUPS, DEALT = [k // 3 for k in range(12)], [k % 4 for k in range(12)]
 
 
@@ -67,8 +71,13 @@ def shapes_of_forwards(model, monkeypatch):
 
 @torch.no_grad()
 def plain_logprobs(model, context, ids, temperature):
-    """Log-probs (tokens, V) of every token of a turn, from one forward pass over the whole, without a cache."""
-    z = model(torch.tensor([context + ids]), use_cache=False).logits[0, len(context) - 1 : -1].double()
+    """Log-probs (tokens, V) of every token of a turn, from one forward pass over the whole, without
+    a cache."""
+    z = (
+        model(torch.tensor([context + ids]), use_cache=False)
+        .logits[0, len(context) - 1 : -1]
+        .double()
+    )
     return torch.log_softmax(z / (temperature or 1.0), -1)
 
 
@@ -94,10 +103,13 @@ def spelled(tokenizer, text):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("keys, rate", [(KEYS, 0.2), (GROUPS, 0.2), (GROUPS, 0.02), (DEALT, 0.2)])
-def test_cached_turns_equal_a_plain_forward_pass(policy, engine, keys, rate, temperature, monkeypatch):
+def test_cached_turns_equal_a_plain_forward_pass(
+    policy, engine, keys, rate, temperature, monkeypatch
+):
     model, tokenizer = policy
     coin = random.Random(1)
-    monkeypatch.setattr(engine, "ended", lambda ids: coin.random() < rate)  # turns of very different length
+    # turns of very different length
+    monkeypatch.setattr(engine, "ended", lambda ids: coin.random() < rate)
     shapes = shapes_of_forwards(model, monkeypatch)
     contexts = contexts_of(tokenizer, keys)
     if keys != KEYS:
@@ -121,10 +133,13 @@ def test_cached_turns_equal_a_plain_forward_pass(policy, engine, keys, rate, tem
         }
     assert ((4, 3) in shapes) == (keys == GROUPS)  # groups are rows as long as they share the cache
     decoding = {rows for rows, tokens in shapes if tokens == 1}
-    assert rate < 0.1 or len(decoding) > 3 and min(decoding) <= 2  # rows that had ended left the batch
+    # rows that had ended left the batch
+    assert rate < 0.1 or len(decoding) > 3 and min(decoding) <= 2
 
 
-def test_equal_prompts_are_computed_once_and_a_known_context_never_again(policy, engine, monkeypatch):
+def test_equal_prompts_are_computed_once_and_a_known_context_never_again(
+    policy, engine, monkeypatch
+):
     model, tokenizer = policy
     contexts = contexts_of(tokenizer)
     shapes = shapes_of_forwards(model, monkeypatch)
@@ -181,11 +196,15 @@ def test_rows_of_one_prompt_are_sampled_independently_and_temperature_0_needs_no
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_tokens_are_drawn_from_the_softmax_at_the_temperature(world, temperature):
     model, tokenizer = world
-    context = prompt_ids(tokenizer, "Who?") + tokenizer("<think></think><search>director of")["input_ids"]
+    context = (
+        prompt_ids(tokenizer, "Who?") + tokenizer("<think></think><search>director of")["input_ids"]
+    )
     n = 3000
     engine = TorchEngine(model, tokenizer, STOP)
     engine.begin(3)
-    drawn = torch.tensor([ids[0] for _, ids, *_ in engine.generate(dict.fromkeys(range(n), context), 1, temperature)])
+    drawn = torch.tensor(
+        [ids[0] for _, ids, *_ in engine.generate(dict.fromkeys(range(n), context), 1, temperature)]
+    )
     p = plain_logprobs(model, context, [0], temperature)[0].exp()
     share = torch.bincount(drawn, minlength=len(p)) / n
     likely = n * p > 20
@@ -211,9 +230,13 @@ LLAMA = "{% for m in messages %}<|start_header_id|>{{ m.role }}\n\n{{ m.content 
 GEMMA = "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
 PHI = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}{{ eos_token }}"
 GLM = "[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
-ASKING = "{{ messages[0].content }}{% if messages[1:] %}{{ raise_exception('one message') }}{% endif %}"
+ASKING = (
+    "{{ messages[0].content }}{% if messages[1:] %}{{ raise_exception('one message') }}{% endif %}"
+)
 EOS, END = "<|endoftext|>", "<|im_end|>"
-ENDS = {  # model -> template, EOS, eos_token_id of generation_config.json (None: no such file), what ends a turn
+# model -> template, EOS, eos_token_id of generation_config.json (None: no such file), what ends a
+# turn
+ENDS = {
     "Qwen 2.5": (CHATML, END, [END, EOS], [END, EOS]),
     "Qwen 2.5, base": (CHATML, EOS, EOS, [END, EOS]),
     "SmolLM 2": (CHATML, END, END, [END]),
@@ -228,11 +251,15 @@ ENDS = {  # model -> template, EOS, eos_token_id of generation_config.json (None
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_what_ends_a_turn_is_the_same_for_engines_and_for_whoever_loads_an_exported_policy(name, tiny_path, tmp_path):
+def test_what_ends_a_turn_is_the_same_for_engines_and_for_whoever_loads_an_exported_policy(
+    name, tiny_path, tmp_path
+):
     template, eos, declared, ends = ENDS[name]
     path = shutil.copytree(tiny_path, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.add_special_tokens({"additional_special_tokens": sorted({*re.findall(r"<\|?\w+\|?>", template), *ends})})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": sorted({*re.findall(r"<\|?\w+\|?>", template), *ends})}
+    )
     tokenizer.chat_template, tokenizer.eos_token = template, eos
     tokenizer.save_pretrained(path)
     id_of, config = tokenizer.convert_tokens_to_ids, path / "generation_config.json"
@@ -260,7 +287,11 @@ def test_templates_as_models_ship_them_say_what_ends_a_turn(name, end, tiny_path
     tokenizer = AutoTokenizer.from_pretrained(tiny_path)
     folder = Path(find_spec("trl").submodule_search_locations[0]) / "chat_templates"
     tokenizer.chat_template = (folder / f"{name}.jinja").read_text()
-    marks = set(re.findall(r"<[|｜][^<>{}]+?[|｜]>|<\w+_of_turn>|<turn\|>|<\|turn>", tokenizer.chat_template))
+    marks = set(
+        re.findall(
+            r"<[|｜][^<>{}]+?[|｜]>|<\w+_of_turn>|<turn\|>|<\|turn>", tokenizer.chat_template
+        )
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks)})
     assert tokenizer.convert_ids_to_tokens(turn_ends(tokenizer)) == list(dict.fromkeys([end, EOS]))
 
@@ -327,7 +358,11 @@ def test_the_model_is_left_in_the_mode_it_was_in(tiny, small):
     assert list(small.generate({}, 5, 1.0)) == []
 
 
-METHODS = {name: member for name, member in vars(Engine).items() if inspect.isfunction(member) and name[0] != "_"}
+METHODS = {
+    name: member
+    for name, member in vars(Engine).items()
+    if inspect.isfunction(member) and name[0] != "_"
+}
 
 
 def parameters(function):

@@ -1,4 +1,5 @@
-"""evaluate.py on the world's real policy and search server, on benchmarks' formats, on chat endpoints, on bad input."""
+"""evaluate.py on the world's real policy and search server, on benchmarks' formats, on chat
+endpoints, on bad input."""
 
 import contextlib
 import dataclasses
@@ -40,7 +41,9 @@ WORLD = HERE / "world" / "files"
 @pytest.fixture(scope="module")
 def retriever(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
-    with Child([str(HERE / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")], log) as child:
+    with Child(
+        [str(HERE / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")], log
+    ) as child:
         yield child.url
 
 
@@ -69,7 +72,11 @@ def write_jsonl(path, rows):
 
 def cells_of(text):
     """The rows of a Markdown table, each a cell by its heading."""
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line[:1] == "|"
+    ]
     return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
 
@@ -78,37 +85,56 @@ def cells_of(text):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, retriever):
-    """A directory with an evaluation of two sets of 6 questions in chunks of 4, and what it printed."""
+    """A directory with an evaluation of two sets of 6 questions in chunks of 4, and what it
+    printed."""
     out = tmp_path_factory.mktemp("evaluations") / "world"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "CHUNK", 4)
-        said, fault = run("world", "--data", "world", "valid", "--n", 6, "--retriever", retriever, "--out", out)
+        said, fault = run(
+            "world", "--data", "world", "valid", "--n", 6, "--retriever", retriever, "--out", out
+        )
     assert not fault
     return out, said
 
 
 def test_an_evaluation_writes_one_json_one_table_and_a_line_a_question(whole, retriever):
     out, said = whole
-    rows, summary = read_jsonl(out / "results.jsonl"), json.loads((out / "summary.json").read_text())
-    questions = {q.id: q for split in ("test", "valid") for q in load_questions(WORLD / f"{split}.jsonl")}
+    rows, summary = (
+        read_jsonl(out / "results.jsonl"),
+        json.loads((out / "summary.json").read_text()),
+    )
+    questions = {
+        q.id: q for split in ("test", "valid") for q in load_questions(WORLD / f"{split}.jsonl")
+    }
     search = Search(retriever, 3)
     assert len(rows) == 12 == len({row["id"] for row in rows})
     for row in rows:
         q = questions[row["id"]]
         assert row["reward"] == row["em"] == em(row["prediction"], q.golds)
         assert row["f1"] == f1(row["prediction"], q.golds)
-        passages = " ".join(search.submit(q.text).result())  # the first policy searches the whole question once
+        # the first policy searches the whole question once
+        passages = " ".join(search.submit(q.text).result())
         assert row["searches"] == 1
         assert row["gold_found"] == float(any(gold in passages for gold in q.golds))
     *shown, average = cells_of((out / "table.md").read_text())
     assert [cells[""] for cells in shown] == list(summary["benchmarks"]) == ["world", "valid"]
     for cells in shown:
         part = summary["benchmarks"][cells[""]]
-        means = {"em": part["em"]["mean"], "f1": part["f1"]["mean"], "gold_found": part["gold_recall"]}
-        for key, mean in (means | {"searches": part["searches"], "answered": part["answered"]}).items():
-            assert mean == pytest.approx(np.mean([row[key] for row in rows if row["data"] == cells[""]]))
+        means = {
+            "em": part["em"]["mean"],
+            "f1": part["f1"]["mean"],
+            "gold_found": part["gold_recall"],
+        }
+        for key, mean in (
+            means | {"searches": part["searches"], "answered": part["answered"]}
+        ).items():
+            assert mean == pytest.approx(
+                np.mean([row[key] for row in rows if row["data"] == cells[""]])
+            )
         numbers = [float(x) for x in re.findall(r"\d\.\d+", cells["EM, 95 %"])]
-        assert numbers == pytest.approx([part["em"][key] for key in ("mean", "low", "high")], abs=5e-4)
+        assert numbers == pytest.approx(
+            [part["em"][key] for key in ("mean", "low", "high")], abs=5e-4
+        )
         assert float(cells["F1"]) == pytest.approx(part["f1"]["mean"], abs=5e-4)
         assert float(cells["gold recall"]) == pytest.approx(part["gold_recall"], abs=5e-4)
     assert summary["average"]["mean"] == pytest.approx(np.mean([row["em"] for row in rows]))
@@ -135,11 +161,22 @@ def test_an_evaluation_that_was_cut_off_ends_as_any_other(
     (out / "results.jsonl").write_text("".join(kept) + lines[-1][:20])
     (out / "table.md").unlink()
     monkeypatch.setattr(measure, "CHUNK", 4)
-    methods = {"search_r1": one._replace(play=lambda a, qs: played.append(len(qs)) or one.play(a, qs))}
+    methods = {
+        "search_r1": one._replace(play=lambda a, qs: played.append(len(qs)) or one.play(a, qs))
+    }
     again, fault = run(
-        "world", "--data", "world", "valid", "--n", 6, "--retriever", retriever, "--out", out,
+        "world",
+        "--data",
+        "world",
+        "valid",
+        "--n",
+        6,
+        "--retriever",
+        retriever,
+        "--out",
+        out,
         main=lambda flags: evaluate.main(flags, methods),
-    )  # fmt: skip
+    )
     assert not fault and played == chunks
     assert again.rpartition(" rows are from")[0] == earlier
     for name in ("results.jsonl", "table.md"):
@@ -153,11 +190,15 @@ def finished(tmp_path_factory):
     (path / "checkpoints").mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(Config(**PRESETS["world"]).__dict__))
     shutil.copytree(WORLD / "policy", path / "policy")
-    (path / "I_star.txt").write_text("Use <search> </search> and <answer> </answer>. Give just the name as answer.\n")
+    (path / "I_star.txt").write_text(
+        "Use <search> </search> and <answer> </answer>. Give just the name as answer.\n"
+    )
     return path
 
 
-def test_a_run_is_measured_under_its_I_star_and_another_instruction_can_replace_it(finished, retriever, tmp_path):
+def test_a_run_is_measured_under_its_I_star_and_another_instruction_can_replace_it(
+    finished, retriever, tmp_path
+):
     mine = shutil.copytree(finished, tmp_path / "mine")
     flags = [mine, "--n", 4, "--retriever", retriever]
     text, fault = run(*flags, "--out", tmp_path / "own")
@@ -165,10 +206,16 @@ def test_a_run_is_measured_under_its_I_star_and_another_instruction_can_replace_
     run(*flags, "--method", "search_r1", "--out", tmp_path / "first")
     for name, file in (("same", mine / "I_star.txt"), ("other", WORLD / "instruction.txt")):
         run(*flags, "--instruction", file, "--out", tmp_path / name)
-    own, same, first, other = (read_jsonl(tmp_path / x / "results.jsonl") for x in ("own", "same", "first", "other"))
+    own, same, first, other = (
+        read_jsonl(tmp_path / x / "results.jsonl") for x in ("own", "same", "first", "other")
+    )
     assert own == same != first == other
-    rewrite(mine / "config.json", '"max_turns": 4', '"max_turns": 2')  # a run that was made anew with other knobs
-    assert "was started with max_turns 4, not 2: choose another --out" in run(*flags, "--out", tmp_path / "own")[1]
+    # a run that was made anew with other knobs
+    rewrite(mine / "config.json", '"max_turns": 4', '"max_turns": 2')
+    assert (
+        "was started with max_turns 4, not 2: choose another --out"
+        in run(*flags, "--out", tmp_path / "own")[1]
+    )
 
 
 # ---- at the command line
@@ -179,9 +226,21 @@ def test_progress_is_shown_within_a_chunk(retriever, tmp_path):
 
     def watched(player, questions):
         inner = player.progress
-        return one.play(dataclasses.replace(player, progress=lambda n: reached.append(n) or inner(n)), questions)
+        return one.play(
+            dataclasses.replace(player, progress=lambda n: reached.append(n) or inner(n)), questions
+        )
 
-    flags = ["world", "--data", "world", "--n", "9", "--retriever", retriever, "--out", str(tmp_path / "o")]
+    flags = [
+        "world",
+        "--data",
+        "world",
+        "--n",
+        "9",
+        "--retriever",
+        retriever,
+        "--out",
+        str(tmp_path / "o"),
+    ]
     with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
         evaluate.main(flags, {"search_r1": one._replace(play=watched)})
     assert reached == sorted(reached) and {*reached} == {*range(1, 10)}  # one chunk
@@ -203,15 +262,30 @@ MOMENTS = [0.05, 0.4, *(pytest.param(t, marks=pytest.mark.slow) for t in np.aran
 @pytest.mark.parametrize("seconds", MOMENTS)
 def test_a_ctrl_c_ends_an_evaluation_in_one_line_at_any_moment(tmp_path, seconds):
     """Counted from the first moment at which Python listens."""
-    command = [sys.executable, "-X", "importtime", "evaluate.py", "world", "--data", "world", "--out"]
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "evaluate.py",
+        "world",
+        "--data",
+        "world",
+        "--out",
+    ]
     command.append(str(tmp_path / "o"))
-    process = subprocess.Popen(command, cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     for line in process.stderr:
         if line.endswith("plumbing.stop\n"):
             break
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
-    lines = [line for line in process.communicate(timeout=60)[1].splitlines() if not line.startswith("import time:")]
+    lines = [
+        line
+        for line in process.communicate(timeout=60)[1].splitlines()
+        if not line.startswith("import time:")
+    ]
     assert len(lines) == 1 and "stopped by SIGINT" in lines[0] and process.returncode == 1, lines
 
 
@@ -229,7 +303,10 @@ class Rolling(Game):
 
     def questions(self, split):
         text = load_questions(WORLD / f"{split}.jsonl")[0].text
-        return [Question(f"{split}-{goal}", text, data=goal) for goal in (1, 99, 2)[: {"test": 3, "train": 1}[split]]]
+        return [
+            Question(f"{split}-{goal}", text, data=goal)
+            for goal in (1, 99, 2)[: {"test": 3, "train": 1}[split]]
+        ]
 
     def reset(self, question):
         return question.data
@@ -254,35 +331,61 @@ ROLLING = ["world", "--task", f"{__name__}:Rolling"]
 
 def test_another_task_is_measured_by_its_own_metrics_on_its_own_questions(tmp_path):
     text, fault = run(*ROLLING, "--out", tmp_path / "o")
-    rows, summary = read_jsonl(tmp_path / "o/results.jsonl"), json.loads((tmp_path / "o/summary.json").read_text())
+    rows, summary = (
+        read_jsonl(tmp_path / "o/results.jsonl"),
+        json.loads((tmp_path / "o/summary.json").read_text()),
+    )
     assert not fault
-    assert [row["reached"] for row in rows] == [1, 0, 1] and [row["stop"] for row in rows] == ["over", "turns", "over"]
-    assert all(row["reward"] == -row["missing"] for row in rows) and [row["rolls"] for row in rows] == [1, 1, 1]
+    assert [row["reached"] for row in rows] == [1, 0, 1] and [row["stop"] for row in rows] == [
+        "over",
+        "turns",
+        "over",
+    ]
+    assert all(row["reward"] == -row["missing"] for row in rows) and [
+        row["rolls"] for row in rows
+    ] == [1, 1, 1]
     assert (summary["metrics"], summary["tools"]) == (["reached", "missing"], ["rolls"])
-    assert summary["benchmarks"]["test"]["reached"]["mean"] == pytest.approx(2 / 3) == summary["average"]["mean"]
+    assert (
+        summary["benchmarks"]["test"]["reached"]["mean"]
+        == pytest.approx(2 / 3)
+        == summary["average"]["mean"]
+    )
     [cells] = cells_of(text)
     assert float(cells["finished"]) == pytest.approx(2 / 3, abs=1e-3) and "missing" in cells
     assert not any(word in text for word in ("EM", "F1", "hop", "gold", "searches"))
 
 
-def test_an_evaluation_whose_judge_goes_away_keeps_its_rows_and_can_be_continued(tmp_path, monkeypatch):
+def test_an_evaluation_whose_judge_goes_away_keeps_its_rows_and_can_be_continued(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(measure, "CHUNK", 1)
     whole, later = tmp_path / "whole", tmp_path / "later"
     run(*ROLLING, "--out", whole)
-    monkeypatch.setattr(Rolling, "down", property(lambda self: len(read_jsonl(later / "results.jsonl")) == 2))
+    monkeypatch.setattr(
+        Rolling, "down", property(lambda self: len(read_jsonl(later / "results.jsonl")) == 2)
+    )
     _, fault = run(*ROLLING, "--out", later)
-    assert fault.startswith("evaluate.py: the judge does not answer; 2 of 3 rows are kept") and fault.count("\n") == 0
+    assert (
+        fault.startswith("evaluate.py: the judge does not answer; 2 of 3 rows are kept")
+        and fault.count("\n") == 0
+    )
     monkeypatch.setattr(Rolling, "down", False)
     assert not run(*ROLLING, "--out", later)[1]
     for name in ("results.jsonl", "table.md"):
         assert (later / name).read_text() == (whole / name).read_text()
 
 
-@pytest.mark.parametrize("names, words", [(("tokens", "x"), "a figure called tokens"), (("id", "x"), "called id")])
+@pytest.mark.parametrize(
+    "names, words", [(("tokens", "x"), "a figure called tokens"), (("id", "x"), "called id")]
+)
 def test_a_metric_cannot_take_the_name_of_another_figure(tmp_path, monkeypatch, names, words):
     monkeypatch.setattr(Rolling, "names", names)
     _, fault = run(*ROLLING, "--out", tmp_path / "o")
-    assert fault.startswith("evaluate.py: --task ") and words in fault and not read_jsonl(tmp_path / "o/results.jsonl")
+    assert (
+        fault.startswith("evaluate.py: --task ")
+        and words in fault
+        and not read_jsonl(tmp_path / "o/results.jsonl")
+    )
 
 
 # ---- asking
@@ -302,24 +405,41 @@ def test_asking_plays_the_run_s_task_and_scores_what_it_knows(finished, retrieve
 
 def test_asking_a_game_from_the_keyboard(finished, tmp_path, monkeypatch):
     shutil.copytree(finished, tmp_path / "game")
-    rewrite(tmp_path / "game" / "config.json", '"task": "tasks.search_qa:SearchQA"', f'"task": "{__name__}:Rolling"')
+    rewrite(
+        tmp_path / "game" / "config.json",
+        '"task": "tasks.search_qa:SearchQA"',
+        f'"task": "{__name__}:Rolling"',
+    )
     typed = iter(["anything", "test-1", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     text, fault = run("--run", tmp_path / "game", "--task", f"{__name__}:Rolling", main=ask.main)
     assert not fault and "is more than its text: give the id of one, such as test-1" in text
-    assert text.rstrip().endswith("the end (over)\n  scored  reached 1, missing 0") and " of 1\n" in text
+    assert (
+        text.rstrip().endswith("the end (over)\n  scored  reached 1, missing 0")
+        and " of 1\n" in text
+    )
 
 
 # ---- the benchmarks' files
 
 
 def test_flashrag_s_files_by_split(tmp_path, capsys):
-    for name, n in (("musique/dev", 1), ("musique/train", 9), ("nq/test", 1), ("nq/dev", 2), ("bamboogle/test", 125)):
-        rows = [{"id": f"dev_{k}", "question": f"who is {k} of {name}", "golden_answers": ["x"]} for k in range(n)]
+    for name, n in (
+        ("musique/dev", 1),
+        ("musique/train", 9),
+        ("nq/test", 1),
+        ("nq/dev", 2),
+        ("bamboogle/test", 125),
+    ):
+        rows = [
+            {"id": f"dev_{k}", "question": f"who is {k} of {name}", "golden_answers": ["x"]}
+            for k in range(n)
+        ]
         write_jsonl(tmp_path / f"{name}.jsonl", rows)
     [first] = benchmarks.load("musique", tmp_path)
     assert (first.id, first.source) == ("dev_0", "musique")
-    assert [q.text for q in benchmarks.load("nq", tmp_path)] == ["who is 0 of nq/test?"]  # test comes before dev
+    # test comes before dev
+    assert [q.text for q in benchmarks.load("nq", tmp_path)] == ["who is 0 of nq/test?"]
     assert "note: nq: 1 questions, its published test split has 3,610" in capsys.readouterr().out
     assert len(benchmarks.load("bamboogle", tmp_path)) == 125 and capsys.readouterr().out == ""
 
@@ -327,13 +447,17 @@ def test_flashrag_s_files_by_split(tmp_path, capsys):
 def test_search_r1_s_merged_parquet_holds_every_set(tmp_path):
     rows = [
         {
-            "data_source": source, "prompt": [{"role": "user", "content": "Answer. Question: who?\n"}],
-            "reward_model": {"style": "rule", "ground_truth": {"target": ["x", "y"]}}, "extra_info": {"index": k},
+            "data_source": source,
+            "prompt": [{"role": "user", "content": "Answer. Question: who?\n"}],
+            "reward_model": {"style": "rule", "ground_truth": {"target": ["x", "y"]}},
+            "extra_info": {"index": k},
         }
         for k, source in enumerate(["nq", "popqa", "nq"])
-    ]  # fmt: skip
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "test.parquet")
-    assert [(q.text, q.golds, q.source) for q in benchmarks.load("nq", tmp_path)] == [("who?", ("x", "y"), "nq")] * 2
+    assert [(q.text, q.golds, q.source) for q in benchmarks.load("nq", tmp_path)] == [
+        ("who?", ("x", "y"), "nq")
+    ] * 2
     _, fault = run("world", "--data", "triviaqa", "--data_dir", tmp_path, "--out", tmp_path / "o")
     assert fault.startswith("evaluate.py: --data triviaqa: ") and "no such questions" in fault
 
@@ -341,14 +465,21 @@ def test_search_r1_s_merged_parquet_holds_every_set(tmp_path):
 # ---- other bad input
 
 
-def test_each_fault_is_one_line_that_says_what_to_do(tmp_path, finished, whole, servers, tiny_path, monkeypatch):
-    monkeypatch.setattr("tasks.search.DEFAULT", "http://127.0.0.1:9")  # a search server may run on this machine
+def test_each_fault_is_one_line_that_says_what_to_do(
+    tmp_path, finished, whole, servers, tiny_path, monkeypatch
+):
+    # a search server may run on this machine
+    monkeypatch.setattr("tasks.search.DEFAULT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     shutil.copytree(finished, tmp_path / "half", ignore=shutil.ignore_patterns("I_star.txt"))
     shutil.copytree(tiny_path, tmp_path / "mixed")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(WORLD / "policy" / name, tmp_path / "mixed")
-    policy, chat, corpus = WORLD / "policy", servers(MODELS), ["--data", "world", "--corpus", WORLD / "corpus.jsonl"]
+    policy, chat, corpus = (
+        WORLD / "policy",
+        servers(MODELS),
+        ["--data", "world", "--corpus", WORLD / "corpus.jsonl"],
+    )
     gone = servers(MODELS)
     gone.stop()
     for flags, words in (
@@ -359,22 +490,41 @@ def test_each_fault_is_one_line_that_says_what_to_do(tmp_path, finished, whole, 
             f"no {tmp_path}/hotpotqa/dev.jsonl, and hf://datasets/RUC-NLPIR/Flash",
         ),
         ([*ROLLING, "--data", "nq"], "asks its own questions: give test, valid, train"),
-        ([tmp_path / "half"], "has no I_star.txt, so it has not finished: resume it, or give a directory that"),
-        ([policy, "--method", "inspo", "--data", "world"], "has no I_star.txt to play under; give an instruction"),
+        (
+            [tmp_path / "half"],
+            "has no I_star.txt, so it has not finished: resume it, or give a directory that",
+        ),
+        (
+            [policy, "--method", "inspo", "--data", "world"],
+            "has no I_star.txt to play under; give an instruction",
+        ),
         ([policy, "--data", "world"], "nothing to search: give --corpus"),
         ([policy], "--test is missing"),
         (["world", "--corpus", tmp_path / "gone"], "--corpus"),
         (["world", "--instruction", tmp_path / "gone"], "--instruction"),
         (["world", "--topk", 0], "--topk 0: must be at least 1"),
         (["world", "--task", "nothing"], "--task nothing: give it as module:"),
-        ([tmp_path / "nothing"], "nothing: no causal LM can be loaded from it (no config.json there)"),
-        ([tmp_path / "mixed", *corpus], "its tokenizer has 675 tokens and its model 600: use the model's own"),
-        ([chat.url, *corpus, "--served_model", "llama"], f"--served_model: {chat.url} has qwen: not llama"),
+        (
+            [tmp_path / "nothing"],
+            "nothing: no causal LM can be loaded from it (no config.json there)",
+        ),
+        (
+            [tmp_path / "mixed", *corpus],
+            "its tokenizer has 675 tokens and its model 600: use the model's own",
+        ),
+        (
+            [chat.url, *corpus, "--served_model", "llama"],
+            f"--served_model: {chat.url} has qwen: not llama",
+        ),
         ([gone.url, *corpus], "start the server, or check the URL"),
         (["--compare", tmp_path / "x", tmp_path / "y"], "x: no finished evaluation is in it"),
     ):
-        out, fault = run(*flags, *([] if flags[0] == "--compare" else ["--out", tmp_path / "o", "--n", 2]))
-        assert words in fault and fault.startswith("evaluate.py: ") and fault.count("\n") == 0, fault
+        out, fault = run(
+            *flags, *([] if flags[0] == "--compare" else ["--out", tmp_path / "o", "--n", 2])
+        )
+        assert words in fault and fault.startswith("evaluate.py: ") and fault.count("\n") == 0, (
+            fault
+        )
     assert "give WHAT to evaluate" in run()[1]
     _, fault = run("world", "--data", "world", "valid", "--n", 7, "--out", whole[0])
     assert fault == f"evaluate.py: {whole[0]} was started with n 6, not 7: choose another --out"
@@ -386,7 +536,11 @@ def searching(handler):
     """Answers as a search server does; what it says of itself is the server's `about`."""
     path, _, body = handler.server.requests[-1]
     hit = {"document": {"id": "1", "contents": '"T"\ntext'}, "score": 1.0}
-    hits = {"result": [[hit]] * len(json.loads(body)["queries"])} if path == "/retrieve" else handler.server.about
+    hits = (
+        {"result": [[hit]] * len(json.loads(body)["queries"])}
+        if path == "/retrieve"
+        else handler.server.about
+    )
     handler.send_response(200)
     handler.end_headers()
     handler.wfile.write(json.dumps(hits).encode())
@@ -402,21 +556,39 @@ def test_rows_of_what_has_been_replaced_are_not_shown_as_those_of_its_successor(
     server, out = servers(searching), tmp_path / "o"
     server.about = {"status": "ok", "corpus": "12ab"}
     shutil.copytree(WORLD / "policy", tmp_path / "model")
-    some = load_questions(WORLD / "test.jsonl")[:2]  # without ids, so that others would have the same ones
-    write_jsonl(tmp_path / "q.jsonl", [{"question": q.text, "golden_answers": q.golds} for q in some])
-    (tmp_path / "i.txt").write_text("Look up each entity. Use <search> </search> and <answer> </answer>.")
-    flags = [tmp_path / "model", "--data", tmp_path / "q.jsonl", "--instruction", tmp_path / "i.txt", "--out", out]
+    # without ids, so that others would have the same ones
+    some = load_questions(WORLD / "test.jsonl")[:2]
+    write_jsonl(
+        tmp_path / "q.jsonl", [{"question": q.text, "golden_answers": q.golds} for q in some]
+    )
+    (tmp_path / "i.txt").write_text(
+        "Look up each entity. Use <search> </search> and <answer> </answer>."
+    )
+    flags = [
+        tmp_path / "model",
+        "--data",
+        tmp_path / "q.jsonl",
+        "--instruction",
+        tmp_path / "i.txt",
+        "--out",
+        out,
+    ]
     flags += ["--retriever", server.url, "--max_response", 40, "--max_observation", 100]
     assert not run(*flags)[1]
     rows, table = (out / "results.jsonl").read_bytes(), (out / "table.md").read_text()
     assert [row["id"] for row in read_jsonl(out / "results.jsonl")] == ["data-1", "data-2"]
     text, fault = run(*flags)  # the same again: nothing is played
     assert not fault and table in text and "search: " not in text
-    assert text.startswith(f"2 of 2 rows are from an earlier call; remove {out} to play them again\n")
-    for file, old, new, words in (  # what is replaced behind the same command line, and what the line calls it
-        ("q.jsonl", "Krevux", "Brevux", "questions of q"), ("q.jsonl", "Faisticorp", "Paisticorp", "golds of q"),
-        ("i.txt", "entity", "name", "instruction text"), ("model/model.safetensors", "F32", "F16", "weights"),
-    ):  # fmt: skip
+    assert text.startswith(
+        f"2 of 2 rows are from an earlier call; remove {out} to play them again\n"
+    )
+    # what is replaced behind the same command line, and what the line calls it
+    for file, old, new, words in (
+        ("q.jsonl", "Krevux", "Brevux", "questions of q"),
+        ("q.jsonl", "Faisticorp", "Paisticorp", "golds of q"),
+        ("i.txt", "entity", "name", "instruction text"),
+        ("model/model.safetensors", "F32", "F16", "weights"),
+    ):
         rewrite(tmp_path / file, old, new)
         text, fault = run(*flags)
         assert fault.startswith(f"evaluate.py: {out} was started with other {words}: ") and not text
@@ -433,7 +605,11 @@ def test_rows_of_another_commit_are_named_as_long_as_they_are_kept(monkeypatch, 
     monkeypatch.setattr(measure, "commit", lambda: "def5678+12ab34cd")
     for _ in range(2):
         text, fault = run(*ROLLING, "--out", tmp_path / "o")
-        assert not fault and "3 of 3 rows are from an earlier call (commit abc1234, not def5678+12ab34cd); " in text
+        assert (
+            not fault
+            and "3 of 3 rows are from an earlier call (commit abc1234, not def5678+12ab34cd); "
+            in text
+        )
 
 
 def test_a_served_model_is_known_by_its_address_without_the_password(servers, retriever, tmp_path):
@@ -442,7 +618,9 @@ def test_a_served_model_is_known_by_its_address_without_the_password(servers, re
     flags = [url, "--data", "world", "--n", 1, "--retriever", retriever, "--out", tmp_path / "o"]
     assert not run(*flags)[1]
     text = (tmp_path / "o" / "summary.json").read_text()
-    assert "password9" not in text and json.loads(text, parse_constant=lambda x: pytest.fail(f"{x} is no JSON"))
+    assert "password9" not in text and json.loads(
+        text, parse_constant=lambda x: pytest.fail(f"{x} is no JSON")
+    )
     assert "was started with other weights" in run(*flags, "--served_model", "other")[1]
 
 
@@ -452,7 +630,9 @@ def test_two_evaluations_at_once_do_not_write_into_one_directory(whole, retrieve
     command = [sys.executable, "-c", code, str(whole[0] / ".lock")]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdout.readline() == "locked\n"
-    _, fault = run("world", "--data", "world", "--n", 10, "--retriever", retriever, "--out", whole[0])
+    _, fault = run(
+        "world", "--data", "world", "--n", 10, "--retriever", retriever, "--out", whole[0]
+    )
     other.communicate("")
     assert "another process writes to" in fault and fault.count("\n") == 0
 
@@ -461,7 +641,10 @@ def test_two_evaluations_at_once_do_not_write_into_one_directory(whole, retrieve
 def test_a_directory_that_holds_something_else_is_refused(tmp_path, text):
     (tmp_path / "summary.json").write_text(text)
     _, fault = run("world", "--n", 12, "--out", tmp_path)
-    assert fault == f"evaluate.py: {tmp_path / 'summary.json'} is no evaluation's, or damaged: choose another --out"
+    assert (
+        fault
+        == f"evaluate.py: {tmp_path / 'summary.json'} is no evaluation's, or damaged: choose another --out"
+    )
     assert (tmp_path / "summary.json").read_text() == text
 
 
@@ -476,8 +659,14 @@ MODELS = {"data": [{"id": "qwen"}]}
 
 
 def test_a_chat_endpoint_plays_the_loop_with_observations_as_messages(servers, retriever, tmp_path):
-    chat = servers(MODELS, said("I search. <search> Krevux Babith"), said("<answer> Trebak Faisticorp </answer>"))
-    write_jsonl(tmp_path / "q.jsonl", [json.loads((WORLD / "test.jsonl").read_text().splitlines()[0])])
+    chat = servers(
+        MODELS,
+        said("I search. <search> Krevux Babith"),
+        said("<answer> Trebak Faisticorp </answer>"),
+    )
+    write_jsonl(
+        tmp_path / "q.jsonl", [json.loads((WORLD / "test.jsonl").read_text().splitlines()[0])]
+    )
     flags = ["--data", tmp_path / "q.jsonl", "--retriever", retriever, "--out", tmp_path / "o"]
     _, fault = run(chat.url + "/v1", *flags)
     [row] = read_jsonl(tmp_path / "o" / "results.jsonl")
@@ -485,7 +674,8 @@ def test_a_chat_endpoint_plays_the_loop_with_observations_as_messages(servers, r
     first, second = (json.loads(body) for _, _, body in chat.requests[1:])
     assert [m["role"] for m in second["messages"]] == ["user", "assistant", "user"]
     assert second["messages"][0] == first["messages"][0]
-    assert second["messages"][1]["content"].endswith(" Krevux Babith</search>")  # the endpoint cuts stop strings
+    # the endpoint cuts stop strings
+    assert second["messages"][1]["content"].endswith(" Krevux Babith</search>")
     assert second["messages"][2]["content"].startswith("<information>Doc 1(Title:")
     assert first["model"] == "qwen" and first["stop"] == ["</search>", "</answer>"]
     assert first["temperature"] == 0 and "seed" not in first
@@ -498,7 +688,11 @@ def test_words_come_back_whole_and_answers_that_are_no_chat_end_the_evaluation(s
     engine = ChatEngine(servers(MODELS, {"choices": []}).url, "", words, ("</answer>",), retries=0)
     with pytest.raises(EngineFault, match="malformed answer"):
         while True:
-            list(engine.generate({0: words("hello")["input_ids"]} if not engine.turns.running else {}, 5, 0.0))
+            list(
+                engine.generate(
+                    {0: words("hello")["input_ids"]} if not engine.turns.running else {}, 5, 0.0
+                )
+            )
     engine.close()
 
 
@@ -514,7 +708,8 @@ def turns_of(engine, texts, temperature=0.0):
 
 
 def chatting(servers, answer, name="qwen", models=MODELS, retries=0):
-    """Returns an engine whose server says answer(body) to each completion, and the bodies of what was asked."""
+    """Returns an engine whose server says answer(body) to each completion, and the bodies of what
+    was asked."""
     asked = []
 
     def respond(handler):
@@ -522,15 +717,23 @@ def chatting(servers, answer, name="qwen", models=MODELS, retries=0):
             asked.append(json.loads(handler.body))
         return answer(asked[-1]) if handler.command == "POST" else models
 
-    return ChatEngine(servers(respond).url, name, Words(), ("</search>", "</answer>"), retries=retries), asked
+    return ChatEngine(
+        servers(respond).url, name, Words(), ("</search>", "</answer>"), retries=retries
+    ), asked
 
 
-def refusing(*names, words="Unsupported parameter: '{}' is not supported with this model.", status=400):
+def refusing(
+    *names, words="Unsupported parameter: '{}' is not supported with this model.", status=400
+):
     def answer(body):
         refused = [name for name in names if name in body]
         if not refused:
             return said("<answer> x </answer> and more")
-        return status, {}, json.dumps({"error": {"message": words.format(refused[0]), "param": refused[0]}})
+        return (
+            status,
+            {},
+            json.dumps({"error": {"message": words.format(refused[0]), "param": refused[0]}}),
+        )
 
     return answer
 
@@ -550,9 +753,12 @@ def refusing(*names, words="Unsupported parameter: '{}' is not supported with th
 )  # fmt: skip
 def test_what_a_model_refuses_is_left_out_from_then_on_and_said_once(servers, capfd, answer, left):
     engine, asked = chatting(servers, answer)
-    assert turns_of(engine, ["Who?"], 1.0) == {0: ("<answer> x </answer>", "")}  # as if it had known where to stop
+    # as if it had known where to stop
+    assert turns_of(engine, ["Who?"], 1.0) == {0: ("<answer> x </answer>", "")}
     before = len(asked)
-    assert turns_of(engine, ["Who?"] * 8, 1.0) == dict.fromkeys(range(8), ("<answer> x </answer>", ""))
+    assert turns_of(engine, ["Who?"] * 8, 1.0) == dict.fromkeys(
+        range(8), ("<answer> x </answer>", "")
+    )
     assert len(asked) == before + 8
     assert all(body.keys() - {"model", "messages"} == left for body in asked[-8:])
     assert capfd.readouterr().out.count("refuses") == before - 1
@@ -561,15 +767,24 @@ def test_what_a_model_refuses_is_left_out_from_then_on_and_said_once(servers, ca
 
 LONG = "a very long question " * 20
 TOO_LONG = [
-    (400, "This model's maximum context length is 128 tokens. However, your prompt contains at least 129 input tokens"),
-    (400, "'max_tokens' or 'max_completion_tokens' is too large: 50. This model's maximum context length is 128"),
+    (
+        400,
+        "This model's maximum context length is 128 tokens. However, your prompt contains at least 129 input tokens",
+    ),
+    (
+        400,
+        "'max_tokens' or 'max_completion_tokens' is too large: 50. This model's maximum context length is 128",
+    ),
     (400, "prompt is too long: 210000 tokens > 200000 maximum"),
     (400, "the request exceeds the available context size, try increasing it"),
     (413, "Payload Too Large"),
     (422, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 128. Given: 129"),
 ]
 FILTERED = [
-    (400, "The response was filtered due to the prompt triggering Azure OpenAI's content management policy."),
+    (
+        400,
+        "The response was filtered due to the prompt triggering Azure OpenAI's content management policy.",
+    ),
     (403, "Your chosen model requires moderation and your input was flagged"),
     (422, "the input cannot be processed: please stop"),
 ]
@@ -578,7 +793,9 @@ FILTERED = [
 @pytest.mark.parametrize("status, words, stop", [(*row, "length") for row in TOO_LONG] + [
     (*row, "refused") for row in FILTERED
 ])  # fmt: skip
-def test_one_conversation_that_a_server_refuses_ends_and_the_others_go_on(servers, status, words, stop):
+def test_one_conversation_that_a_server_refuses_ends_and_the_others_go_on(
+    servers, status, words, stop
+):
     def answer(body):
         if len(body["messages"][0]["content"]) > 128:
             return status, {}, json.dumps({"error": {"message": words}})
@@ -586,7 +803,12 @@ def test_one_conversation_that_a_server_refuses_ends_and_the_others_go_on(server
 
     engine, asked = chatting(servers, answer)
     bern = ("<answer> Bern </answer>", "")
-    assert turns_of(engine, ["Short", LONG, "Hi", LONG]) == {0: bern, 1: ("", stop), 2: bern, 3: ("", stop)}
+    assert turns_of(engine, ["Short", LONG, "Hi", LONG]) == {
+        0: bern,
+        1: ("", stop),
+        2: bern,
+        3: ("", stop),
+    }
     assert turns_of(engine, [LONG]) == {0: ("", stop)}  # also where no other is played
     assert turns_of(engine, ["Short"]) == {0: bern}
     assert {"max_tokens", "stop"} <= asked[-1].keys()
@@ -598,7 +820,10 @@ def test_a_reply_that_was_filtered_ends_its_conversation(servers, message):
     ended = "stop" if message.get("refusal") else "content_filter"
     filtered = {"choices": [{"message": message, "finish_reason": ended}]}
     engine, _ = chatting(servers, lambda body: filtered if "bad" in str(body) else said("A"))
-    assert turns_of(engine, ["bad", "good"]) == {0: (message["content"] or "", "refused"), 1: ("A", "")}
+    assert turns_of(engine, ["bad", "good"]) == {
+        0: (message["content"] or "", "refused"),
+        1: ("A", ""),
+    }
     engine.close()
 
 
@@ -611,34 +836,63 @@ def test_a_server_that_refuses_everything_ends_the_evaluation(servers, status):
 
 
 def test_refused_conversations_are_counted_and_continue_nowhere(servers, retriever, tmp_path):
-    """One of four: its row is there, it counts as wrong, and the same command plays nothing again."""
-    write_jsonl(tmp_path / "q.jsonl", [
-        {"id": str(k), "question": f"Who is {LONG if k == 2 else 'it'}?", "golden_answers": ["x"]} for k in range(4)
-    ])  # fmt: skip
+    """One of four: its row is there, it counts as wrong, and the same command plays nothing
+    again."""
+    write_jsonl(
+        tmp_path / "q.jsonl",
+        [
+            {
+                "id": str(k),
+                "question": f"Who is {LONG if k == 2 else 'it'}?",
+                "golden_answers": ["x"],
+            }
+            for k in range(4)
+        ],
+    )
     asked = []
 
     def answer(handler):
         if handler.command == "GET":
             return MODELS
         asked.append(handler.body)
-        return (400, {}, "content policy") if LONG[:40].encode() in handler.body else said("<answer> x </answer>")
+        return (
+            (400, {}, "content policy")
+            if LONG[:40].encode() in handler.body
+            else said("<answer> x </answer>")
+        )
 
-    flags = [servers(answer).url, "--data", tmp_path / "q.jsonl", "--retriever", retriever, "--out", tmp_path / "o"]
+    flags = [
+        servers(answer).url,
+        "--data",
+        tmp_path / "q.jsonl",
+        "--retriever",
+        retriever,
+        "--out",
+        tmp_path / "o",
+    ]
     text, fault = run(*flags)
     assert not fault and "refused 1 of 4" in text
     rows = read_jsonl(tmp_path / "o" / "results.jsonl")
     assert [(row["stop"], row["em"], row["answered"]) for row in rows] == [
         ("refused", 0.0, 0.0) if row["id"] == "2" else ("answer", 1.0, 1.0) for row in rows
-    ] and len(rows) == 4  # fmt: skip
+    ] and len(rows) == 4
     before = len(asked)
     assert not run(*flags)[1] and len(asked) == before
 
 
 @pytest.mark.parametrize(
-    "models", [{"object": "list", "data": []}, MODELS, [{"id": "qwen"}], (500, {}, "no cache"), (404, {}, "no such")]
+    "models",
+    [
+        {"object": "list", "data": []},
+        MODELS,
+        [{"id": "qwen"}],
+        (500, {}, "no cache"),
+        (404, {}, "no such"),
+    ],
 )
 def test_a_model_that_a_server_does_not_list_is_tried(servers, models):
-    """`transformers serve DIR` lists the hub's cache alone; others answer a bare list, or nothing."""
+    """`transformers serve DIR` lists the hub's cache alone; others answer a bare list, or
+    nothing."""
     engine, asked = chatting(servers, lambda body: said("A"), "/models/policy", models)
     assert turns_of(engine, ["Who?"]) == {0: ("A", "")} and asked[-1]["model"] == "/models/policy"
     engine.close()
@@ -653,13 +907,19 @@ def test_a_model_that_a_server_does_not_list_is_tried(servers, models):
 
 def evaluation(path: Path, metric="em", content=None, **by_data):
     rows = [
-        {"data": name, "id": f"{name}-{k}", metric: x} for name, some in by_data.items() for k, x in enumerate(some)
+        {"data": name, "id": f"{name}-{k}", metric: x}
+        for name, some in by_data.items()
+        for k, x in enumerate(some)
     ]
     sizes = {name: len(some) for name, some in by_data.items()}
     summary = {
-        "setting": {"task": "tasks.search_qa:SearchQA", "content": {f"questions of {n}": k for n, k in sizes.items()}},
-        "metrics": [metric], "benchmarks": {name: {"questions": n} for name, n in sizes.items()},
-    }  # fmt: skip
+        "setting": {
+            "task": "tasks.search_qa:SearchQA",
+            "content": {f"questions of {n}": k for n, k in sizes.items()},
+        },
+        "metrics": [metric],
+        "benchmarks": {name: {"questions": n} for name, n in sizes.items()},
+    }
     summary["setting"]["content"] |= content or {}
     write_jsonl(path / "results.jsonl", rows)
     (path / "summary.json").write_text(json.dumps(summary))
@@ -670,19 +930,31 @@ def test_compare_two_greedy_runs(tmp_path):
     a = evaluation(tmp_path / "base", nq=[0] * 8 + [1] + [1] * 5 + [0] * 6)
     b = evaluation(tmp_path / "new", nq=[1] * 8 + [0] + [1] * 5 + [0] * 6)
     [row] = cells_of(compare([a, b]))
-    assert (row[""], row["benchmark"], row["questions"], row["EM"]) == ("new", "nq", "20", "0.650, 0.300")
+    assert (row[""], row["benchmark"], row["questions"], row["EM"]) == (
+        "new",
+        "nq",
+        "20",
+        "0.650, 0.300",
+    )
     assert row["difference over questions, 95 %"].startswith("+0.350 [")
     assert row["p"] == "0.039" and row["only this right, only that"] == "8, 1"
-    assert row["p over seeds"] == row["difference over seeds, 95 %"] == ""  # one seed says nothing of others
+    # one seed says nothing of others
+    assert row["p over seeds"] == row["difference over seeds, 95 %"] == ""
     [same] = cells_of(compare([a, a]))
-    assert (same["p"], same["only this right, only that"]) == ("1.000", "0, 0") and "nan" not in str(same)
+    assert (same["p"], same["only this right, only that"]) == (
+        "1.000",
+        "0, 0",
+    ) and "nan" not in str(same)
     b = evaluation(tmp_path / "b", "miles", nq=[1.5, 1, 9])
     [row] = cells_of(compare([evaluation(tmp_path / "a", "miles", nq=[0.5, 2, 7]), b]))
-    assert row["miles"] == "3.833, 3.167" and row["difference over questions, 95 %"].startswith("+0.667 [")
+    assert row["miles"] == "3.833, 3.167" and row["difference over questions, 95 %"].startswith(
+        "+0.667 ["
+    )
     assert row["only this right, only that"] == ""  # McNemar's test is for right and wrong
 
 
-ANOTHER_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # of text that is ASCII
+# of text that is ASCII
+ANOTHER_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 READS = r"""
 import locale, pathlib, sys
 from evaluation.agents import subject
@@ -708,19 +980,28 @@ def test_an_instruction_is_read_as_utf_8_in_any_locale(tmp_path):
 
 def test_a_difference_of_em_between_a_few_seeds_stays_within_one(tmp_path):
     def arm(name, *seeds):
-        return ",".join(evaluation(tmp_path / f"{name}{k}", nq=[1] * n + [0] * (20 - n)) for k, n in enumerate(seeds))
+        return ",".join(
+            evaluation(tmp_path / f"{name}{k}", nq=[1] * n + [0] * (20 - n))
+            for k, n in enumerate(seeds)
+        )
 
     [row] = cells_of(compare([arm("base", 1, 5), arm("good", 12, 19)]))
     spread = np.hypot(0.35, 0.2) / 2  # standard errors 0.175 and 0.1
     assert 0.625 + 4.3 * spread > 1  # with at most 2 degrees of freedom
     shown = row["difference over seeds, 95 %"]
-    assert shown.startswith("+0.625 [") and shown.endswith(", +1.000]") and float(shown.split("[")[1].split(",")[0]) < 0
+    assert (
+        shown.startswith("+0.625 [")
+        and shown.endswith(", +1.000]")
+        and float(shown.split("[")[1].split(",")[0]) < 0
+    )
 
 
 def test_compare_seeds_as_a_level_of_their_own_with_holm_over_the_arms(tmp_path):
     def arm(name, *seeds):
         return ",".join(
-            evaluation(tmp_path / f"{name}{k}", nq=[1] * n + [0] * (20 - n), popqa=[1] * n + [0] * (20 - n))
+            evaluation(
+                tmp_path / f"{name}{k}", nq=[1] * n + [0] * (20 - n), popqa=[1] * n + [0] * (20 - n)
+            )
             for k, n in enumerate(seeds)
         )
 
@@ -728,9 +1009,15 @@ def test_compare_seeds_as_a_level_of_their_own_with_holm_over_the_arms(tmp_path)
     good = {row["benchmark"]: row for row in cells_of(text) if row[""].startswith("good")}
     assert list(good) == ["nq", "popqa", "average"] and good["average"]["EM"] == "0.750, 0.250"
     half = 2.776445 * np.hypot(0.05, 0.05) / np.sqrt(3)
-    assert good["average"]["difference over seeds, 95 %"] == f"+0.500 [{0.5 - half:+.3f}, {0.5 + half:+.3f}]"
+    assert (
+        good["average"]["difference over seeds, 95 %"]
+        == f"+0.500 [{0.5 - half:+.3f}, {0.5 + half:+.3f}]"
+    )
     assert good["nq"]["only this right, only that"] == ""  # McNemar's test is for single runs
-    assert "Holm's p over the 2 comparisons: good0 and 2 more" in text and "same0 and 2 more 1.000" in text
+    assert (
+        "Holm's p over the 2 comparisons: good0 and 2 more" in text
+        and "same0 and 2 more 1.000" in text
+    )
 
 
 def test_compare_refuses_other_questions_metrics_and_what_has_not_finished(tmp_path):
@@ -742,7 +1029,10 @@ def test_compare_refuses_other_questions_metrics_and_what_has_not_finished(tmp_p
         ([a, b], "a and .*b differ in the questions of nq: evaluate both"),
         ([b, c], "b and .*c differ in the questions of popqa"),
         ([a, golds], "differ in the golds of nq"),
-        ([a, miles], "a and .*miles measure em of .* and miles of .*: compare evaluations of one task"),
+        (
+            [a, miles],
+            "a and .*miles measure em of .* and miles of .*: compare evaluations of one task",
+        ),
         ([f"{a},{miles}", a], "measure em of"),
     ):
         with pytest.raises(Fault, match=words):

@@ -1,4 +1,5 @@
-"""The CUDA path without a card: whole presets on fake CUDA tensors (tests/fake_cuda), at full size."""
+"""The CUDA path without a card: whole presets on fake CUDA tensors (tests/fake_cuda), at full
+size."""
 
 import json
 import os
@@ -19,8 +20,26 @@ HERE = Path(__file__).parent
 SYNCS = 3  # times that the host waits for the card in a micro-batch, at most
 PRESETS = {  # GPUs, their compute capability, flags
     "0.5B": (1, "8.9", "--model", "qwen2.5-0.5b", "--dry_run", "1xrtx4090"),
-    "0.5B, 3 layers": (1, "7.5", "--model", "SHORT", "--preset", "qwen2.5-0.5b", "--dry_run", "1xrtx4090"),
-    "1.5B LoRA": (1, "8.9", "--model", "qwen2.5-1.5b", "--lora_rank", "32", "--dry_run", "1xrtx4090"),
+    "0.5B, 3 layers": (
+        1,
+        "7.5",
+        "--model",
+        "SHORT",
+        "--preset",
+        "qwen2.5-0.5b",
+        "--dry_run",
+        "1xrtx4090",
+    ),
+    "1.5B LoRA": (
+        1,
+        "8.9",
+        "--model",
+        "qwen2.5-1.5b",
+        "--lora_rank",
+        "32",
+        "--dry_run",
+        "1xrtx4090",
+    ),
     "3B": (8, "9.0", "--model", "qwen2.5-3b", "--dry_run", "8xh100"),
     "7B": (8, "9.0", "--model", "qwen2.5-7b", "--dry_run", "8xh100"),
 }
@@ -28,7 +47,9 @@ MODERN = "vllm", "bfloat16", "_varlen_attn"  # engine, dtype, attention
 OLD = "torch", "float32", "_scaled_dot_product_efficient_attention"
 pytestmark = [
     pytest.mark.fake,
-    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA itself: make gpu"),
+    pytest.mark.skipif(
+        torch.version.cuda is not None, reason="this torch has CUDA itself: make gpu"
+    ),
     pytest.mark.skipif(not shutil.which("g++"), reason="g++ is not installed"),
 ]
 
@@ -37,7 +58,16 @@ pytestmark = [
 def guard(tmp_path_factory):
     library = tmp_path_factory.mktemp("guard") / "guard.so"
     lib = cpp_extension.library_paths()[0]
-    command = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", HERE / "fake_cuda" / "guard.cpp", "-o", library]
+    command = [
+        "g++",
+        "-O0",
+        "-shared",
+        "-fPIC",
+        "-std=c++20",
+        HERE / "fake_cuda" / "guard.cpp",
+        "-o",
+        library,
+    ]
     command += [f"-I{path}" for path in cpp_extension.include_paths()]
     subprocess.run([*command, f"-L{lib}", f"-Wl,-rpath,{lib}", "-lc10", "-ltorch_cpu"], check=True)
     return library
@@ -47,8 +77,17 @@ def guard(tmp_path_factory):
 def test_a_preset_builds_resumes_updates_and_saves_on_the_card(preset, guard, tmp_path):
     Qwen2Config(**KNOWN["Qwen/Qwen2.5-0.5B"] | {"num_hidden_layers": 3}).save_pretrained(tmp_path)
     ranks, capability, *flags = (str(x).replace("SHORT", str(tmp_path)) for x in PRESETS[preset])
-    command = [sys.executable, str(HERE / "fake_cuda" / "run.py"), str(guard), ranks, capability, *flags]
-    done = subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        str(HERE / "fake_cuda" / "run.py"),
+        str(guard),
+        ranks,
+        capability,
+        *flags,
+    ]
+    done = subprocess.run(
+        command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-5000:]
     found = json.loads(done.stdout.splitlines()[-1])
 
@@ -60,7 +99,11 @@ def test_a_preset_builds_resumes_updates_and_saves_on_the_card(preset, guard, tm
     engine, dtype, kernel = OLD if capability == "7.5" else MODERN
     products = found["products"]
     assert products[f"cuda torch.{dtype}"] > 0.999 * sum(products.values()), products
-    assert (found["trained"], found["optimizer"], found["frozen"]) == (["float32"], ["float32"], [dtype])
+    assert (found["trained"], found["optimizer"], found["frozen"]) == (
+        ["float32"],
+        ["float32"],
+        [dtype],
+    )
     assert (found["engine"], found["attention"]) == (engine, [kernel, f"{kernel}_backward"])
     assert found["hidden"] == f"torch.{dtype}"  # in the torch engine
 

@@ -1,4 +1,5 @@
-"""A program's standard output may end before the program does: its reader is gone, its disk full, or it never was."""
+"""A program's standard output may end before the program does: its reader is gone, its disk full,
+or it never was."""
 
 import subprocess
 import sys
@@ -24,7 +25,8 @@ with one_line("work.py"):
 
 
 def shell(line: str, *argv: object, unbuffered: str = "") -> subprocess.CompletedProcess:
-    """Runs WORK, or a program, as "$@" of a line of bash; a pipe's exit code is that of its first part.
+    """Runs WORK, or a program, as "$@" of a line of bash; a pipe's exit code is that of its first
+    part.
 
     `unbuffered`: Python's PYTHONUNBUFFERED; with it writing fails, without it flushing.
     """
@@ -50,11 +52,14 @@ def test_a_program_goes_on_without_its_output_and_says_so_once(tmp_path, line, w
 
 
 def test_a_reader_that_leaves_at_the_end_and_an_output_that_never_was_are_no_faults(tmp_path):
-    done = shell('"$@" | head -1', "-c", WORK, tmp_path / "result")  # what is left to print may still be buffered
+    # what is left to print may still be buffered
+    done = shell('"$@" | head -1', "-c", WORK, tmp_path / "result")
     assert (done.returncode, done.stdout) == (0, "line 0\n") and "Traceback" not in done.stderr
     late = WORK.replace(", flush=True", "")  # all of it is in the buffer when the program ends
     done = shell('"$@" > /dev/full', "-c", late, tmp_path / "result")
-    assert done.returncode == 0 and done.stderr.startswith("standard output cannot be written (No space")
+    assert done.returncode == 0 and done.stderr.startswith(
+        "standard output cannot be written (No space"
+    )
     done = shell('"$@" >&-', "-c", WORK, tmp_path / "closed")
     assert (done.returncode, done.stderr, (tmp_path / "closed").read_text()) == (0, "", "done")
 
@@ -71,13 +76,17 @@ def test_a_run_is_complete_though_nobody_reads_it_any_more(tmp_path):
     done = shell('"$@" | head -1', "inspo.py", *flags)
     assert done.returncode == 0 and done.stdout.startswith("static: world")
     assert done.stderr == "standard output cannot be written (Broken pipe): continuing without it\n"
-    assert all((tmp_path / "run" / name).exists() for name in ("summary.json", "I_star.txt", "policy", "report.html"))
+    assert all(
+        (tmp_path / "run" / name).exists()
+        for name in ("summary.json", "I_star.txt", "policy", "report.html")
+    )
 
 
 @pytest.mark.parametrize(
     "message, line",
     [
-        ("\nX requires y.\nInstall it.", "X requires y."),  # as transformers writes what is not installed
+        # as transformers writes what is not installed
+        ("\nX requires y.\nInstall it.", "X requires y."),
         (" \r\n\t\n  first\r\nsecond", "first"),
         ("one", "one"),
         ("\n \n", "ImportError"),

@@ -1,4 +1,5 @@
-"""The estimated memory of a run against numbers by hand, against autograd, and against two real processes."""
+"""The estimated memory of a run against numbers by hand, against autograd, and against two real
+processes."""
 
 import copy
 import functools
@@ -34,7 +35,9 @@ from training.fit import activations, estimate, kv_bytes, with_room
 ROOT = Path(__file__).parent.parent
 P3, P7 = 3_085_938_688, 7_615_616_512
 B3, B7 = (fit.shapes(f"Qwen/Qwen2.5-{size}") for size in ("3B", "7B"))
-CFG3, CFG7 = (parse(["--dry_run", "8xh100", "--model", name]) for name in ("qwen2.5-3b", "qwen2.5-7b"))
+CFG3, CFG7 = (
+    parse(["--dry_run", "8xh100", "--model", name]) for name in ("qwen2.5-3b", "qwen2.5-7b")
+)
 
 
 def of(fitted, column="update"):
@@ -47,7 +50,8 @@ def estimated(cfg=CFG7, engine="vllm", gpus=8, gpu_mem=80, **knobs):
     return estimate(replace(cfg, **knobs), B3 if cfg is CFG3 else B7, engine, gpus, gpu_mem)
 
 
-# --- by hand ------------------------------------------------------------------------------------------------------
+# --- by hand
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cfg, P", [(CFG3, P3), (CFG7, P7)])
@@ -57,14 +61,19 @@ def test_the_model_s_state_is_16_bytes_a_parameter_and_2_of_the_reference(cfg, P
     update, rollout = of(fitted), of(fitted, "rollout")
     for name, bytes in {"policy": 4, "moments of AdamW": 8, "gradients": 4}.items():
         assert update[f"{name} (float32 shards)"] == bytes * P / gpus
-    assert update["reference (bfloat16 shards)"] == rollout["reference (bfloat16 shards)"] == 2 * P / gpus
+    assert (
+        update["reference (bfloat16 shards)"]
+        == rollout["reference (bfloat16 shards)"]
+        == 2 * P / gpus
+    )
     assert rollout["policy (float32 shards)"] == 4 * P / gpus
     assert rollout["gradients (float32 shards)"] == 0
     assert fitted.title == f"{P / 1e6:,.0f}M parameters on {gpus} x 80 GB"
 
 
 def block_and_root(H, I, kv, V, heads):
-    """Returns the parameters of one block, and of embedding, last norm and head, of which a tied one counts once."""
+    """Returns the parameters of one block, and of embedding, last norm and head, of which a tied
+    one counts once."""
     return H * (H + 2 * kv) + (H + 2 * kv) + H * H + 3 * H * I + 2 * H, heads * V * H + H
 
 
@@ -79,22 +88,34 @@ def test_gathered_weights_by_hand(cfg, layers, P, shapes):
 
 
 def test_reduced_gradients_by_hand():
-    """The head's in bfloat16; a block's in bfloat16, in float32 for the reduction, and its share of the result."""
+    """The head's in bfloat16; a block's in bfloat16, in float32 for the reduction, and its share of
+    the result."""
     block, _ = block_and_root(3584, 18944, 512, 152064, 2)
     assert of(estimated())["gradients being reduced"] == 2 * 152064 * 3584 + (2 + 4 + 0.5) * block
 
 
 def test_the_state_with_lora_by_hand():
-    """Frozen bf16 weights, 16 bytes a parameter of the adapters, no reference, no gradient of embedding and head."""
+    """Frozen bf16 weights, 16 bytes a parameter of the adapters, no reference, no gradient of
+    embedding and head."""
     H, I, kv, r, gpus = 3584, 18944, 512, 32, 8
-    per_block = r * (2 * (H + H) + 2 * (H + kv) + 3 * (H + I))  # q and o, k and v, gate and up and down
+    # q and o, k and v, gate and up and down
+    per_block = r * (2 * (H + H) + 2 * (H + kv) + 3 * (H + I))
     A = 28 * per_block
     fitted = estimated(lora_rank=r)
     update, rollout = of(fitted), of(fitted, "rollout")
-    assert update["policy (frozen, bfloat16 shards)"] == rollout["policy (frozen, bfloat16 shards)"] == 2 * P7 / gpus
-    assert update["adapters (float32 shards)"] == rollout["adapters (float32 shards)"] == 4 * A / gpus
+    assert (
+        update["policy (frozen, bfloat16 shards)"]
+        == rollout["policy (frozen, bfloat16 shards)"]
+        == 2 * P7 / gpus
+    )
+    assert (
+        update["adapters (float32 shards)"] == rollout["adapters (float32 shards)"] == 4 * A / gpus
+    )
     assert update["moments of AdamW (float32 shards)"] == 8 * A / gpus
-    assert update["gradients (float32 shards)"] == 4 * A / gpus and rollout["gradients (float32 shards)"] == 0
+    assert (
+        update["gradients (float32 shards)"] == 4 * A / gpus
+        and rollout["gradients (float32 shards)"] == 0
+    )
     assert not any(name.startswith(("reference", "policy (float32")) for name in update)
     block, root = block_and_root(H, I, kv, 152064, 2)
     gathered = update["policy (embedding, head and two blocks, gathered in bfloat16)"]
@@ -126,12 +147,15 @@ def test_the_kv_cache_by_hand():
     fitted = estimated()
     rollout = of(fitted, "rollout")
     assert rollout["vLLM (weights)"] == 2 * P7
-    work = 16384 * 2 * (3584 + 3584 + 2 * 18944 + 18944)  # residual, hidden states, gate and up, their product
+    # residual, hidden states, gate and up, their product
+    work = 16384 * 2 * (3584 + 3584 + 2 * 18944 + 18944)
     assert rollout["vLLM (activations, or the sampler's logits)"] == work > 4 * 4 * 512 * 152064
     graphs = rollout["vLLM (CUDA graphs, an allowance; also while asleep)"]
     assert graphs == 28 * 30e6 == of(fitted)["vLLM (CUDA graphs, an allowance; also while asleep)"]
     tokens = (0.75 * 80e9 - 2 * P7 - work - graphs) / 57344
-    assert rollout["vLLM (KV cache)"] == pytest.approx(57344 * tokens) and fitted.kv_tokens == pytest.approx(tokens)
+    assert rollout["vLLM (KV cache)"] == pytest.approx(
+        57344 * tokens
+    ) and fitted.kv_tokens == pytest.approx(tokens)
     assert f"a rank's 320 trajectories can need {320 * 4596:,}" in fitted.table()
     assert f"{tokens // 4596:.0f} of them run at once" in fitted.table()
 
@@ -177,10 +201,13 @@ def test_the_longest_trajectory_is_the_longest_that_rollout_makes(tiny):
     prompt = len(encode_prompt(tokenizer, task, "Answer.", question))
     cfg = replace(CFG7, max_turns=4, max_response=60, max_observation=30)
     longest = 0
-    for max_prompt in range(prompt, prompt + 240, 10):  # from a limit that the first turn reaches to one that none does
+    # from a limit that the first turn reaches to one that none does
+    for max_prompt in range(prompt, prompt + 240, 10):
         jobs = [Job(0, "Answer.", question, 0)]
         limited = replace(cfg, max_prompt=max_prompt)
-        [tau] = rollout(LongTurns(tokenizer), tokenizer, task, jobs, limited, temperature=1.0, seed=0)
+        [tau] = rollout(
+            LongTurns(tokenizer), tokenizer, task, jobs, limited, temperature=1.0, seed=0
+        )
         longest = max(longest, len(tau.ids) - max_prompt)
     assert longest == 60 + 30  # max_response + max_observation past max_prompt
     assert "activations kept of 5,096 tokens" in of(estimated(micro_tokens=100))
@@ -212,12 +239,16 @@ def test_the_command_prints_the_table_and_refuses_what_cannot_fit(capsys):
     assert "do not fit" in end.value.code and "\n" not in end.value.code
 
 
-# --- its verdict --------------------------------------------------------------------------------------------------
+# --- its verdict
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cfg, rows", [(CFG3, 320), (CFG7, 158)])
-def test_the_paper_s_setting_fits_8_gpus_of_80_gb_with_the_share_that_its_preset_gives_vllm(cfg, rows):
-    """vLLM refuses to start unless its whole share is free beside policy and reference; moments come later."""
+def test_the_paper_s_setting_fits_8_gpus_of_80_gb_with_the_share_that_its_preset_gives_vllm(
+    cfg, rows
+):
+    """vLLM refuses to start unless its whole share is free beside policy and reference; moments
+    come later."""
     fitted = estimated(cfg)
     text, there = fitted.table(), of(fitted, "rollout")
     there = there["policy (float32 shards)"] + there["reference (bfloat16 shards)"]
@@ -236,7 +267,9 @@ def test_every_recommended_setting_saves_memory():
     offloaded = estimated(offload_reference=True)
     assert base.update - offloaded.update == base.rollout - offloaded.rollout == 2 * P7 / 8
     without = estimated(beta=0.0)
-    assert without.update == offloaded.update and not any(name.startswith("reference") for name in of(without))
+    assert without.update == offloaded.update and not any(
+        name.startswith("reference") for name in of(without)
+    )
     assert estimated(recompute=0).update > 3 * base.update
     assert estimated(micro_tokens=16384).update < base.update
     less = estimated(vllm_memory=0.65)
@@ -247,7 +280,8 @@ def test_every_recommended_setting_saves_memory():
 
 @pytest.mark.slow
 def test_activations_are_kept_where_they_fit():
-    """In the largest micro-batches of 8,192 tokens or more for which there is room; what was asked for is kept."""
+    """In the largest micro-batches of 8,192 tokens or more for which there is room; what was asked
+    for is kept."""
     cfg, fit = with_room(CFG3, B3, "vllm", 8, 80)
     assert cfg == replace(CFG3, recompute=0, micro_tokens=8192)
     assert fit.table() == estimated(CFG3, recompute=0, micro_tokens=8192).table()
@@ -258,7 +292,9 @@ def test_activations_are_kept_where_they_fit():
         tight = estimate(replace(CFG3, recompute=0, micro_tokens=tokens), B3, "vllm", 8, gpu_mem)
         assert tight.update > 0.9 * tight.usable
     cfg, fit = with_room(CFG7, B7, "vllm", 8, 40)
-    assert cfg == replace(CFG7, recompute=1) and fit.update == estimate(CFG7, B7, "vllm", 8, 40).update
+    assert (
+        cfg == replace(CFG7, recompute=1) and fit.update == estimate(CFG7, B7, "vllm", 8, 40).update
+    )
     for recompute in (0, 1):
         asked = replace(CFG3, recompute=recompute, micro_tokens=32768)
         assert with_room(asked, B3, "vllm", 8, 80)[0] == asked
@@ -267,13 +303,33 @@ def test_activations_are_kept_where_they_fit():
 @pytest.mark.parametrize(
     "change, where, words",
     [
-        ({}, ("vllm", 1, 24), ["largest: moments of AdamW (float32 shards) 60.9", "more GPUs", "--offload_reference"]),
-        ({"recompute": 0}, (), ["largest: activations kept of 32,768 tokens 152.6", "--recompute 1"]),
-        ({"micro_tokens": 131072}, (), ["largest: activations and their gradients in one", "--micro_tokens"]),
+        (
+            {},
+            ("vllm", 1, 24),
+            ["largest: moments of AdamW (float32 shards) 60.9", "more GPUs", "--offload_reference"],
+        ),
+        (
+            {"recompute": 0},
+            (),
+            ["largest: activations kept of 32,768 tokens 152.6", "--recompute 1"],
+        ),
+        (
+            {"micro_tokens": 131072},
+            (),
+            ["largest: activations and their gradients in one", "--micro_tokens"],
+        ),
         ({"vllm_memory": 0.9}, (), ["largest: vLLM (KV cache) 53.8", "--vllm_memory"]),
         ({"vllm_memory": 0.78}, (), ["largest: vLLM (KV cache)", "--vllm_memory"]),
-        ({"vllm_memory": 0.22}, (), ["17.6 GB of vLLM have no room", "CUDA graphs (2.9)", "a larger --vllm_memory"]),
-        ({}, ("torch",), ["largest: torch engine (KV cache of 512 rows, twice) 269.9", "--max_rows"]),
+        (
+            {"vllm_memory": 0.22},
+            (),
+            ["17.6 GB of vLLM have no room", "CUDA graphs (2.9)", "a larger --vllm_memory"],
+        ),
+        (
+            {},
+            ("torch",),
+            ["largest: torch engine (KV cache of 512 rows, twice) 269.9", "--max_rows"],
+        ),
         ({"vllm_memory": 0.24}, (), []),  # 19.2 GB: the weights are 15.2
     ],
 )
@@ -281,7 +337,9 @@ def test_a_refusal_names_the_largest_part_and_a_cure(change, where, words):
     fitted = estimated(CFG7, *where, **change)
     fault = fitted.fault()
     assert "\n" not in fault
-    assert bool(fault) == ("do not fit" in fault) == ("It fits" not in fitted.table()) == bool(words)
+    assert (
+        bool(fault) == ("do not fit" in fault) == ("It fits" not in fitted.table()) == bool(words)
+    )
     assert all(word in fault for word in words)
 
 
@@ -293,16 +351,27 @@ def test_the_caller_s_config_is_unchanged():
 
 def test_every_cure_is_a_flag():
     flags = {f"--{f.name}" for f in fields(Config)}
-    cures = [part.cure for engine in ("vllm", "torch") for part in estimate(CFG7, B7, engine, 8, 80).parts]
+    cures = [
+        part.cure
+        for engine in ("vllm", "torch")
+        for part in estimate(CFG7, B7, engine, 8, 80).parts
+    ]
     assert {word for cure in cures for word in cure.split() if word.startswith("--")} <= flags
 
 
-# --- activations: against a formula, and against autograd's on the CPU ---------------------------------------------
+# --- activations: against a formula, and against autograd's on the CPU
+# ---------------------------------------------
 
 SMALL = dict(
-    hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=512, tie_word_embeddings=False, head_dim=32,
-)  # fmt: skip
+    hidden_size=128,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=512,
+    tie_word_embeddings=False,
+    head_dim=32,
+)
 LENGTHS = [200, 312]
 T = sum(LENGTHS)
 
@@ -317,47 +386,65 @@ def test_activations_equal_autograd_s(kind, recompute, rank):
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02)
     for p in filter(lambda p: p.requires_grad, model.parameters()):
-        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # FSDP2 frees them, too
+        # FSDP2 frees them, too
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     packing = Packing(LENGTHS)
     positions = packing.positions[None]
     with Live([*model.parameters(), *model.buffers()]) as live:
         hidden = model.base_model(
-            input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, packing=packing
+            input_ids=torch.zeros_like(positions),
+            position_ids=positions,
+            use_cache=False,
+            packing=packing,
         ).last_hidden_state
         held, loss = live.now(), hidden.sum()
         del hidden
         loss.backward()
-    kept, again = activations(lora.add(skeleton(config, torch.bfloat16), rank, 32).bfloat16(), T, recompute, 0)
+    kept, again = activations(
+        lora.add(skeleton(config, torch.bfloat16), rank, 32).bfloat16(), T, recompute, 0
+    )
     output = T * 128 * 2  # of the last norm: counted in `held`, not in `kept`
-    shared = T * 2 * 2 * 32 if recompute else 0  # cos and sin, which `activations` counts in the block
+    # cos and sin, which `activations` counts in the block
+    shared = T * 2 * 2 * 32 if recompute else 0
     assert kept + output + shared == pytest.approx(held, rel=0.01)
     assert 0.99 < (kept + again) / live.most < 1.08  # the last norm's may be freed by then
 
 
 @pytest.mark.parametrize("fused", [0, 1])
 def test_a_block_of_qwen2_by_hand(fused):
-    """Bytes per token. Torch's norms keep a float32 copy besides and its MLP silu's output, whose gradient is one more;
-    Liger's keep input and output, and gate, up and their product."""
+    """Bytes per token. Torch's norms keep a float32 copy besides and its MLP silu's output, whose
+    gradient is one more; Liger's keep input and output, and gate, up and their product."""
     H, I, q, kv, heads = 3584, 18944, 3584, 512, 28
-    norm = 2 * H + 2 * H + 4 + (0 if fused else 4 * H)  # input or its normalized form, output; 1 / root mean square
-    attention = 2 * q + 2 * 2 * kv + 2 * q + 4 * heads + 2 * q  # q, k, v, out, log-sum-exp, out as rows
+    # input or its normalized form, output; 1 / root mean square
+    norm = 2 * H + 2 * H + 4 + (0 if fused else 4 * H)
+    # q, k, v, out, log-sum-exp, out as rows
+    attention = 2 * q + 2 * 2 * kv + 2 * q + 4 * heads + 2 * q
     mlp = 2 * (3 if fused else 4) * I
     gradients, position = 2 * H + 2 * (1 if fused else 2) * I, 2 * 2 * 128  # cos and sin, once
     kept, again = activations(skeleton(B7, torch.bfloat16), 1000, 1, fused)
     last = 2 * H + 4 if fused else 4 * H + 2 * H
     assert kept == pytest.approx(1000 * (28 * 2 * H + last), rel=1e-4)
-    assert again == pytest.approx(1000 * (2 * norm + attention + mlp + gradients + position), rel=1e-4)
+    assert again == pytest.approx(
+        1000 * (2 * norm + attention + mlp + gradients + position), rel=1e-4
+    )
     update = of(estimated(fused_layers=fused))
-    assert update["activations and their gradients in one block"] == pytest.approx(32768 / 1000 * again)
+    assert update["activations and their gradients in one block"] == pytest.approx(
+        32768 / 1000 * again
+    )
 
 
 def small_head(hidden, vocabulary, tokens, tied=False, **knobs):
-    """Returns the estimate of a model whose head is the largest part, in a micro-batch of so many tokens."""
-    small = dict(hidden_size=hidden, intermediate_size=64, num_hidden_layers=1, vocab_size=vocabulary)
+    """Returns the estimate of a model whose head is the largest part, in a micro-batch of so many
+    tokens."""
+    small = dict(
+        hidden_size=hidden, intermediate_size=64, num_hidden_layers=1, vocab_size=vocabulary
+    )
     config = Qwen2Config(**SMALL | small | dict(tie_word_embeddings=tied))
-    cfg = replace(CFG7, micro_tokens=tokens, max_prompt=4, max_response=4, max_observation=4, **knobs)
+    cfg = replace(
+        CFG7, micro_tokens=tokens, max_prompt=4, max_response=4, max_observation=4, **knobs
+    )
     return estimate(cfg, config, "vllm", 8, 80)
 
 
@@ -375,7 +462,8 @@ def test_the_head_s_gradients_by_measurement():
     assert of(fitted)["the head's logits and gradients"] == pytest.approx(live.most, rel=0.02)
 
 
-@pytest.mark.parametrize("rank, gradient", [(0, 4 * 3000 * 32), (2, 0)])  # dW, which a frozen head has not
+# dW, which a frozen head has not
+@pytest.mark.parametrize("rank, gradient", [(0, 4 * 3000 * 32), (2, 0)])
 def test_the_head_s_logits_are_one_chunk_in_float32(rank, gradient):
     assert inspect.signature(grpo_head).parameters["chunk"].default == fit.CHUNK
     fitted = small_head(32, 3000, 5000, lora_rank=rank)
@@ -384,26 +472,46 @@ def test_the_head_s_logits_are_one_chunk_in_float32(rank, gradient):
     assert of(fitted)["the head's logits and gradients"] == wanted
 
 
-# --- against two processes ----------------------------------------------------------------------------------------
+# --- against two processes
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks
 def test_two_real_ranks_use_the_estimated_memory(tmp_path):
-    config = Qwen2Config(**SMALL | dict(vocab_size=301, intermediate_size=333, num_hidden_layers=3))  # odd: padded
+    # odd: padded
+    config = Qwen2Config(**SMALL | dict(vocab_size=301, intermediate_size=333, num_hidden_layers=3))
     config.save_pretrained(tmp_path)
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "tests/ranks_fit.py", *[tmp_path] * 2]
+    run = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "tests/ranks_fit.py",
+        *[tmp_path] * 2,
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    cfg = replace(CFG7, micro_tokens=256, max_prompt=50, max_response=50, max_observation=50, vllm="http://a:8000")
+    cfg = replace(
+        CFG7,
+        micro_tokens=256,
+        max_prompt=50,
+        max_response=50,
+        max_observation=50,
+        vllm="http://a:8000",
+    )
     fitted = estimate(cfg, config, "vllm", 2, 80)
     whole = sum(p.numel() for p in skeleton(config).parameters())
-    assert whole / 2 < of(fitted)["policy (float32 shards)"] / 4 < whole / 2 * 1.01  # FSDP2 pads 301 rows to 302
+    # FSDP2 pads 301 rows to 302
+    assert whole / 2 < of(fitted)["policy (float32 shards)"] / 4 < whole / 2 * 1.01
     for rank in (0, 1):
         measured = json.loads((tmp_path / f"{rank}.json").read_text())
         most = measured.pop("most")
         assert len(measured) == 4
         for name, bytes in measured.items():
             assert bytes == pytest.approx(of(fitted)[name], rel=0.01), (rank, name)
-        there = sum(measured[name] for name in measured if "shards" in name and "gradients" not in name)
-        assert 1 < fitted.update / (there + most) < 1.15, rank  # not all parts peak at the same time
+        there = sum(
+            measured[name] for name in measured if "shards" in name and "gradients" not in name
+        )
+        # not all parts peak at the same time
+        assert 1 < fitted.update / (there + most) < 1.15, rank

@@ -1,4 +1,5 @@
-"""Python functions and methods as tools: what the policy is told of them, how calls are read, what becomes a reply."""
+"""Python functions and methods as tools: what the policy is told of them, how calls are read, what
+becomes a reply."""
 
 import asyncio
 import enum
@@ -83,7 +84,10 @@ def test_arguments_are_a_json_object_and_results_that_are_no_text_are_json(argum
         ("Rome", ["Invalid JSON"]),
         ('"Rome"', ["Input should be an object"]),
         ('{"city": "Rome", "days": "soon"}', ["days: Input should be a valid integer"]),
-        ('{"city": 3, "unit": "K", "where": 1}', ["city: ", "unit: ", "'C' or 'F'", "where: Extra"]),
+        (
+            '{"city": 3, "unit": "K", "where": 1}',
+            ["city: ", "unit: ", "'C' or 'F'", "where: Extra"],
+        ),
         ('{"city": ' + "[" * 100_000, ["Invalid JSON"]),
         ('{"city": "\\ud800"}', ["Invalid JSON"]),
     ],
@@ -250,7 +254,8 @@ def test_the_calls_of_a_tool_that_failed_are_a_column_of_metrics(tiny):
     task.tools = [*task.tools, tool]
     turns = [call % 0, call % 0, call % 3, "<shout>ja</shout>", call % 0]
     tau, _ = play(tiny[1], task, *turns)
-    assert count_useless([tau], tool) == {"forecast_calls/empty": 0, "forecast_calls/failed": 2 / 3}  # one is unserved
+    # one is unserved
+    assert count_useless([tau], tool) == {"forecast_calls/empty": 0, "forecast_calls/failed": 2 / 3}
     assert count_useless([tau], task.tools[0]) == {"shout_calls/empty": 0}
 
 
@@ -356,12 +361,21 @@ def test_classes_have_their_fields_and_results_are_json():
     _, *lines = tool.usage().split("\n")
     shown = {line.strip().partition(": ")[0]: line.partition(": ")[2] for line in lines}
     assert tool.argument == '{"order": Order, "on": string, "unit": Unit, "copies": any}'
-    assert shown["order"] == 'What to send; {"$ref": "#/$defs/Order"}' and '{"format": "date"}' in shown["on"]
-    assert json.loads(shown["Unit"])["enum"] == ["celsius", "fahrenheit"] and "may be left out" in shown["unit"]
+    assert (
+        shown["order"] == 'What to send; {"$ref": "#/$defs/Order"}'
+        and '{"format": "date"}' in shown["on"]
+    )
+    assert (
+        json.loads(shown["Unit"])["enum"] == ["celsius", "fahrenheit"]
+        and "may be left out" in shown["unit"]
+    )
     assert {"name", "within"} == json.loads(shown["Place"])["properties"].keys()
-    assert tool.schema["parameters"]["$defs"].keys() == {"Order", "Place", "Unit"}  # for --format hermes
+    # for --format hermes
+    assert tool.schema["parameters"]["$defs"].keys() == {"Order", "Place", "Unit"}
     order = {"to": {"name": "Bern", "within": {"name": "CH", "within": None}}, "units": ["celsius"]}
-    [text] = tool.submit(json.dumps({"order": order, "on": "2026-11-26", "unit": "fahrenheit"})).result(10)
+    [text] = tool.submit(
+        json.dumps({"order": order, "on": "2026-11-26", "unit": "fahrenheit"})
+    ).result(10)
     assert json.loads(text) == order | {"units": ["celsius", "fahrenheit"]}
     [text] = tool.submit(json.dumps({"order": order | {"to": "Bern"}, "on": "soon"})).result(10)
     assert "order: to: Input should be" in text and "on: Input should be a valid date" in text
@@ -370,8 +384,14 @@ def test_classes_have_their_fields_and_results_are_json():
 @pytest.mark.parametrize(
     "result, reply",
     [
-        ({"mean": float("nan"), "most": float("inf"), "n": 0}, '{"mean": null, "most": null, "n": 0}'),
-        *((other, "returns failed: ") for other in (object(), threading.Lock, {"x": [threading.Lock()]})),
+        (
+            {"mean": float("nan"), "most": float("inf"), "n": 0},
+            '{"mean": null, "most": null, "n": 0}',
+        ),
+        *(
+            (other, "returns failed: ")
+            for other in (object(), threading.Lock, {"x": [threading.Lock()]})
+        ),
     ],
 )
 def test_what_json_has_no_word_for_is_null_and_a_result_that_is_no_json_is_refused(result, reply):
@@ -407,8 +427,14 @@ class Asking(SearchQA):
 
 
 def test_a_rollout_with_functions_beside_search(tiny):
-    """The observations, by hand; every token but those of the policy is as its text is tokenized."""
-    task = load_task(Config(task="test_functions:Asking", tools="test_functions:shout,search,test_functions:forecast"))
+    """The observations, by hand; every token but those of the policy is as its text is
+    tokenized."""
+    task = load_task(
+        Config(
+            task="test_functions:Asking",
+            tools="test_functions:shout,search,test_functions:forecast",
+        )
+    )
     assert isinstance(task, SearchQA) and task.cfg.tools == "search"
     assert [tool.tag for tool in task.tools] == ["search", "shout", "forecast"]
     task.connect("http://127.0.0.1:9")  # as `start` does; the functions stay
@@ -419,13 +445,22 @@ def test_a_rollout_with_functions_beside_search(tiny):
     wrong = "wrong arguments of forecast: Invalid JSON: expected value at line 1 column 1"
     shown = ['{"city": "Bern", "days": 1, "unit": "C"}', "JA", wrong]
     assert [turn.result for turn in tau.turns] == [[shown[0]], [shown[1]], [shown[2]], None, None]
-    assert (tau.stop, tau.invalid, tau.served("forecast"), tau.served("shout")) == ("answer", 1, 2, 1)
+    assert (tau.stop, tau.invalid, tau.served("forecast"), tau.served("shout")) == (
+        "answer",
+        1,
+        2,
+        1,
+    )
     observations = [f"\n\n<result>{text}</result>\n\n" for text in shown]
     for turn, text in zip(turns, observations, strict=False):
         assert turn + text in tau.response
-    ids = [i for turn, text in zip(turns, observations, strict=False) for i in
-           spelled(tiny[1], turn) + tiny[1](text.split("</result>")[0], add_special_tokens=False)["input_ids"]
-           + tiny[1]("</result>\n\n", add_special_tokens=False)["input_ids"]]  # fmt: skip
+    ids = [
+        i
+        for turn, text in zip(turns, observations, strict=False)
+        for i in spelled(tiny[1], turn)
+        + tiny[1](text.split("</result>")[0], add_special_tokens=False)["input_ids"]
+        + tiny[1]("</result>\n\n", add_special_tokens=False)["input_ids"]
+    ]
     assert tau.ids[tau.prompt_tokens :][: len(ids)] == ids
 
 
@@ -434,11 +469,16 @@ def test_every_prompt_names_the_functions_whatever_the_instruction(tiny):
     plain = load_task(Config(task="test_functions:Asking"))
     for instruction in ("Answer.", "Be quick."):
         text = tiny[1].decode(encode_prompt(tiny[1], task, instruction, ASKED))
-        assert '<forecast> {"city": string, "days": integer, "unit": string} </forecast>: Returns the weather' in text
+        assert (
+            '<forecast> {"city": string, "days": integer, "unit": string} </forecast>: Returns the weather'
+            in text
+        )
         assert re.search(r"days: How many days ahead; may be left out\n.*one of \"C\", \"F\"", text)
         before, _, after = text.partition(f"{instruction}\n\nTools, ")
         without = tiny[1].decode(encode_prompt(tiny[1], plain, instruction, ASKED))
-        assert without.startswith(before + instruction) and without.endswith(after[after.index("\n\nQuestion: ") :])
+        assert without.startswith(before + instruction) and without.endswith(
+            after[after.index("\n\nQuestion: ") :]
+        )
 
 
 def test_functions_alone_need_no_search_server():
@@ -449,12 +489,18 @@ def test_functions_alone_need_no_search_server():
     assert task.start(None) == f"tools: {'shout, ' * 8}... (13)"
 
 
-@pytest.mark.parametrize("tools, searches", [("test_functions:shout", 0), ("none", 0), ("search", 1)])
+@pytest.mark.parametrize(
+    "tools, searches", [("test_functions:shout", 0), ("none", 0), ("search", 1)]
+)
 @pytest.mark.parametrize("preset", [True, False])
 def test_the_first_instruction_fits_the_tools(tools, searches, preset):
-    task = load_task(Config(tools=tools, instruction=PRESETS["world"]["instruction"] if preset else ""))
+    task = load_task(
+        Config(tools=tools, instruction=PRESETS["world"]["instruction"] if preset else "")
+    )
     instruction = choose_instruction(task)
-    assert ("<search>" in instruction) == ("search" in instruction) == searches and "<answer>" in instruction
+    assert ("<search>" in instruction) == (
+        "search" in instruction
+    ) == searches and "<answer>" in instruction
 
 
 def test_a_run_with_the_function_of_the_page(tmp_path, monkeypatch, tiny_path, serve):
@@ -464,11 +510,38 @@ def test_a_run_with_the_function_of_the_page(tmp_path, monkeypatch, tiny_path, s
     (tmp_path / "weather.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     search = serve(passages(lambda query: ["A\nb"]))
-    inspo.main([
-        "--model", tiny_path, "--train", str(FIXTURE / "train.jsonl"), "--test", str(FIXTURE / "test.jsonl"),
-        "--retriever", search.url, "--tools", tools, "--mode", "static", "--T", "1", "--batch", "2", "--mini", "2",
-        "--G", "2", "--eval_n", "4", "--max_response", "8", "--max_prompt", "1400", "--out", "run",
-    ])  # fmt: skip
+    inspo.main(
+        [
+            "--model",
+            tiny_path,
+            "--train",
+            str(FIXTURE / "train.jsonl"),
+            "--test",
+            str(FIXTURE / "test.jsonl"),
+            "--retriever",
+            search.url,
+            "--tools",
+            tools,
+            "--mode",
+            "static",
+            "--T",
+            "1",
+            "--batch",
+            "2",
+            "--mini",
+            "2",
+            "--G",
+            "2",
+            "--eval_n",
+            "4",
+            "--max_response",
+            "8",
+            "--max_prompt",
+            "1400",
+            "--out",
+            "run",
+        ]
+    )
     run = tmp_path / "run"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["tools"] == ["searches", "forecast_calls"] and "forecast_calls" in summary["end"]
@@ -551,12 +624,18 @@ class Kind:
     "tools, says",
     [
         ("my_tools:typeless", "--tools my_tools:typeless: Argument x is missing a type hint"),
-        ("my_tools:silent", "--tools my_tools:silent: Cannot generate JSON schema for silent because it has no docs"),
+        (
+            "my_tools:silent",
+            "--tools my_tools:silent: Cannot generate JSON schema for silent because it has no docs",
+        ),
         ("my_tools:half", "the docstring has no description for the argument 'y'"),
         ("my_tools:aimless", "--tools my_tools:aimless: its docstring does not say what it does"),
         ("my_tools:many", "its argument xs has no name to call it by"),
         ("my_tools:odd", "--tools my_tools:odd: name 'Unheard' is not defined"),
-        ("my_tools:locked", "my_tools:locked: Unable to generate pydantic-core schema for <class 'threading.Event"),
+        (
+            "my_tools:locked",
+            "my_tools:locked: Unable to generate pydantic-core schema for <class 'threading.Event",
+        ),
         ("my_tools:Kind", "Kind is not a function in my_tools"),
         ("my_tools:nothing", "nothing is not a function in my_tools"),
         ("my_toolz:search", "--tools my_toolz:search: my_toolz cannot be imported"),
@@ -588,5 +667,9 @@ class Steps(Game):
 def test_in_a_game_functions_can_be_called_too(tiny):
     task = load_task(Config(task="test_functions:Steps", tools="test_functions:shout"))
     script = [["<move>a</move>", "<shout>b</shout>", "<move>c</move>", "<answer>x</answer>"]] * 2
-    taus = roll(Script(tiny[1], *script), tiny[1], task, [Job(0, "Go.", ASKED, k) for k in range(2)])
-    assert [[turn.result for turn in tau.turns] for tau in taus] == [[["1"], ["B"], ["2"], None]] * 2
+    taus = roll(
+        Script(tiny[1], *script), tiny[1], task, [Job(0, "Go.", ASKED, k) for k in range(2)]
+    )
+    assert [[turn.result for turn in tau.turns] for tau in taus] == [
+        [["1"], ["B"], ["2"], None]
+    ] * 2

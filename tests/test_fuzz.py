@@ -1,4 +1,5 @@
-"""Answers, replies and rows of a valid shape with one part broken give a result or one clear fault, nothing else.
+"""Answers, replies and rows of a valid shape with one part broken give a result or one clear fault,
+nothing else.
 
 `make fuzz` runs it with 10^5 answers of each server; `make test` with a few, always the same.
 """
@@ -40,11 +41,18 @@ TASK = SearchQA(Config(max_observation=60, search_retries=0))
 
 def examples(some: int, share: float = 1.0):
     """Returns hypothesis's settings: `some` examples, always the same, or the `share` of N."""
-    skipped = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+    skipped = [
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.function_scoped_fixture,
+    ]
     return settings(
-        max_examples=int(N * share) or some, derandomize=not N, deadline=None, database=None,
+        max_examples=int(N * share) or some,
+        derandomize=not N,
+        deadline=None,
+        database=None,
         suppress_health_check=skipped,
-    )  # fmt: skip
+    )
 
 
 # ---- what comes from outside
@@ -56,23 +64,34 @@ SPOKEN = [
     "\x1b[2J", "\x00", "\u202e", "\ud800", "\udfff", "😀", "漢", " ", "\n", "Search one entity at a time.", KEY, GOLD,
     GOLD.upper(), "Ｚａｖｒａｚｈｙｅ", "Bearer " + KEY, "a" * 2000, "<ins_3>", "</ins_3>", PARENT, PARENT,
 ]  # fmt: skip
-said = st.lists(st.sampled_from(SPOKEN) | st.text(st.characters(codec=None), max_size=4), max_size=6).map(" ".join)
+said = st.lists(
+    st.sampled_from(SPOKEN) | st.text(st.characters(codec=None), max_size=4), max_size=6
+).map(" ".join)
 numbers = st.integers() | st.floats() | st.sampled_from([10**30, -1, 1e400, float("nan")])
 scalars = st.none() | st.booleans() | numbers | said
-anything = st.recursive(scalars, lambda x: st.lists(x, max_size=3) | st.dictionaries(said, x, max_size=3), max_leaves=5)
+anything = st.recursive(
+    scalars, lambda x: st.lists(x, max_size=3) | st.dictionaries(said, x, max_size=3), max_leaves=5
+)
 deep = st.integers(1, 5000).map(lambda n: "[" * n)
 
 
 def places(value, path=()):
     """Yields the path of every part of a JSON value."""
     yield path
-    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, part in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         yield from places(part, (*path, key))
 
 
 @st.composite
 def broken(draw, shape):
-    """Returns the text of a JSON value of this shape with at most one part replaced, missing or cut off."""
+    """Returns the text of a JSON value of this shape with at most one part replaced, missing or cut
+    off."""
     value = draw(shape)
     path = draw(st.sampled_from(list(places(value))))
     damage = draw(st.sampled_from(["none", "none", "replace", "remove", "cut", "deep"]))
@@ -100,7 +119,9 @@ completions = st.fixed_dictionaries(
     {
         "choices": st.fixed_dictionaries(
             {
-                "message": st.fixed_dictionaries({"role": st.just("assistant"), "content": blocks | said}),
+                "message": st.fixed_dictionaries(
+                    {"role": st.just("assistant"), "content": blocks | said}
+                ),
                 "finish_reason": st.sampled_from(["stop", "length", None]),
             }
         ).map(lambda choice: [choice]),
@@ -108,16 +129,30 @@ completions = st.fixed_dictionaries(
     }
 )
 hits = st.fixed_dictionaries(
-    {"document": st.fixed_dictionaries({"id": said, "contents": said | said.map(lambda x: x * 99)}), "score": numbers}
+    {
+        "document": st.fixed_dictionaries(
+            {"id": said, "contents": said | said.map(lambda x: x * 99)}
+        ),
+        "score": numbers,
+    }
 )
 found = st.fixed_dictionaries({"result": st.lists(hits, max_size=4).map(lambda row: [row])})
 rows = st.fixed_dictionaries(
-    {"id": said, "question": said, "golden_answers": st.lists(said, max_size=3), "data_source": said}
+    {
+        "id": said,
+        "question": said,
+        "golden_answers": st.lists(said, max_size=3),
+        "data_source": said,
+    }
 )
 search_r1 = st.fixed_dictionaries(
     {
-        "prompt": st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": said}), max_size=2),
-        "reward_model": st.fixed_dictionaries({"ground_truth": st.fixed_dictionaries({"target": st.lists(said)})}),
+        "prompt": st.lists(
+            st.fixed_dictionaries({"role": st.just("user"), "content": said}), max_size=2
+        ),
+        "reward_model": st.fixed_dictionaries(
+            {"ground_truth": st.fixed_dictionaries({"target": st.lists(said)})}
+        ),
         "extra_info": st.fixed_dictionaries({"index": numbers}),
     }
 )
@@ -128,7 +163,8 @@ class Says(BaseHTTPRequestHandler):
     """Answers every request with the server's `status` and `body`, and keeps the connection."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or each answer waits 40 ms for the acknowledgement of its headers
+    # or each answer waits 40 ms for the acknowledgement of its headers
+    disable_nagle_algorithm = True
 
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -156,17 +192,29 @@ def server():
 
 def one_line(fault: Exception, secrets: list[str]) -> None:
     text = printable(str(fault))
-    assert "\n" not in text and "\x1b" not in text and len(text) < 700 and not any(x in text for x in secrets), text
+    assert (
+        "\n" not in text
+        and "\x1b" not in text
+        and len(text) < 700
+        and not any(x in text for x in secrets)
+    ), text
 
 
 @cache
 def scaffold(name: str) -> list[int]:
     """Returns the control tokens of a prompt that are the chat template's own."""
-    return [i for i in encode_prompt(made(name), TASK, "x", Question("x", "x")) if i in control_ids(made(name))]
+    return [
+        i
+        for i in encode_prompt(made(name), TASK, "x", Question("x", "x"))
+        if i in control_ids(made(name))
+    ]
 
 
 def speaks_for_nobody(name: str, instruction: str, question: str) -> None:
-    ids, forbidden = encode_prompt(made(name), TASK, instruction, Question("q", question)), control_ids(made(name))
+    ids, forbidden = (
+        encode_prompt(made(name), TASK, instruction, Question("q", question)),
+        control_ids(made(name)),
+    )
     assert [i for i in ids if i in forbidden] == scaffold(name)
 
 
@@ -186,7 +234,9 @@ def test_an_optimizer_may_reply_anything(server):
         assert KEY not in stored and stored.encode() and len(call.reply) <= MAX_REPLY
         assert 0 <= call.prompt_tokens < 10**9 and 0 <= call.completion_tokens < 10**9
         assert read_paid_calls([{"call": json.loads(stored)}]) == {call.key: call}
-        accepted, rejected = read_candidates(call.reply, PARENT, {normalize(PARENT)}, [GOLD], 1500, 6, PARSED)
+        accepted, rejected = read_candidates(
+            call.reply, PARENT, {normalize(PARENT)}, [GOLD], 1500, 6, PARSED
+        )
         assert len(accepted) <= 6
         for instruction in accepted.values():
             assert "\x1b" not in instruction and GOLD.lower() not in normalize(instruction).split()
@@ -198,7 +248,11 @@ def test_an_optimizer_may_reply_anything(server):
 
 def test_a_log_of_calls_may_hold_anything():
     good = st.fixed_dictionaries(
-        {"call": st.fixed_dictionaries({name: said | numbers for name in ("key", "prompt", "reply", "seconds", "cut")})}
+        {
+            "call": st.fixed_dictionaries(
+                {name: said | numbers for name in ("key", "prompt", "reply", "seconds", "cut")}
+            )
+        }
     )
 
     @examples(30, 0.1)
@@ -223,7 +277,9 @@ class Searcher:
     max_rows, lockstep = 512, True
 
     def __init__(self, tokenizer):
-        self.turns = [encode(tokenizer, text) for text in ("<search>who</search>", "<answer>x</answer>")]
+        self.turns = [
+            encode(tokenizer, text) for text in ("<search>who</search>", "<answer>x</answer>")
+        ]
 
     def begin(self, seed):
         self.k = 0
@@ -245,7 +301,9 @@ def test_a_search_server_may_answer_anything(server):
         server.status, server.body = status, text.encode()
         tokenizer, job = made(name), Job(0, PARENT, ASKED, 0)
         try:
-            [tau] = rollout(engines[name], tokenizer, task, [job], task.cfg, temperature=0.0, seed=0)
+            [tau] = rollout(
+                engines[name], tokenizer, task, [job], task.cfg, temperature=0.0, seed=0
+            )
         except ToolDown as e:
             return one_line(e, [])
         except TimeoutError:
@@ -254,7 +312,11 @@ def test_a_search_server_may_answer_anything(server):
         assert tau.served("search") == 1 and tau.prediction in ("x", "<unk>") and status == 200
         assert len(turn.result) <= 3 and all(len(text) <= MAX_PASSAGE for text in turn.result)
         observed = [
-            i for i, mine in zip(tau.ids[tau.prompt_tokens :], tau.mask[tau.prompt_tokens :], strict=True) if not mine
+            i
+            for i, mine in zip(
+                tau.ids[tau.prompt_tokens :], tau.mask[tau.prompt_tokens :], strict=True
+            )
+            if not mine
         ]
         assert len(observed) <= 60 and not control_ids(tokenizer) & set(observed)
         shown = tokenizer.decode(observed, skip_special_tokens=False)
@@ -279,7 +341,11 @@ def test_a_file_of_questions_may_hold_anything(shape, tmp_path):
             assert str(e).startswith(str(path))
             return
         for q in questions:
-            assert q.text.endswith("?") and all(q.golds) and all(isinstance(gold, str) for gold in q.golds)
+            assert (
+                q.text.endswith("?")
+                and all(q.golds)
+                and all(isinstance(gold, str) for gold in q.golds)
+            )
             speaks_for_nobody(name, PARENT, q.text)
 
     check()

@@ -1,5 +1,6 @@
-"""Random damage to run directories and checkpoints: a resumed run, an export and a loaded policy end in a Fault or are
-right. FUZZ=100000 (`make fuzz`) tries 10^4 directories; without it a short seed of each is part of `make test`."""
+"""Random damage to run directories and checkpoints: a resumed run, an export and a loaded policy
+end in a Fault or are right. FUZZ=100000 (`make fuzz`) tries 10^4 directories; without it a short
+seed of each is part of `make test`."""
 
 import contextlib
 import json
@@ -26,16 +27,35 @@ STEPS = (3, 6, 9)
 
 
 def tensors(t: int) -> dict:
-    return {"model": {"w": torch.full((16, 16), float(t))}, "optimizer": {"lr": float(t), "betas": (0.9, 0.999)}}
+    return {
+        "model": {"w": torch.full((16, 16), float(t))},
+        "optimizer": {"lr": float(t), "betas": (0.9, 0.999)},
+    }
 
 
 def state(t: int) -> dict:
     I = {"id": 0, "text": "Search.", "parent": None, "born": 0, "rewards": [0.5]}
-    item = {"t": t, "instruction": 0, "question": "q", "text": "x", "golds": ["a"], "reward": 0.0, "failed": True}
+    item = {
+        "t": t,
+        "instruction": 0,
+        "question": "q",
+        "text": "x",
+        "golds": ["a"],
+        "reward": 0.0,
+        "failed": True,
+    }
     return {
-        "population": {"family": [I], "active": [0]}, "buffer": {"items": [item]}, "ledger": {}, "start": {"em": 0.1},
-        "seconds": 1.0, "memory": {}, "metrics": ["em"], "spread": {}, "t": t, "ended": True,
-    }  # fmt: skip
+        "population": {"family": [I], "active": [0]},
+        "buffer": {"items": [item]},
+        "ledger": {},
+        "start": {"em": 0.1},
+        "seconds": 1.0,
+        "memory": {},
+        "metrics": ["em"],
+        "spread": {},
+        "t": t,
+        "ended": True,
+    }
 
 
 def save(run: RunDirectory, t: int, weights: dict) -> None:
@@ -53,9 +73,19 @@ def whole(tmp_path_factory):
     path = tmp_path_factory.mktemp("fuzz") / "r"
     run = RunDirectory.open(Config(out=str(path), keep=3), "x")
     for t in range(10):
-        row = {"reward": 0.5, "w_best": 0.5, "searches": 1.0, "w": {"0": 0.5}, "P": 1, "valid/em": t / 10}
+        row = {
+            "reward": 0.5,
+            "w_best": 0.5,
+            "searches": 1.0,
+            "w": {"0": 0.5},
+            "P": 1,
+            "valid/em": t / 10,
+        }
         run.append("metrics", {"t": t} | (row if t else {"test/em": 0.1, "metrics": ["em"]}))
-        run.append("population", {"t": t, "event": "prune", "text": "", "P": [{"id": 0, "parent": None, "born": 0}]})
+        run.append(
+            "population",
+            {"t": t, "event": "prune", "text": "", "P": [{"id": 0, "parent": None, "born": 0}]},
+        )
         run.append("reflections", {"t": t, "accepted": ["a"]})
         if t in STEPS:
             save(run, t, tensors(t))
@@ -67,7 +97,9 @@ def harm(rng: random.Random, root: Path, files: list[Path]) -> str:
     """Damages one file under `root`; returns how."""
     path = rng.choice(files)
     content = bytearray(path.read_bytes())
-    how = rng.choice(["cut", "empty", "flip", "flips", "noise", "swap", "remove", "insert", "directory"])
+    how = rng.choice(
+        ["cut", "empty", "flip", "flips", "noise", "swap", "remove", "insert", "directory"]
+    )
     place = rng.randrange(len(content) + 1)
     if how == "cut":
         content = content[:place]
@@ -82,7 +114,9 @@ def harm(rng: random.Random, root: Path, files: list[Path]) -> str:
         content = bytearray(rng.choice(files).read_bytes())
     elif how == "insert":
         lines = [b"[]", b"7", b'{"t": 2}', b'{"t": NaN}', b"[" * 9999]
-        content[place:place] = rng.choice([*(b"\n" + line + b"\n" for line in lines), b"\x00", b"\xff\xfe"])
+        content[place:place] = rng.choice(
+            [*(b"\n" + line + b"\n" for line in lines), b"\x00", b"\xff\xfe"]
+        )
     path.unlink()
     if how == "directory":
         path.mkdir()
@@ -107,7 +141,8 @@ def files_of(path: Path) -> list[Path]:
 
 
 def resume(path: Path) -> int | None:
-    """What a resumed run reads, in its order; returns the step that it would resume from, None for the start."""
+    """What a resumed run reads, in its order; returns the step that it would resume from, None for
+    the start."""
     read_config(path)
     run = RunDirectory.open(Config(out=str(path), resume=True, keep=3), "x")
     try:
@@ -172,7 +207,8 @@ def test_the_page_of_a_damaged_run_is_written_or_refused(whole, tmp_path):
 
 @pytest.mark.skipif(not N, reason="make fuzz")
 def test_a_damaged_run_is_exported_right_or_refused(tmp_path, capsys):
-    """A run of the world that has not trained: its checkpoint holds the weights of world/files/policy."""
+    """A run of the world that has not trained: its checkpoint holds the weights of
+    world/files/policy."""
     model, path = load_model(str(WORLD / "policy")), tmp_path / "whole"
     run = RunDirectory.open(Config(out=str(path), model=str(WORLD / "policy"), lr=0.0), "x")
     weights = {"model": dict(model.state_dict())}
@@ -193,7 +229,8 @@ def test_a_damaged_run_is_exported_right_or_refused(tmp_path, capsys):
 
 
 def test_a_damaged_policy_is_loaded_or_refused(tmp_path):
-    """A bit that flips in a weight is not noticed there: a Hugging Face directory has no digests."""
+    """A bit that flips in a weight is not noticed there: a Hugging Face directory has no
+    digests."""
     for seed in range(N // 50 or 4):
         done = harmed(WORLD / "policy", tmp_path / "p", seed)
         with right_or_refused((seed, done)):
@@ -205,7 +242,9 @@ def test_config_json_is_read_right_or_refused(whole, tmp_path):
     rng, content = random.Random(0), (whole / "config.json").read_text()
     for _ in range(N or 100):
         knobs = json.loads(content)
-        knobs[rng.choice(list(knobs))] = rng.choice([None, [], {}, "x", 1.5, True, -1, 10**400, "NaN"])
+        knobs[rng.choice(list(knobs))] = rng.choice(
+            [None, [], {}, "x", 1.5, True, -1, 10**400, "NaN"]
+        )
         (tmp_path / "config.json").write_text(json.dumps(knobs))
         with right_or_refused(knobs):
             assert isinstance(read_config(tmp_path), Config)

@@ -1,4 +1,5 @@
-"""The learner against Eq. 2 written out in float64, with autograd and every logit, a trajectory at a time."""
+"""The learner against Eq. 2 written out in float64, with autograd and every logit, a trajectory at
+a time."""
 
 import copy
 import json
@@ -60,8 +61,8 @@ def reference(model):
 
 
 def batch_of(groups, seed=0, longest=40):
-    """Returns `groups` groups of G random trajectories with random advantages, of one to four turns, after a prompt
-    of the group's."""
+    """Returns `groups` groups of G random trajectories with random advantages, of one to four
+    turns, after a prompt of the group's."""
     g = torch.Generator().manual_seed(seed)
 
     def number(low, high):
@@ -74,7 +75,15 @@ def batch_of(groups, seed=0, longest=40):
     for group in range(groups):
         prompt = tokens(number(3, 12))
         for _ in range(G):
-            tau = Trajectory(0, QUESTION, group, list(prompt), len(prompt), [0] * len(prompt), [0.0] * len(prompt))
+            tau = Trajectory(
+                0,
+                QUESTION,
+                group,
+                list(prompt),
+                len(prompt),
+                [0] * len(prompt),
+                [0.0] * len(prompt),
+            )
             for _ in range(number(1, 3)):
                 n = number(1, longest // 4)
                 tau.act(tokens(n), (-8 * torch.rand(n, generator=g)).tolist())
@@ -99,7 +108,8 @@ def scaled(taus, factor):
 
 
 def logprobs(model, tau, temperature=1.0):
-    """Returns log pi(y_t | y_<t) of a trajectory's action tokens, (actions,), from one plain forward pass."""
+    """Returns log pi(y_t | y_<t) of a trajectory's action tokens, (actions,), from one plain
+    forward pass."""
     z = model(torch.tensor([tau.ids]), use_cache=False).logits[0, :-1] / temperature  # (L-1, V)
     logp = torch.log_softmax(z, -1).gather(1, torch.tensor(tau.ids[1:])[:, None])[:, 0]
     return logp[torch.tensor(tau.mask[1:]).bool()]
@@ -200,7 +210,9 @@ def test_an_off_policy_update_is_eq_2_with_the_policy_before_the_step_as_old(mod
     for k in range(2):
         assert error(got[k], clip(want[k][1])) < 1e-5
     assert metrics["loss"] == pytest.approx((want[0][0] + want[1][0]) / 2, abs=1e-5)
-    assert metrics["grad_norm"] == pytest.approx((want[0][1].norm().item() + want[1][1].norm().item()) / 2, rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(
+        (want[0][1].norm().item() + want[1][1].norm().item()) / 2, rel=1e-5
+    )
     assert want[0][2] == 0 and want[1][2] > 0.1  # the first update moved the policy: rho is clipped
     assert metrics["clip_fraction"] > 0.02
     # With the policy itself as old the second gradient would be another one.
@@ -212,7 +224,9 @@ def test_the_first_mini_batch_costs_no_pass_for_its_old_log_probs(model, monkeyp
     parts = [taus[: 3 * G], taus[3 * G :]]
     scored = []
     monkeypatch.setattr(
-        Learner, "score", lambda self, part, plain=Learner.score: scored.extend(part) or plain(self, part)
+        Learner,
+        "score",
+        lambda self, part, plain=Learner.score: scored.extend(part) or plain(self, part),
     )
     learner_of(model, beta=0.0).update(1, parts)
     assert {id(tau) for tau in scored} == {id(tau) for tau in parts[1]}
@@ -231,24 +245,36 @@ def test_an_update_is_a_step_of_adamw(model, reference):
         lr = metrics["lr"]
         assert lr == lr_at(k + 1, learner.cfg) > 5e-4
         m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
-        want = want * (1 - lr * decay) - lr * (m / (1 - beta1**k)) / ((v / (1 - beta2**k)).sqrt() + eps)
+        want = want * (1 - lr * decay) - lr * (m / (1 - beta1**k)) / (
+            (v / (1 - beta2**k)).sqrt() + eps
+        )
     torch.testing.assert_close(flat(learner.model), want, atol=1e-9, rtol=0)
-    assert all(p.grad is None for p in learner.model.parameters())  # nothing is left for the next update
+    # nothing is left for the next update
+    assert all(p.grad is None for p in learner.model.parameters())
 
 
 @pytest.mark.parametrize("limit", [1.0, 0.25])
 def test_the_gradient_is_clipped_to_max_grad_norm(model, reference, limit):
     taus = batch_of(2)
-    [got], metrics, _ = gradients(learner_of(model, reference, max_grad_norm=limit), [scaled(taus, 100)])
+    [got], metrics, _ = gradients(
+        learner_of(model, reference, max_grad_norm=limit), [scaled(taus, 100)]
+    )
     assert metrics["grad_norm"] > 2 and got.norm().item() == pytest.approx(limit, abs=1e-5)
-    [got], metrics, _ = gradients(learner_of(model, beta=0.0, max_grad_norm=limit), [scaled(taus, 0.001)])
+    [got], metrics, _ = gradients(
+        learner_of(model, beta=0.0, max_grad_norm=limit), [scaled(taus, 0.001)]
+    )
     assert metrics["grad_norm"] == pytest.approx(got.norm().item()) and metrics["grad_norm"] < limit
 
 
 def test_the_gradient_does_not_depend_on_micro_batches_nor_on_the_order(model, reference):
     taus = batch_of(6)
     results = []
-    for micro_tokens, order in [(1, taus), (100, taus[::-1]), (250, taus[5:] + taus[:5]), (10**6, taus)]:
+    for micro_tokens, order in [
+        (1, taus),
+        (100, taus[::-1]),
+        (250, taus[5:] + taus[:5]),
+        (10**6, taus),
+    ]:
         learner = learner_of(model, reference, micro_tokens=micro_tokens)
         [g], metrics, _ = gradients(learner, [order])
         results.append((g, metrics))
@@ -263,7 +289,8 @@ def test_neither_do_old_log_probs(model, reference):
     one, other = (learner_of(model, reference, micro_tokens=n) for n in (1, 10**6))
     (_, a), metrics, _ = gradients(one, parts)
     (_, b), also, _ = gradients(other, parts)
-    assert error(a, b) < 1e-4 and metrics["clip_fraction"] > 0  # Adam's first step magnifies rounding
+    # Adam's first step magnifies rounding
+    assert error(a, b) < 1e-4 and metrics["clip_fraction"] > 0
     assert metrics == pytest.approx(also, rel=1e-3)
 
 
@@ -275,7 +302,8 @@ class Other(Learner):
 
 
 def test_another_surrogate_is_a_method_of_a_subclass(model, reference):
-    """In both mini-batches, under the first of which rho is 1; averages, KL and pi_old stay Eq. 2's."""
+    """In both mini-batches, under the first of which rho is 1; averages, KL and pi_old stay Eq.
+    2's."""
     taus = batch_of(6)
     parts = [taus[: 3 * G], taus[3 * G :]]
     learner = Other(copy.deepcopy(model), copy.deepcopy(reference), settings_of(micro_tokens=100))
@@ -288,7 +316,10 @@ def test_another_surrogate_is_a_method_of_a_subclass(model, reference):
             z = learner.model(torch.tensor([tau.ids]), use_cache=False).logits[0, :-1]
             log_p = torch.log_softmax(z, -1)[torch.tensor(tau.mask[1:]).bool()]
             logp, H = logprobs(learner.model, tau), -(log_p.exp() * log_p).sum(-1)
-            S = torch.exp(logp - old[id(tau)]).clamp(max=1.1).detach() * tau.advantage * logp + 0.5 * H
+            S = (
+                torch.exp(logp - old[id(tau)]).clamp(max=1.1).detach() * tau.advantage * logp
+                + 0.5 * H
+            )
             d = logprobs(reference, tau).detach() - logp
             means.append((S - BETA * (d.exp() - d - 1)).mean())
         loss = -torch.stack(means).mean()
@@ -321,7 +352,8 @@ def test_packed_is_as_if_each_were_alone(model, reference):
 
 def test_a_trajectory_without_a_turn_counts_and_carries_no_gradient(model):
     taus = batch_of(2)
-    none = Trajectory(0, QUESTION, 0, [5] * 30, 30, [0] * 30, [0.0] * 30, stop="length")  # its prompt was too long
+    # its prompt was too long
+    none = Trajectory(0, QUESTION, 0, [5] * 30, 30, [0] * 30, [0.0] * 30, stop="length")
     none.advantage, taus = 1.0, scaled(taus, 0.01)
     alone = dict(micro_tokens=1, beta=0.0)  # it is a micro-batch of its own
     [got], metrics, _ = gradients(learner_of(model, **alone), [[none, *taus[1:]]])
@@ -332,7 +364,10 @@ def test_a_trajectory_without_a_turn_counts_and_carries_no_gradient(model):
 
 
 def test_a_mini_batch_without_any_turn_is_survived(model, reference):
-    none = [Trajectory(0, QUESTION, 0, [5] * 30, 30, [0] * 30, [0.0] * 30, stop="length") for _ in range(G)]
+    none = [
+        Trajectory(0, QUESTION, 0, [5] * 30, 30, [0] * 30, [0.0] * 30, stop="length")
+        for _ in range(G)
+    ]
     learner = learner_of(model, reference)
     metrics = learner.update(2, [none])
     assert metrics["loss"] == metrics["grad_norm"] == metrics["logp_gap"] == 0
@@ -343,14 +378,23 @@ def test_a_stale_engine_is_refused_before_anything_has_changed(model, reference)
     parts = [taus[: 2 * G], taus[2 * G :]]
     learner = learner_of(model, reference)
     with torch.no_grad():
-        gap = [(logprobs(learner.model, tau) - torch.tensor([x for x, m in zip(tau.logps, tau.mask, strict=True) if m]))
-               for tau in parts[0]]  # fmt: skip
-    gap = torch.cat(gap).abs().mean().item()  # of the first mini-batch, which is what there is before the first step
+        gap = [
+            (
+                logprobs(learner.model, tau)
+                - torch.tensor([x for x, m in zip(tau.logps, tau.mask, strict=True) if m])
+            )
+            for tau in parts[0]
+        ]
+    # of the first mini-batch, which is what there is before the first step
+    gap = torch.cat(gap).abs().mean().item()
     before = [p.clone() for p in learner.model.parameters()]
     learner.max_gap = gap * 0.999
     with pytest.raises(EngineFault, match=f"differ by {gap:.3f} nat a token"):
         learner.update(2, parts)
-    assert all(torch.equal(p, q) and p.grad is None for p, q in zip(learner.model.parameters(), before, strict=True))
+    assert all(
+        torch.equal(p, q) and p.grad is None
+        for p, q in zip(learner.model.parameters(), before, strict=True)
+    )
     assert not learner.optimizer.state
     learner.max_gap = gap * 1.001
     learner.update(2, parts)
@@ -394,9 +438,12 @@ def test_a_step_that_is_not_finite_is_skipped(model, reference, how, bad):
     torch.testing.assert_close(flat(learner.model), flat(other.model), atol=1e-6, rtol=0)
     assert {int(state["step"]) for state in learner.optimizer.state.values()} == {1}
     before, moments = flat(learner.model), copy.deepcopy(learner.optimizer.state_dict()["state"])
-    assert learner.update(3, [parts[bad]]).keys() == {"lr", "skipped_updates"}  # nothing was stepped or measured
+    # nothing was stepped or measured
+    assert learner.update(3, [parts[bad]]).keys() == {"lr", "skipped_updates"}
     assert learner.memory == {"skipped": 1 + bad}
-    assert torch.equal(flat(learner.model), before) and all(p.grad is None for p in learner.model.parameters())
+    assert torch.equal(flat(learner.model), before) and all(
+        p.grad is None for p in learner.model.parameters()
+    )
     for k, state in learner.optimizer.state_dict()["state"].items():
         assert all(torch.equal(x, moments[k][name]) for name, x in state.items())
 
@@ -429,10 +476,17 @@ def test_a_run_stops_after_several_skipped_steps_in_a_row_resumed_or_not(tmp_pat
     for more in ([], ["--resume"]):  # from step 3, whose checkpoint knows of the two before
         code, stdout, _ = run_here(*(flags[:4] if more else flags), *more)
         assert stdout.count("optimizer steps skipped") == (0 if more else 2)
-        assert begun[-1] == 4 and str(code).startswith("\nstep 4: ") and "3 optimizer steps in a row" in str(code)
+        assert (
+            begun[-1] == 4
+            and str(code).startswith("\nstep 4: ")
+            and "3 optimizer steps in a row" in str(code)
+        )
         assert str(code).count("\n") == 1
     assert begun == [1, 2, 3, 4, 4]
-    rows = [json.loads(line, parse_constant=strict) for line in (tmp_path / "r" / "metrics.jsonl").open()]
+    rows = [
+        json.loads(line, parse_constant=strict)
+        for line in (tmp_path / "r" / "metrics.jsonl").open()
+    ]
     assert [row.get("skipped_updates") for row in rows] == [None, 0, 1, 1]
 
 
@@ -446,22 +500,31 @@ def test_a_mini_batch_holds_mini_questions_with_all_their_trajectories():
         assert [len(part) for part in parts] == [mini * G] * (6 // mini)
         assert [tau for part in parts for tau in part] == taus
         assert all(
-            {tau.group for tau in a}.isdisjoint(tau.group for tau in b) for a in parts for b in parts if a is not b
+            {tau.group for tau in a}.isdisjoint(tau.group for tau in b)
+            for a in parts
+            for b in parts
+            if a is not b
         )
 
 
 def tokens_of(batch):
-    """Returns how many tokens a row of these trajectories has, which holds a group's prompt, but for its last, once."""
+    """Returns how many tokens a row of these trajectories has, which holds a group's prompt, but
+    for its last, once."""
     prompts = {tau.group: tau.prompt_tokens - 1 for tau in batch}
     return sum(prompts.values()) + sum(len(tau.ids) - tau.prompt_tokens + 1 for tau in batch)
 
 
 def smallest_largest(taus, n):
-    """Returns the largest batch's tokens when `taus` are cut into n batches in the best way, by dynamic programming."""
+    """Returns the largest batch's tokens when `taus` are cut into n batches in the best way, by
+    dynamic programming."""
     best = {(0, 0): 0}
     for k in range(1, n + 1):
         for end in range(len(taus) + 1):
-            cuts = [max(best[k - 1, at], tokens_of(taus[at:end])) for at in range(end + 1) if (k - 1, at) in best]
+            cuts = [
+                max(best[k - 1, at], tokens_of(taus[at:end]))
+                for at in range(end + 1)
+                if (k - 1, at) in best
+            ]
             if cuts:
                 best[k, end] = min(cuts)
     return best[n, len(taus)]
@@ -473,13 +536,16 @@ def test_micro_batches_keep_to_their_size_and_lose_nothing(micro_tokens, ranks):
     taus = batch_of(6)
     batches = [[taus[k] for k in places] for places in micro_batches(taus, micro_tokens, ranks)]
     sizes = [tokens_of(batch) for batch in batches]
-    assert all(size <= micro_tokens or len(batch) == 1 for size, batch in zip(sizes, batches, strict=True))
+    assert all(
+        size <= micro_tokens or len(batch) == 1 for size, batch in zip(sizes, batches, strict=True)
+    )
     assert sorted(id(tau) for batch in batches for tau in batch) == sorted(map(id, taus))
     assert sizes == sorted(sizes, reverse=True)  # ranks take the batches in turn
     assert len(batches) % ranks == 0
     if len(batches) > ranks:  # fewer would not do
         assert smallest_largest(taus, len(batches) - ranks) > micro_tokens
-    if max(sizes) <= micro_tokens:  # and the largest, for which the other ranks wait, is as small as it can be
+    # and the largest, for which the other ranks wait, is as small as it can be
+    if max(sizes) <= micro_tokens:
         assert max(sizes) == smallest_largest(taus, len(batches))
     assert micro_batches([], 10, ranks) == []
 
@@ -487,9 +553,14 @@ def test_micro_batches_keep_to_their_size_and_lose_nothing(micro_tokens, ranks):
 def test_the_learning_rate_rises_peaks_and_falls():
     rates = [lr_at(t, Config(lr=3e-4, T=10, warmup=0.3)) for t in range(1, 11)]
     assert rates[:3] == pytest.approx([1e-4, 2e-4, 3e-4])
-    assert rates[3:] == pytest.approx([1.5e-4 * (1 + math.cos(math.pi * k / 8)) for k in range(1, 8)])
+    assert rates[3:] == pytest.approx(
+        [1.5e-4 * (1 + math.cos(math.pi * k / 8)) for k in range(1, 8)]
+    )
     assert rates[6] == pytest.approx(1.5e-4)  # half way down
-    assert rates == [*sorted(rates[:3]), *sorted(rates[3:], reverse=True)] and 0 < rates[-1] < 0.04 * 3e-4
+    assert (
+        rates == [*sorted(rates[:3]), *sorted(rates[3:], reverse=True)]
+        and 0 < rates[-1] < 0.04 * 3e-4
+    )
 
 
 def test_the_learning_rate_at_the_edges():
@@ -506,7 +577,13 @@ def test_the_learning_rate_at_the_edges():
 class Found(Tool):
     """A search that finds one to three passages."""
 
-    tag, noun, argument, plural, result_tag = "search", "a search", "query", "searches", "information"
+    tag, noun, argument, plural, result_tag = (
+        "search",
+        "a search",
+        "query",
+        "searches",
+        "information",
+    )
     show = Search.show
 
     def submit(self, argument):
@@ -520,11 +597,17 @@ class Found(Tool):
 def sampled(world):
     """temperature -> trajectories that the engine has sampled with the world's policy."""
     model, tokenizer = world
-    asked = ["What is the mayor of the city Pais Kranford?", "Name the base of the producer of the film Leglex?"]
+    asked = [
+        "What is the mayor of the city Pais Kranford?",
+        "Name the base of the producer of the film Leglex?",
+    ]
     jobs = [Job(0, "Search, then answer.", Question("q", asked[k % 2]), k % 2) for k in range(10)]
     cfg = Config(max_turns=2, max_response=30, max_observation=60, max_prompt=400)
     engine = TorchEngine(model, tokenizer, STOP)
-    return {T: rollout(engine, tokenizer, Plain(Found()), jobs, cfg, temperature=T, seed=5) for T in (0.7, 1.0)}
+    return {
+        T: rollout(engine, tokenizer, Plain(Found()), jobs, cfg, temperature=T, seed=5)
+        for T in (0.7, 1.0)
+    }
 
 
 def gap(world, taus, temperature, parts=1, lr=1e-3):
@@ -538,9 +621,12 @@ def gap(world, taus, temperature, parts=1, lr=1e-3):
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_the_trainer_scores_what_the_engine_sampled_as_the_engine_did(world, sampled, temperature):
     taus = sampled[temperature]
-    assert sum(len(tau.turns) for tau in taus) > len(taus) and len({len(tau.ids) for tau in taus}) > 3
+    assert (
+        sum(len(tau.turns) for tau in taus) > len(taus) and len({len(tau.ids) for tau in taus}) > 3
+    )
     assert gap(world, taus, temperature) < 1e-4
-    # Of several updates too: the gap is that of the policy that sampled, however far the first update has moved it.
+    # Of several updates too: the gap is that of the policy that sampled, however far the first
+    # update has moved it.
     assert gap(world, taus, temperature, parts=2, lr=0.05) < 1e-4
 
 
@@ -549,8 +635,11 @@ def test_a_stale_engine_shows_in_the_gap(world, sampled):
     assert gap((noisy(world[0], 0.02), None), sampled[1.0], 1.0) > 0.02
     off = copy.deepcopy(sampled[1.0])
     for k, tau in enumerate(off):
-        tau.logps = [lp + (0.1 if k % 2 else -0.1) * m for lp, m in zip(tau.logps, tau.mask, strict=True)]
-    assert gap(world, off, 1.0) == pytest.approx(0.1, abs=1e-4)  # a mean of sizes: signs do not cancel
+        tau.logps = [
+            lp + (0.1 if k % 2 else -0.1) * m for lp, m in zip(tau.logps, tau.mask, strict=True)
+        ]
+    # a mean of sizes: signs do not cancel
+    assert gap(world, off, 1.0) == pytest.approx(0.1, abs=1e-4)
 
 
 # ---- resuming

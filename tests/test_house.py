@@ -21,7 +21,9 @@ ENV = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {"OMP_
 
 def code() -> list[Path]:
     found = [path.relative_to(ROOT) for path in ROOT.rglob("*.py")]
-    return [path for path in found if path.parts[0] not in OUTSIDE and not path.parts[0].startswith(".")]
+    return [
+        path for path in found if path.parts[0] not in OUTSIDE and not path.parts[0].startswith(".")
+    ]
 
 
 def room(path: Path) -> str:
@@ -31,8 +33,12 @@ def room(path: Path) -> str:
 
 @cache
 def arrows(room: Callable[[Path], str] = room) -> dict[str, set[str]]:
-    """Who imports whom, by room: wherever the import stands, also in a function or for types alone."""
-    known = {path.with_suffix("").as_posix().removesuffix("/__init__").replace("/", "."): path for path in code()}
+    """Who imports whom, by room: wherever the import stands, also in a function or for types
+    alone."""
+    known = {
+        path.with_suffix("").as_posix().removesuffix("/__init__").replace("/", "."): path
+        for path in code()
+    }
     out: dict[str, set[str]] = {room(path): set() for path in code()}
     for path in code():
         for node in ast.walk(ast.parse((ROOT / path).read_text())):
@@ -76,7 +82,10 @@ def test_the_cellar_knows_nothing_of_what_stands_on_it():
 
 def test_the_readme_names_the_size_of_what_a_run_imports():
     """Statements, docstrings not counted, of every module that an import from inspo.py reaches."""
-    known = {path.with_suffix("").as_posix().removesuffix("/__init__").replace("/", "."): path for path in code()}
+    known = {
+        path.with_suffix("").as_posix().removesuffix("/__init__").replace("/", "."): path
+        for path in code()
+    }
     reached, todo, size = set(), [Path("inspo.py")], 0
     while todo:
         path = todo.pop()
@@ -85,28 +94,45 @@ def test_the_readme_names_the_size_of_what_a_run_imports():
         reached.add(path)
         tree = ast.parse((ROOT / path).read_text())
         for node in ast.walk(tree):
-            docstring = isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
+            docstring = isinstance(node, ast.Expr) and isinstance(
+                getattr(node.value, "value", None), str
+            )
             size += isinstance(node, ast.stmt) and not docstring
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            parts = [".".join(name.split(".")[: k + 1]) for name in names for k in range(name.count(".") + 1)]
+            parts = [
+                ".".join(name.split(".")[: k + 1])
+                for name in names
+                for k in range(name.count(".") + 1)
+            ]
             todo += [known[name] for name in parts if name in known]
     said = re.search(r"some ([\d,]+) statements of Python", (ROOT / "README.md").read_text())
     assert int(said[1].replace(",", "")) == pytest.approx(size, rel=0.05)
 
 
 def opened_as_text(node: ast.AST) -> bool:
-    """Whether a node opens a text file and leaves the encoding to the locale; ruff sees fewer of them."""
-    if not isinstance(node, ast.Call) or any(keyword.arg == "encoding" for keyword in node.keywords):
+    """Whether a node opens a text file and leaves the encoding to the locale; ruff sees fewer of
+    them."""
+    if not isinstance(node, ast.Call) or any(
+        keyword.arg == "encoding" for keyword in node.keywords
+    ):
         return False
-    name, given = getattr(node.func, "attr", getattr(node.func, "id", "")), [ast.unparse(arg) for arg in node.args]
+    name, given = (
+        getattr(node.func, "attr", getattr(node.func, "id", "")),
+        [ast.unparse(arg) for arg in node.args],
+    )
     modes = [mode for mode in given[1:] if re.fullmatch("'[rwaxbt+]+'", mode)]
-    return {
-        "read_text": not given, "write_text": len(given) == 1,
-        "open": isinstance(node.func, ast.Name) and not any("b" in mode for mode in modes),
-        "TemporaryFile": given == ["'w+'"],
-    }.get(name, False) or ast.unparse(node.func) == "gzip.open" and any("t" in mode for mode in modes)  # fmt: skip
+    return (
+        {
+            "read_text": not given,
+            "write_text": len(given) == 1,
+            "open": isinstance(node.func, ast.Name) and not any("b" in mode for mode in modes),
+            "TemporaryFile": given == ["'w+'"],
+        }.get(name, False)
+        or ast.unparse(node.func) == "gzip.open"
+        and any("t" in mode for mode in modes)
+    )
 
 
 @pytest.mark.parametrize("path", code(), ids=str)
@@ -122,13 +148,17 @@ def test_text_is_utf_8_whatever_the_locale(path):
 def without_the_wings(tmp_path_factory) -> Path:
     """A copy of the project without its guests, its page and their tests."""
     copy = tmp_path_factory.mktemp("copies") / "inspo"
-    away = shutil.ignore_patterns(".*", "runs", "downloads", "mutants", "extras", "labs", "page", "__pycache__")
+    away = shutil.ignore_patterns(
+        ".*", "runs", "downloads", "mutants", "extras", "labs", "page", "__pycache__"
+    )
     shutil.copytree(ROOT, copy, ignore=away)
     return copy
 
 
 def run(copy: Path, *argv: str, seconds: float = 600) -> str:
-    done = subprocess.run([sys.executable, *argv], cwd=copy, env=ENV, capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=copy, env=ENV, capture_output=True, text=True, timeout=seconds
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -142,7 +172,10 @@ def test_a_run_needs_no_guest_and_no_page(without_the_wings):
 
 
 def test_nothing_that_a_run_imports_knows_its_page():
-    assert {name for name, others in arrows().items() if "page" in others} <= {"report.py", "extras"}
+    assert {name for name, others in arrows().items() if "page" in others} <= {
+        "report.py",
+        "extras",
+    }
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("tests/*.py")), ids=lambda path: path.name)
@@ -175,7 +208,17 @@ def test_that_waits(server):
 @pytest.mark.slow
 def test_a_suite_that_is_killed_ends_the_servers_that_it_started(tmp_path):
     (tmp_path / "test_killed.py").write_text(KILLED)
-    command = [sys.executable, "-m", "pytest", "-s", "-p", "conftest", "-c", os.devnull, str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-s",
+        "-p",
+        "conftest",
+        "-c",
+        os.devnull,
+        str(tmp_path),
+    ]
     env = ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     suite = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
     server = next(int(line.split()[-1]) for line in suite.stdout if "serving" in line)
@@ -194,13 +237,22 @@ def marks(path: Path) -> list[str]:
     with (ROOT / path).open("rb") as file:
         for token in tokenize.tokenize(file.readline):
             if token.type == tokenize.COMMENT:
-                found += ["".join(m) for m in re.findall(r"Alg\.1 (L\d+)|(Eq\.\d+)|(CHOICE-\d+)", token.string)]
+                found += [
+                    "".join(m)
+                    for m in re.findall(r"Alg\.1 (L\d+)|(Eq\.\d+)|(CHOICE-\d+)", token.string)
+                ]
     return found
 
 
 def test_algorithm_1_stands_in_one_file_once_and_in_its_order():
-    lines = [f"L{n}" for n in range(1, 27) if n not in (13, 22, 24, 25)]  # those are the ends of blocks
-    assert [mark for path in code() for mark in marks(path) if mark in lines and path != Path("inspo.py")] == []
+    # those are the ends of blocks
+    lines = [f"L{n}" for n in range(1, 27) if n not in (13, 22, 24, 25)]
+    assert [
+        mark
+        for path in code()
+        for mark in marks(path)
+        if mark in lines and path != Path("inspo.py")
+    ] == []
     found = [mark for mark in marks(Path("inspo.py")) if mark in lines]
     body = [mark for mark in lines if mark != "L26" and int(mark[1:]) < 17]
     evolution = [mark for mark in lines if 17 <= int(mark[1:]) <= 23]

@@ -1,4 +1,5 @@
-"""What a run fetches: files of the hub once, the search server that is there, OpenAI; and what it says is missing."""
+"""What a run fetches: files of the hub once, the search server that is there, OpenAI; and what it
+says is missing."""
 
 import json
 import os
@@ -84,7 +85,9 @@ def test_a_hub_out_of_reach_is_asked_once(hubs, monkeypatch):
     head = Mock(side_effect=requests.ConnectionError)
     monkeypatch.setattr(requests, "head", head)
     for file in "ab":
-        with pytest.raises(Fault, match=f"/{file}: the hub cannot be reached .*{hubs.url}: ConnectionError"):
+        with pytest.raises(
+            Fault, match=f"/{file}: the hub cannot be reached .*{hubs.url}: ConnectionError"
+        ):
             hub.fetch(f"hf://datasets/own/set/{file}")
     head.assert_called_once()
 
@@ -121,7 +124,8 @@ def test_a_server_on_the_usual_port_is_found_unless_a_flag_names_another(monkeyp
 
 
 def started_with(cfg):
-    """Returns the arguments with which a run starts its search server, and the seconds that it waits for it."""
+    """Returns the arguments with which a run starts its search server, and the seconds that it
+    waits for it."""
     serve = Mock(return_value="http://127.0.0.1:1")
     assert search.start_server(cfg, serve)[0] == "http://127.0.0.1:1"
     serve.assert_called_once()
@@ -129,7 +133,8 @@ def started_with(cfg):
 
 
 def test_a_run_waits_for_its_server_as_long_as_its_corpus_takes(elsewhere):
-    """Half a gigabyte took 50 s on this project's machine (LOG.md), HotpotQA's passages are about as much."""
+    """Half a gigabyte took 50 s on this project's machine (LOG.md), HotpotQA's passages are about
+    as much."""
     corpus = elsewhere / "passages.jsonl"
     with open(corpus, "wb") as file:
         file.truncate(500_000_000)  # takes no disk
@@ -147,7 +152,8 @@ def test_search_r1_s_corpus_is_served_with_its_index_if_both_are_there(elsewhere
         path.touch()
     cfg = search.choose_source(Config())
     assert cfg.corpus == str(wiki)
-    dense = ("--index", str(index), "--encoder", "intfloat/e5-base-v2", "--device", "cpu")  # the GPUs are the policy's
+    # the GPUs are the policy's
+    dense = ("--index", str(index), "--encoder", "intfloat/e5-base-v2", "--device", "cpu")
     assert started_with(cfg) == (("--corpus", str(wiki), *dense), 60)
     (elsewhere / "e5_HNSW64.index").touch()  # a CPU's
     assert search.find_index(str(wiki)) == str(elsewhere / "e5_HNSW64.index")
@@ -164,7 +170,11 @@ def test_all_faults_are_told_at_once_each_a_single_time():
         together(one, list, one)
     with pytest.raises(Fault) as e:
         together(one, *checks)
-    assert e.value.args == ("a", "b", "c") and str(e.value).splitlines()[1:] == ["  a", "  b", "  c"]
+    assert e.value.args == ("a", "b", "c") and str(e.value).splitlines()[1:] == [
+        "  a",
+        "  b",
+        "  c",
+    ]
 
 
 @pytest.mark.parametrize("look", [hub.check_model, load_config])
@@ -178,14 +188,20 @@ def run(cwd, argv, **env):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OPENAI", "HF_"))}
     env = kept | {"PYTHONPATH": str(HERE), "HF_HOME": str(cwd / "hf"), "OMP_NUM_THREADS": "1"} | env
     done = subprocess.run(
-        [sys.executable, *map(str, argv)], cwd=cwd, env=env, capture_output=True, text=True, timeout=280
+        [sys.executable, *map(str, argv)],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("qwen")])
 def test_a_preset_says_all_that_is_missing(tmp_path, monkeypatch, capsys, preset):
-    """Data, something to search, a model, an optimizer, a GPU: no hub, no search server, no key, no card is here."""
+    """Data, something to search, a model, an optimizer, a GPU: no hub, no search server, no key, no
+    card is here."""
     if not search.probe(search.DEFAULT, 3):
         pytest.skip("a search server runs on this machine")
     monkeypatch.chdir(tmp_path)
@@ -194,9 +210,16 @@ def test_a_preset_says_all_that_is_missing(tmp_path, monkeypatch, capsys, preset
         inspo.main(["--model", preset])
     assert capsys.readouterr().out == "" and not (tmp_path / "runs").exists()
     data, test, searched, model, optimizer, card = stop.value.code.splitlines()[1:]
-    assert f"--train {SEARCH_R1}/train.parquet: " in data and f"--test {SEARCH_R1}/test.parquet: " in test
+    assert (
+        f"--train {SEARCH_R1}/train.parquet: " in data
+        and f"--test {SEARCH_R1}/test.parquet: " in test
+    )
     assert "--corpus" in searched and "--retriever" in searched and "OPENAI_API_KEY" in optimizer
-    assert model.startswith(f"  --model {PRESETS[preset]['model']}: ") and "--model" in card and "CUDA" in card
+    assert (
+        model.startswith(f"  --model {PRESETS[preset]['model']}: ")
+        and "--model" in card
+        and "CUDA" in card
+    )
 
 
 PAPER = "--preset qwen2.5-3b --model own/policy"
@@ -208,7 +231,8 @@ SMALL = (
 
 @pytest.mark.ranks
 def test_the_paper_s_command_fetches_what_it_needs_once_and_serves_what_is_there(tmp_path):
-    """torchrun inspo.py --model PRESET: questions, model and encoder from a hub, corpus and index in data/.
+    """torchrun inspo.py --model PRESET: questions, model and encoder from a hub, corpus and index
+    in data/.
 
     They are the world's, and a MiniLM that calls itself E5.
     """
@@ -216,11 +240,20 @@ def test_the_paper_s_command_fetches_what_it_needs_once_and_serves_what_is_there
         pytest.skip("a search server runs on this machine")
     files, data = tmp_path / "hub", tmp_path / "data"
     for name in ("train", "test"):
-        rows = [{"question": row["question"], "golden_answers": list(row["golden_answers"]), "data_source": "nq"}
-                for row in read_jsonl(WORLD / f"{name}.jsonl")]  # fmt: skip
+        rows = [
+            {
+                "question": row["question"],
+                "golden_answers": list(row["golden_answers"]),
+                "data_source": "nq",
+            }
+            for row in read_jsonl(WORLD / f"{name}.jsonl")
+        ]
         put(path := files / "datasets/PeterJinGo/nq_hotpotqa_train" / f"{name}.parquet", "")
         pq.write_table(pa.Table.from_pylist(rows), path)
-    for model, folder in {"own/policy": WORLD / "policy", "intfloat/e5-base-v2": get_model_path()}.items():
+    for model, folder in {
+        "own/policy": WORLD / "policy",
+        "intfloat/e5-base-v2": get_model_path(),
+    }.items():
         (files / model).parent.mkdir()
         (files / model).symlink_to(folder)
     put(data / "wiki-18.jsonl", (WORLD / "corpus.jsonl").read_text())
@@ -229,14 +262,22 @@ def test_the_paper_s_command_fetches_what_it_needs_once_and_serves_what_is_there
     index = faiss.IndexFlatIP(vectors.shape[1])
     index.add(vectors)
     faiss.write_index(index, str(data / "e5_Flat.index"))
-    argv = ["-m", "torch.distributed.run", "--nproc_per_node=2", HERE / "inspo.py", *PAPER.split(), *SMALL.split()]
+    argv = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        HERE / "inspo.py",
+        *PAPER.split(),
+        *SMALL.split(),
+    ]
     argv += ["--instruction", WORLD / "instruction.txt", "--out", tmp_path / "run"]
     with hub_of(files) as served:
         code, out, err = run(tmp_path, argv, HF_ENDPOINT=served.url)
         assert code == 0, err
         assert "e5_Flat.index over data/wiki-18.jsonl, started by this run" in out
         large = [path for path in served.fetched() if path.endswith((".parquet", ".safetensors"))]
-        assert len(large) == len(set(large)) == 4  # questions to train and to test on, the policy, the encoder
+        # questions to train and to test on, the policy, the encoder
+        assert len(large) == len(set(large)) == 4
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert "em/nq" in next(iter(summary["held_out"].values()))
     config = json.loads((tmp_path / "run" / "config.json").read_text())

@@ -1,4 +1,5 @@
-"""Whole runs of inspo.py over real servers: Algorithm 1's calendar, resume, faults, bad input, a user's own data."""
+"""Whole runs of inspo.py over real servers: Algorithm 1's calendar, resume, faults, bad input, a
+user's own data."""
 
 import contextlib
 import gzip
@@ -38,7 +39,8 @@ FILES = ROOT / "world" / "files"
 SMALL = "--batch 2 --mini 2 --G 2 --T 10 --K_p 1 --K_e 3 --T_e 9 --D_B 4 --eval_n 3 --save_every 3 --rounds 2".split()
 SEED = 6  # the first policy scores in the first step
 SMALL += ["--instruction", str(FIXTURE / "instruction.txt"), "--seed", str(SEED)]
-ENV = os.environ | {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}  # tests share their cores with the servers
+# tests share their cores with the servers
+ENV = os.environ | {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
 
 
 def popen(argv: list[str], env: dict) -> subprocess.Popen:
@@ -53,7 +55,8 @@ def start(*flags: object, env: dict | None = None) -> subprocess.Popen:
 
 
 def run_here(*flags: object) -> tuple[int | str, str, str]:
-    """(exit code or message, stdout, stderr) of inspo.main in this process, which saves importing torch."""
+    """(exit code or message, stdout, stderr) of inspo.main in this process, which saves importing
+    torch."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -68,14 +71,18 @@ def finish(process: subprocess.Popen, timeout: float = 300) -> tuple[int, str, s
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # torchrun's ranks too: every process here leads its own group
+            # torchrun's ranks too: every process here leads its own group
+            os.killpg(process.pid, signal.SIGKILL)
         raise
     return process.returncode, out, err
 
 
 def metrics(path: Path) -> list[dict]:
     """The lines of metrics.jsonl without those that tell time."""
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_jsonl(path / "metrics.jsonl")]
+    return [
+        {k: v for k, v in row.items() if not k.startswith("time/")}
+        for row in read_jsonl(path / "metrics.jsonl")
+    ]
 
 
 def wait_for_step(path: Path, t: int, process: subprocess.Popen) -> None:
@@ -88,7 +95,9 @@ def wait_for_step(path: Path, t: int, process: subprocess.Popen) -> None:
 
 
 def children_of(process: subprocess.Popen) -> list[str]:
-    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
+    return (
+        Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -104,47 +113,74 @@ def test_a_run_prunes_and_evolves_at_its_steps_only(whole):
     events = [(e["t"], e["event"], len(e["P"])) for e in read_jsonl(whole[0] / "population.jsonl")]
     evolved = [t for t, event, _ in events if event == "evolve"]
     assert evolved == [3, 6]  # every K_e = 3 steps while t < T_e = 9: not at 9
-    assert events[0][:2] == (0, "start") and 5 <= events[0][2] <= 7  # an optimizer's reply may have faulty candidates
+    # an optimizer's reply may have faulty candidates
+    assert events[0][:2] == (0, "start") and 5 <= events[0][2] <= 7
     sizes = {0: events[0][2]}  # after each step
     for t in range(1, 11):
         happened = {event: size for at, event, size in events if at == t}
         n = sizes[t] = sizes[t - 1]
-        assert ("prune" in happened) == (n > 1)  # K_p = 1: half of P leaves, also after T_e, until one is left
+        # K_p = 1: half of P leaves, also after T_e, until one is left
+        assert ("prune" in happened) == (n > 1)
         if n > 1:
             assert happened["prune"] == n - n // 2
             sizes[t] = happened["prune"]
         if "evolve" in happened:  # after the pruning
             assert sizes[t] == 1 <= happened["evolve"] <= 7
             sizes[t] = happened["evolve"]
-    assert max(sizes[6], sizes[3]) > 2 and events.index((3, "prune", 1)) < [e[:2] for e in events].index((3, "evolve"))
+    assert max(sizes[6], sizes[3]) > 2 and events.index((3, "prune", 1)) < [
+        e[:2] for e in events
+    ].index((3, "evolve"))
 
 
 def test_verification_questions_are_none_of_the_failures_shown(whole):
-    train = {row["question"]: row["id"] for row in read_jsonl(ROOT / "world" / "files" / "train.jsonl")}
+    train = {
+        row["question"]: row["id"] for row in read_jsonl(ROOT / "world" / "files" / "train.jsonl")
+    }
     rows = read_jsonl(whole[0] / "reflections.jsonl")
     rounds = {(r["t"], r["round"]): r for r in rows if "verified" in r}
     assert rounds
     for row in rows:
         if "call" in row and (row["t"], row["round"]) in rounds:
-            shown = {train[q] for q in re.findall(r"Response: Question: (.*?\?)\n", row["call"]["prompt"])}
+            shown = {
+                train[q]
+                for q in re.findall(r"Response: Question: (.*?\?)\n", row["call"]["prompt"])
+            }
             verified_on = set(rounds[row["t"], row["round"]]["D_B"])
             assert shown and verified_on and not shown & verified_on
 
 
 def test_a_run_leaves_what_it_promises(whole):
     out, stdout = whole
-    names = {"config.json", "metrics.jsonl", "population.jsonl", "reflections.jsonl", "I_star.txt", "summary.json"}
+    names = {
+        "config.json",
+        "metrics.jsonl",
+        "population.jsonl",
+        "reflections.jsonl",
+        "I_star.txt",
+        "summary.json",
+    }
     assert names | {"trajectories", "checkpoints", "policy", "report.html"} <= set(os.listdir(out))
-    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"  # chosen by the machine, kept for others
+    # chosen by the machine, kept for others
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
     summary = json.loads((out / "summary.json").read_text())
     keys = "mode seed metric metrics tools start end spread held_out seconds overhead_inference evolved I_star".split()
     assert not set(keys) - set(summary)
-    assert (summary["metric"], summary["metrics"], summary["tools"]) == ("em", ["em", "f1"], ["searches"])
+    assert (summary["metric"], summary["metrics"], summary["tools"]) == (
+        "em",
+        ["em", "f1"],
+        ["searches"],
+    )
     first = read_jsonl(out / "metrics.jsonl")[0]
     assert first.items() >= {f"test/{k}": v for k, v in summary["start"].items()}.items()
     rows = summary["held_out"]
-    assert rows["first policy, first instruction"] == summary["start"] and next(iter(rows.values())) == summary["end"]
-    assert summary["I_star"] == (out / "I_star.txt").read_text().strip() and summary["I_star"] in stdout
+    assert (
+        rows["first policy, first instruction"] == summary["start"]
+        and next(iter(rows.values())) == summary["end"]
+    )
+    assert (
+        summary["I_star"] == (out / "I_star.txt").read_text().strip()
+        and summary["I_star"] in stdout
+    )
     assert summary["versions"]["torch"] == torch.__version__
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     if not head.returncode:  # a git checkout
@@ -153,9 +189,15 @@ def test_a_run_leaves_what_it_promises(whole):
     ledger = summary["ledger"]
     assert ledger["training_rollouts"] == 10 * 2 * 2
     calls = [turn for t in range(1, 11) for tau in trajectories(out, t) for turn in tau["turns"]]
-    assert ledger["tool_calls"] == sum(turn["tool"] == "search" and turn["result"] is not None for turn in calls) > 0
+    assert (
+        ledger["tool_calls"]
+        == sum(turn["tool"] == "search" and turn["result"] is not None for turn in calls)
+        > 0
+    )
     verified = [r for r in read_jsonl(out / "reflections.jsonl") if "verified" in r]
-    assert ledger["verification_rollouts"] == sum((1 + len(r["verified"])) * len(r["D_B"]) for r in verified)
+    assert ledger["verification_rollouts"] == sum(
+        (1 + len(r["verified"])) * len(r["D_B"]) for r in verified
+    )
     assert "1.4-7 %" in stdout
     assert not [p for p in out.rglob("*.tmp")]
 
@@ -165,8 +207,13 @@ def test_a_run_is_complete_without_its_page(tmp_path):
     flags = [*SMALL, "--T", "1", "--mode", "static"]
     code, stdout, stderr = run_here(*flags, "--out", tmp_path / "r")
     assert code == 0, stderr
-    assert f"cannot write {tmp_path}/r/report.html" in stdout and f"python report.py {tmp_path}/r" in stdout
-    assert (tmp_path / "r" / "summary.json").exists() and not (tmp_path / "r" / "report.html").exists()
+    assert (
+        f"cannot write {tmp_path}/r/report.html" in stdout
+        and f"python report.py {tmp_path}/r" in stdout
+    )
+    assert (tmp_path / "r" / "summary.json").exists() and not (
+        tmp_path / "r" / "report.html"
+    ).exists()
 
 
 def trajectories(path: Path, t: int) -> list[dict]:
@@ -183,30 +230,45 @@ def squad(text: str) -> str:
 def test_rewards_advantages_and_r_bar_follow_from_the_trajectories(whole):
     """§2.1, Eq. 3 and the mean of Alg.1 L9, from the files of the run alone."""
     seen = set()
-    golds = {row["id"]: row["golden_answers"] for row in read_jsonl(ROOT / "world/files/train.jsonl")}
+    golds = {
+        row["id"]: row["golden_answers"] for row in read_jsonl(ROOT / "world/files/train.jsonl")
+    }
     rows = {row["t"]: row for row in read_jsonl(whole[0] / "metrics.jsonl")}
     for t in range(1, 11):
         taus = trajectories(whole[0], t)
         by_instruction: dict[str, list[float]] = {}
         for tau in taus:
-            answers = re.findall(r"<answer>(.*?)</answer>", "".join(turn["text"] for turn in tau["turns"]))
-            right = bool(answers) and squad(answers[-1]) in {squad(gold) for gold in golds[tau["question"]]}
+            answers = re.findall(
+                r"<answer>(.*?)</answer>", "".join(turn["text"] for turn in tau["turns"])
+            )
+            right = bool(answers) and squad(answers[-1]) in {
+                squad(gold) for gold in golds[tau["question"]]
+            }
             assert tau["reward"] == float(right) and tau["failed"] is not right
             by_instruction.setdefault(str(tau["instruction"]), []).append(tau["reward"])
         for group in {tau["group"] for tau in taus}:
             pair = [tau for tau in taus if tau["group"] == group]
             a, b = [tau["reward"] for tau in pair]
-            for tau, r, other in zip(pair, (a, b), (b, a), strict=True):  # G = 2: std = |a - b| / sqrt(2)
-                assert tau["advantage"] == pytest.approx(math.copysign(0.5**0.5, r - other) if a != b else 0, abs=1e-5)
+            # G = 2: std = |a - b| / sqrt(2)
+            for tau, r, other in zip(pair, (a, b), (b, a), strict=True):
+                assert tau["advantage"] == pytest.approx(
+                    math.copysign(0.5**0.5, r - other) if a != b else 0, abs=1e-5
+                )
             seen.add(a + b)
-        assert rows[t]["r_bar"] == pytest.approx({j: sum(r) / len(r) for j, r in by_instruction.items()}, abs=1e-4)
+        assert rows[t]["r_bar"] == pytest.approx(
+            {j: sum(r) / len(r) for j, r in by_instruction.items()}, abs=1e-4
+        )
         assert rows[t]["reward"] == rows[t]["em"] == sum(tau["reward"] for tau in taus) / len(taus)
     assert seen == {0, 1, 2}  # groups without a right answer, with one, and with two
 
 
 def test_weights_probabilities_and_draws_follow_from_the_rewards(whole):
-    """Eq. 6 and 4 and Alg.1 L5, from metrics.jsonl and the trajectories; the weights are those before anyone leaves."""
-    events = {(e["t"], e["event"]): [I["id"] for I in e["P"]] for e in read_jsonl(whole[0] / "population.jsonl")}
+    """Eq. 6 and 4 and Alg.1 L5, from metrics.jsonl and the trajectories; the weights are those
+    before anyone leaves."""
+    events = {
+        (e["t"], e["event"]): [I["id"] for I in e["P"]]
+        for e in read_jsonl(whole[0] / "population.jsonl")
+    }
     D = {q.id: q for q in load_questions(ROOT / "world/files/train.jsonl")}
     active, history = events[0, "start"], {}
     w = dict.fromkeys(active, 0.0)
@@ -216,12 +278,16 @@ def test_weights_probabilities_and_draws_follow_from_the_rewards(whole):
         drawn = rng_of(SEED, t, "instructions").choice(len(active), size=2, p=p / p.sum())
         taus = trajectories(whole[0], t)
         assert [tau["instruction"] for tau in taus] == [active[k] for k in drawn for _ in range(2)]
-        assert [tau["question"] for tau in taus] == [q.id for q in draw(D, 2, SEED, t) for _ in range(2)]
+        assert [tau["question"] for tau in taus] == [
+            q.id for q in draw(D, 2, SEED, t) for _ in range(2)
+        ]
         for j in set(drawn):
             r = [tau["reward"] for tau in taus if tau["instruction"] == active[j]]
             history.setdefault(active[j], []).append(sum(r) / len(r))
         w = {j: float(np.mean(history[j][-5:])) if j in history else 0.0 for j in active}
-        assert row["w"] == pytest.approx({str(j): x for j, x in w.items()}, abs=1e-4) and row["P"] == len(active)
+        assert row["w"] == pytest.approx({str(j): x for j, x in w.items()}, abs=1e-4) and row[
+            "P"
+        ] == len(active)
         p = np.exp([w[j] / 0.2 for j in active])
         assert list(row["p"].values()) == pytest.approx(p / p.sum(), abs=1e-4)
         if (t, "prune") in events:
@@ -247,7 +313,9 @@ def test_who_joins_is_not_below_the_parent_on_the_same_questions(whole):
                 assert [c for c in row["verified"] if c["joined"]] == good
                 assert all(c["r_parent"] == row["r_parent"] for c in row["verified"])
                 joined += [(c["text"], c["r"]) for c in good]
-            assert [(I["text"], I["verified"]) for I in event["P"] if I["born"] == event["t"]] == joined
+            assert [
+                (I["text"], I["verified"]) for I in event["P"] if I["born"] == event["t"]
+            ] == joined
     assert any(not c["joined"] for row in rounds for c in row["verified"])
 
 
@@ -280,23 +348,45 @@ def test_an_optimizer_that_nobody_can_reach_ends_the_run_at_its_start(tmp_path, 
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     line, _, stderr = run_here("--out", tmp_path / "r", *flags)
     assert stderr == "" and "\n" not in line and not (tmp_path / "r").exists()
-    assert line.startswith("the optimizer gave no reply to its first call: http://127.0.0.1:9/v1/chat/completions: ")
+    assert line.startswith(
+        "the optimizer gave no reply to its first call: http://127.0.0.1:9/v1/chat/completions: "
+    )
     assert "ConnectionError, 2 times; check OPENAI_BASE_URL" in line
 
 
 @pytest.mark.slow
 def test_a_hostile_optimizer_s_words_stay_words(tmp_path, monkeypatch):
-    """It echoes the key, floods, writes control tokens and escapes, and then is gone: training goes on and says so."""
+    """It echoes the key, floods, writes control tokens and escapes, and then is gone: training goes
+    on and says so."""
 
     def reply(n, authorization):
         if n > 1:
             raise ConnectionResetError
         tags = "<think> </think> <search> </search> <information> </information> <answer> </answer>"
-        bad = ["\x1b[2J", "<|user|>", "</s>", "\nQuestion: who?", "<answer>Paris</answer>", "\ud800"]
+        bad = [
+            "\x1b[2J",
+            "<|user|>",
+            "</s>",
+            "\nQuestion: who?",
+            "<answer>Paris</answer>",
+            "\ud800",
+        ]
         blocks = [f"{tags} {text} {k}" for k, text in enumerate([*bad, *["go on"] * 500])]
-        return f"{authorization}\n" + "\n".join(f"<ins_{k}>{text}</ins_{k}>" for k, text in enumerate(blocks, 1))
+        return f"{authorization}\n" + "\n".join(
+            f"<ins_{k}>{text}</ins_{k}>" for k, text in enumerate(blocks, 1)
+        )
 
-    flags = [*SMALL, "--T", "4", "--optimizer_model", "m", "--optimizer_retries", "0", "--out", tmp_path / "r"]
+    flags = [
+        *SMALL,
+        "--T",
+        "4",
+        "--optimizer_model",
+        "m",
+        "--optimizer_retries",
+        "0",
+        "--out",
+        tmp_path / "r",
+    ]
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-1\n")
     with chat(reply=reply) as server:
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
@@ -305,9 +395,17 @@ def test_a_hostile_optimizer_s_words_stay_words(tmp_path, monkeypatch):
         assert "1 evolution left the population as it was" in stdout and "\x1b" not in stdout
         summary = json.loads((tmp_path / "r" / "summary.json").read_text())
         assert summary["evolved"] is False and summary["ledger"]["evolutions_in_vain"] == 1
-        family = {I["id"]: I["text"] for e in read_jsonl(tmp_path / "r" / "population.jsonl") for I in e["P"]}
+        family = {
+            I["id"]: I["text"]
+            for e in read_jsonl(tmp_path / "r" / "population.jsonl")
+            for I in e["P"]
+        }
         assert len(family) == 7
-        assert not any(x in text for text in family.values() for x in ("\x1b", "<|", "</s>", "\nQuestion", "\ud800"))
+        assert not any(
+            x in text
+            for text in family.values()
+            for x in ("\x1b", "<|", "</s>", "\nQuestion", "\ud800")
+        )
         for path in (tmp_path / "r").rglob("*"):
             assert not path.is_file() or b"sk-secret-1" not in path.read_bytes(), path
         size = (tmp_path / "r" / "reflections.jsonl").stat().st_size
@@ -315,7 +413,10 @@ def test_a_hostile_optimizer_s_words_stay_words(tmp_path, monkeypatch):
         for old in (tmp_path / "r" / "checkpoints").iterdir():
             shutil.rmtree(old)
         code, _, stderr = run_here(*flags, "--resume")  # the stored reply is replayed
-        assert code == 0 and sum("Improve" in str(messages) for messages in server.asked) == 1, (code, stderr)
+        assert code == 0 and sum("Improve" in str(messages) for messages in server.asked) == 1, (
+            code,
+            stderr,
+        )
 
 
 @pytest.mark.slow
@@ -351,7 +452,8 @@ def test_ctrl_c_saves_and_leaves_no_process(tmp_path):
 
 @contextlib.contextmanager
 def chat(before_reply=lambda n: None, reply=None):
-    """A real endpoint, not ours, that answers App. E's prompts with the parent and one sentence more.
+    """A real endpoint, not ours, that answers App. E's prompts with the parent and one sentence
+    more.
 
     `before_reply(n)` is called before its n-th reply, `reply(n, authorization)` writes another.
     """
@@ -364,7 +466,9 @@ def chat(before_reply=lambda n: None, reply=None):
         prompt = messages[0]["content"]
         parent = re.search(r"<ins_0>(.*?)</ins_0>", prompt, re.S).group(1).strip()
         most = int(re.search(r"to <ins_(\d+)>", prompt).group(1))
-        blocks = [f"<ins_{k}>{parent} Hint {n}.{k}: search twice.</ins_{k}>" for k in range(1, most + 1)]
+        blocks = [
+            f"<ins_{k}>{parent} Hint {n}.{k}: search twice.</ins_{k}>" for k in range(1, most + 1)
+        ]
         return "Reasons.\n" + "\n".join(blocks)
 
     with ChatServer(answer) as server:
@@ -372,11 +476,19 @@ def chat(before_reply=lambda n: None, reply=None):
 
 
 def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_path, monkeypatch):
-    """Real English, a byte-level BPE tokenizer, untied random weights: nothing in the core knows the world."""
+    """Real English, a byte-level BPE tokenizer, untied random weights: nothing in the core knows
+    the world."""
     from tiny_model import make_tiny_model
 
     make_tiny_model(tmp_path / "model")
-    flags = ["--model", tmp_path / "model", "--optimizer_model", "some-model", "--out", tmp_path / "r"]
+    flags = [
+        "--model",
+        tmp_path / "model",
+        "--optimizer_model",
+        "some-model",
+        "--out",
+        tmp_path / "r",
+    ]
     for name in ("train", "test", "corpus"):
         flags += [f"--{name}", FIXTURE / f"{name}.jsonl"]
     flags += "--T 2 --batch 4 --mini 2 --G 2 --K_p 1 --K_e 1 --T_e 2 --D_B 3 --max_response 24 --max_prompt 900".split()
@@ -390,8 +502,14 @@ def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_p
     rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
     assert [row["t"] for row in rows] == [0, 1, 2] and rows[-1]["logp_gap"] < 1e-4
     assert "test/searches" in rows[0] and "test/calculations" in rows[0]
-    turns = [turn for tau in trajectories(tmp_path / "r", 1) for turn in tau["response"].split("That was neither ")[1:]]
-    assert turns and all(text.startswith("a search nor a calculation nor an answer.") for text in turns)
+    turns = [
+        turn
+        for tau in trajectories(tmp_path / "r", 1)
+        for turn in tau["response"].split("That was neither ")[1:]
+    ]
+    assert turns and all(
+        text.startswith("a search nor a calculation nor an answer.") for text in turns
+    )
     (path, headers, body), second = server.requests  # P_0, and the evolution at t = 1
     assert path == second[0] == "/v1/chat/completions" and headers["Authorization"] == "Bearer k"
     assert json.loads(body)["model"] == "some-model"
@@ -413,7 +531,10 @@ BAD = [
     (["--tracker", "wandb"], "not installed"),
     (["--instruction", "FILE"], "is empty"),
     (["--tools", "search,telescope"], "--tools search,telescope: choose"),
-    (["--lora_rank", "4096"], "--lora_rank 4096: no layer of the model is wider than 256; choose a lower rank"),
+    (
+        ["--lora_rank", "4096"],
+        "--lora_rank 4096: no layer of the model is wider than 256; choose a lower rank",
+    ),
 ]
 BAD.append((["--tools", "search,calculator"], "its tokenizer cannot write </calculate>"))
 if not vllm_version():
@@ -432,23 +553,37 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, flags, says):
     flags = [flag.replace("FILES", str(FIXTURE)) for flag in flags]
     out = [] if "--out" in flags else ["--out", tmp_path / "r"]
     code, stdout, stderr = run_here(*SMALL, *flags, *out)
-    line = stderr if code == 2 else str(code)  # sys.exit(text) prints the text to stderr and exits with 1
+    # sys.exit(text) prints the text to stderr and exits with 1
+    line = stderr if code == 2 else str(code)
     assert code != 0 and says in line and stdout == ""
     assert line.strip().count("\n") == 0 and (code == 2 or stderr == "")
     assert not (tmp_path / "r").exists()
 
 
 def test_a_fault_is_printed_to_stderr_with_exit_code_1():
-    own = [flag.replace("FILES", str(FIXTURE)) for flag in OWN] + ["--valid", "", "--instruction", ""]
-    code, stdout, stderr = finish(start(*own, "--train", FIXTURE / "corpus.jsonl", "--out", "/tmp/never"))
-    assert (code, stdout, stderr.count("\n")) == (1, "", 1) and "corpus.jsonl:1: no question" in stderr
+    own = [flag.replace("FILES", str(FIXTURE)) for flag in OWN] + [
+        "--valid",
+        "",
+        "--instruction",
+        "",
+    ]
+    code, stdout, stderr = finish(
+        start(*own, "--train", FIXTURE / "corpus.jsonl", "--out", "/tmp/never")
+    )
+    assert (code, stdout, stderr.count("\n")) == (
+        1,
+        "",
+        1,
+    ) and "corpus.jsonl:1: no question" in stderr
 
 
 # ---- what one does with a run
 
 
 def script(*argv: object) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *map(str, argv)], capture_output=True, text=True, env=ENV, cwd=ROOT)
+    return subprocess.run(
+        [sys.executable, *map(str, argv)], capture_output=True, text=True, env=ENV, cwd=ROOT
+    )
 
 
 @pytest.mark.slow
@@ -457,7 +592,8 @@ def test_ask_shows_the_agent_at_work(whole):
     done = script("ask.py", "--run", whole[0], question)
     assert done.returncode == 0, done.stderr
     assert "<search>" in done.stdout and "\n  search  " in done.stdout and "answer  " in done.stdout
-    assert " ".join((whole[0] / "I_star.txt").read_text().split()) in " ".join(done.stdout.split())  # it is folded
+    # it is folded
+    assert " ".join((whole[0] / "I_star.txt").read_text().split()) in " ".join(done.stdout.split())
     done = script("ask.py", "--run", "/no")
     assert done.returncode == 1 and done.stderr == "ask.py: --run /no: no such directory\n"
 
@@ -469,7 +605,9 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 def test_export_writes_a_checkpoint_as_hugging_face_stores_models(whole, tmp_path, capsys):
     export.main([str(whole[0]), "--to", str(tmp_path / "newest")])
     mine, final = weights_of(tmp_path / "newest"), weights_of(whole[0] / "policy")
-    assert mine.keys() == final.keys() and all(torch.equal(mine[name], final[name]) for name in final)
+    assert mine.keys() == final.keys() and all(
+        torch.equal(mine[name], final[name]) for name in final
+    )
     assert (tmp_path / "newest" / "I_star.txt").read_text() == (whole[0] / "I_star.txt").read_text()
     export.main([str(whole[0]), "--step", "9", "--to", str(tmp_path / "nine")])
     earlier = weights_of(tmp_path / "nine")
@@ -489,15 +627,24 @@ def test_export_writes_a_checkpoint_as_hugging_face_stores_models(whole, tmp_pat
 def test_export_says_in_one_line_what_it_cannot_do(whole, tmp_path, flags, says):
     with pytest.raises(SystemExit) as stop:
         export.main([str(whole[0]), *[str(tmp_path) if flag == "HERE" else flag for flag in flags]])
-    assert says in stop.value.code and stop.value.code.startswith("export.py: ") and "\n" not in stop.value.code
+    assert (
+        says in stop.value.code
+        and stop.value.code.startswith("export.py: ")
+        and "\n" not in stop.value.code
+    )
     with pytest.raises(SystemExit, match="holds no run"):
         export.main([str(tmp_path)])
 
 
-@pytest.mark.parametrize("module, reader", [(checkpoint, "damage"), (RunDirectory, "load_state"), (checkpoint, "load")])
+@pytest.mark.parametrize(
+    "module, reader", [(checkpoint, "damage"), (RunDirectory, "load_state"), (checkpoint, "load")]
+)
 @pytest.mark.parametrize("removed", [True, False])
-def test_an_export_says_that_the_run_has_removed_the_checkpoint(whole, tmp_path, monkeypatch, module, reader, removed):
-    """It is removed before its digests, its state or its weights are read; or one of its files is damaged there."""
+def test_an_export_says_that_the_run_has_removed_the_checkpoint(
+    whole, tmp_path, monkeypatch, module, reader, removed
+):
+    """It is removed before its digests, its state or its weights are read; or one of its files is
+    damaged there."""
     run, read = shutil.copytree(whole[0], tmp_path / "r"), getattr(module, reader)
     chosen = run / "checkpoints" / "step-000010"
 
@@ -523,7 +670,9 @@ def test_an_export_that_is_stopped_leaves_nothing(whole, tmp_path, monkeypatch):
     assert list((tmp_path / "a").iterdir()) == []
     monkeypatch.undo()
     export.main([str(whole[0]), "--to", str(tmp_path / "a" / "b")])
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"] and weights_of(tmp_path / "a" / "b")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"] and weights_of(
+        tmp_path / "a" / "b"
+    )
 
 
 def test_the_best_checkpoint_is_the_best_on_valid_never_on_test(whole, tmp_path):
@@ -545,14 +694,18 @@ def test_the_last_screen_shows_metrics_winner_and_cost(whole):
     for name, row in summary["held_out"].items():
         wanted = [name, f"{row['em']:.3f}", f"{row['f1']:.3f}", f"{row['searches']:.2f}"]
         assert any(line.split() == " ".join(wanted).split() for line in stdout.splitlines()), name
-    assert set(summary["held_out"]) >= {"trained policy, first instruction", "first policy, first instruction"}
+    assert set(summary["held_out"]) >= {
+        "trained policy, first instruction",
+        "first policy, first instruction",
+    }
     assert " -> ".join(f"#{j}" for j in summary["generations"]) in stdout
     assert stdout.splitlines()[-1] == f"see it: {out}/report.html"
     assert (out / "report.html").read_text().startswith("<!doctype html>")
 
 
 def test_a_run_stores_what_its_page_shows(whole):
-    """The data of tokens of a sample of groups, and the same questions under several instructions."""
+    """The data of tokens of a sample of groups, and the same questions under several
+    instructions."""
     out, _ = whole
     for t in range(1, 11):
         rows = trajectories(out, t)
@@ -560,8 +713,15 @@ def test_a_run_stores_what_its_page_shows(whole):
         assert len(watched) == 4 == len(rows)  # 10 are watched: all of them
         for row in watched:
             data = row["token_data"]
-            assert data["n"] == row["action_tokens"] == len(data["logp"]) == len(data["engine"]) == sum(data["turns"])
-            assert data["logp"] == pytest.approx(data["engine"], rel=2e-3, abs=1e-3)  # they are stored with four digits
+            assert (
+                data["n"]
+                == row["action_tokens"]
+                == len(data["logp"])
+                == len(data["engine"])
+                == sum(data["turns"])
+            )
+            # they are stored with four digits
+            assert data["logp"] == pytest.approx(data["engine"], rel=2e-3, abs=1e-3)
             assert row["question_text"].endswith("?") and row["source"].startswith("world-")
     names = {path.name for path in (out / "trajectories").iterdir()}
     verified = [row for row in read_jsonl(out / "reflections.jsonl") if "verified" in row]
@@ -569,57 +729,85 @@ def test_a_run_stores_what_its_page_shows(whole):
     held_out = [name for name in names if name.startswith("test-")]
     assert len(held_out) == len(json.loads((out / "summary.json").read_text())["held_out"])
     row = read_jsonl(out / "metrics.jsonl")[5]
-    assert row["time/sampled_per_s"] > 0 and row["time/trained_per_s"] > 0 and row["time/peak_gb"] > 0.05
+    assert (
+        row["time/sampled_per_s"] > 0
+        and row["time/trained_per_s"] > 0
+        and row["time/peak_gb"] > 0.05
+    )
     assert sum(row["n"].values()) == 4 and set(row["n"]) <= set(row["w"])
     sources = [name for name in row if name.startswith("em/")]
-    assert sources and min(row[name] for name in sources) <= row["em"] <= max(row[name] for name in sources)
+    assert sources and min(row[name] for name in sources) <= row["em"] <= max(
+        row[name] for name in sources
+    )
 
 
 # ---- faults and options of a whole run
 
 
 @pytest.mark.slow
-def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(tmp_path, monkeypatch):
-    """The optimizer's endpoint stops the search server, so the verification of its candidates cannot be played."""
+def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(
+    tmp_path, monkeypatch
+):
+    """The optimizer's endpoint stops the search server, so the verification of its candidates
+    cannot be played."""
     server = [str(ROOT / "retrieval_server.py"), "--corpus", str(ROOT / "world/files/corpus.jsonl")]
     flags = [*SMALL, "--search_retries", 0, "--optimizer_model", "m", "--out", tmp_path / "r"]
-    with Child(server, tmp_path / "log") as child, chat(lambda n: child.stop() if n == 2 else None) as endpoint:
+    with (
+        Child(server, tmp_path / "log") as child,
+        chat(lambda n: child.stop() if n == 2 else None) as endpoint,
+    ):
         monkeypatch.setenv("OPENAI_BASE_URL", endpoint.url)
         said, _, _ = run_here(*flags, "--retriever", child.url)
         first, last = said.strip().splitlines()
         assert "no usable answer" in first and "--resume" in last
         reflections = read_jsonl(tmp_path / "r" / "reflections.jsonl")
-        assert [row["t"] for row in reflections if "call" in row] == [0, 3]  # the reply was paid for, and is kept
+        # the reply was paid for, and is kept
+        assert [row["t"] for row in reflections if "call" in row] == [0, 3]
         code, _, stderr = run_here(*flags, "--retriever", "", "--resume")
         assert code == 0, (code, stderr)
-        whole_calls = [row["call"]["key"] for row in read_jsonl(tmp_path / "r" / "reflections.jsonl") if "call" in row]
+        whole_calls = [
+            row["call"]["key"]
+            for row in read_jsonl(tmp_path / "r" / "reflections.jsonl")
+            if "call" in row
+        ]
         assert len(whole_calls) == len(set(whole_calls)) == len(endpoint.requests)
         assert sum(key.startswith("t3 r0") for key in whole_calls) == 1  # not asked again
     assert [row["t"] for row in metrics(tmp_path / "r")] == list(range(11))
 
 
 @pytest.mark.slow
-def test_an_engine_that_samples_from_another_policy_stops_the_run_before_it_trains(tmp_path, monkeypatch):
+def test_an_engine_that_samples_from_another_policy_stops_the_run_before_it_trains(
+    tmp_path, monkeypatch
+):
     monkeypatch.setitem(Learner.MAX_GAP, "float32", -1.0)  # no engine is that close
     code, stdout, stderr = run_here(*SMALL, "--mode", "static", "--out", tmp_path / "r")
     assert "log-probs of engine and trainer differ by" in code
     assert "--resume" in code.splitlines()[-1]
     monkeypatch.undo()
-    code, _, _ = run_here(*SMALL, "--mode", "static", "--out", tmp_path / "r", "--resume", "--T", 10)
+    code, _, _ = run_here(
+        *SMALL, "--mode", "static", "--out", tmp_path / "r", "--resume", "--T", 10
+    )
     assert code == 0 and [row["t"] for row in metrics(tmp_path / "r")] == list(range(11))
 
 
 def test_a_learning_rate_of_0_freezes_the_policy(tmp_path):
-    code, _, stderr = run_here(*SMALL, "--T", "2", "--mode", "static", "--lr", "0", "--out", tmp_path / "r")
+    code, _, stderr = run_here(
+        *SMALL, "--T", "2", "--mode", "static", "--lr", "0", "--out", tmp_path / "r"
+    )
     assert code == 0, (code, stderr)
-    first, last = (load_file(path / "model.safetensors") for path in (FILES / "policy", tmp_path / "r" / "policy"))
+    first, last = (
+        load_file(path / "model.safetensors")
+        for path in (FILES / "policy", tmp_path / "r" / "policy")
+    )
     assert last and all(torch.equal(first[name], last[name]) for name in last)
-    assert any(row["grad_norm"] > 0 for row in metrics(tmp_path / "r")[1:])  # there was something to learn
+    # there was something to learn
+    assert any(row["grad_norm"] > 0 for row in metrics(tmp_path / "r")[1:])
 
 
 @pytest.mark.slow
 def test_the_embedded_default_learns(tmp_path):
-    """`make train`: neither the trained policy nor the evolved instruction gets there without the other."""
+    """`make train`: neither the trained policy nor the evolved instruction gets there without the
+    other."""
     code, stdout, stderr = finish(start("--out", tmp_path / "r", "--seed", "1"), timeout=3000)
     assert code == 0, stderr
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())

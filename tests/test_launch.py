@@ -1,4 +1,5 @@
-"""launch/: what one starts first, as far as this machine can run it. tests/test_ranks.py has node.sbatch's nodes."""
+"""launch/: what one starts first, as far as this machine can run it. tests/test_ranks.py has
+node.sbatch's nodes."""
 
 import json
 import os
@@ -36,9 +37,15 @@ def project(path: Path) -> Path:
     [
         ({}, {}, "no NVIDIA driver"),
         ({"nvidia-smi": ":"}, {}, "set OPENAI_API_KEY"),
-        ({"nvidia-smi": ":", "curl": "exit 6"}, {"OPENAI_API_KEY": "k"}, "install failed"),  # no uv, no network
-        ({"nvidia-smi": ":", "uv": "exit 1"}, {"OPENAI_API_KEY": "k"}, "install failed"),  # a full disk
-        ({"nvidia-smi": ":", "uv": "mkdir -p .venv-gpu", "make": "exit 2"}, {"OPENAI_API_KEY": "k"}, "card failed"),
+        # no uv, no network
+        ({"nvidia-smi": ":", "curl": "exit 6"}, {"OPENAI_API_KEY": "k"}, "install failed"),
+        # a full disk
+        ({"nvidia-smi": ":", "uv": "exit 1"}, {"OPENAI_API_KEY": "k"}, "install failed"),
+        (
+            {"nvidia-smi": ":", "uv": "mkdir -p .venv-gpu", "make": "exit 2"},
+            {"OPENAI_API_KEY": "k"},
+            "card failed",
+        ),
     ],
 )
 def test_a_machine_that_lacks_something_is_told_in_a_line(tmp_path, programs, env, says):
@@ -61,10 +68,18 @@ def test_a_speedrun_of_the_world_resumes_and_is_safe_to_run_twice(tmp_path):
     os.killpg(process.pid, signal.SIGTERM)
     finish(process)
     code, stdout, stderr = finish(popen(command, ENV))
-    assert code == 0 and "resumed " in stdout and f"== training: {run.relative_to(tmp_path)}/summary.json, " in stdout
+    assert (
+        code == 0
+        and "resumed " in stdout
+        and f"== training: {run.relative_to(tmp_path)}/summary.json, " in stdout
+    )
     assert (run / "report.html").is_file()
     code, stdout, stderr = finish(popen(command, ENV))
-    assert code == 0 and [line.split(":")[0][3:] for line in stdout.splitlines()] == ["install", "training", "page"]
+    assert code == 0 and [line.split(":")[0][3:] for line in stdout.splitlines()] == [
+        "install",
+        "training",
+        "page",
+    ]
 
 
 def cells() -> list[dict]:
@@ -81,7 +96,11 @@ def test_the_notebook_s_cells_run_on_a_cpu(tiny_path, tmp_path, monkeypatch, cap
     """The same cells, with fewer steps, and a small model in place of the one that is fetched."""
     model = shutil.copytree(tiny_path, tmp_path / "model")
     monkeypatch.chdir(ROOT)
-    for name, value in {"RUNS": tmp_path, "MODEL": model, "FLAGS": " ".join([*TINY, "--max_prompt", "900"])}.items():
+    for name, value in {
+        "RUNS": tmp_path,
+        "MODEL": model,
+        "FLAGS": " ".join([*TINY, "--max_prompt", "900"]),
+    }.items():
         monkeypatch.setenv(name, str(value))
     scope: dict = {}
     for cell in cells():

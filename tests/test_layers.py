@@ -30,18 +30,28 @@ NAMES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistr
          "gemma3_text": "Gemma3Text"}  # fmt: skip
 SETTINGS = {
     "mistral": {"sliding_window": 2},
-    "granite": {"residual_multiplier": 0.7, "attention_multiplier": 0.2, "embedding_multiplier": 3.0},
-    "gemma3_text": {"sliding_window": 2, "num_hidden_layers": 2,
-                    "layer_types": ["sliding_attention", "full_attention"]},
-}  # fmt: skip
+    "granite": {
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+    },
+    "gemma3_text": {
+        "sliding_window": 2,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
 
 
 @pytest.fixture(autouse=True)
 def interpreter(request, monkeypatch):
-    """Lets Triton's interpreter run Liger without a GPU: it neither converts floats nor knows libdevice."""
+    """Lets Triton's interpreter run Liger without a GPU: it neither converts floats nor knows
+    libdevice."""
     if DEVICE == "cuda":
         if request.function is not test_fused_layers_compute_as_transformers_in_float64:
-            pytest.skip("its tensors are on the CPU, where Triton needs its interpreter, which is off")
+            pytest.skip(
+                "its tensors are on the CPU, where Triton needs its interpreter, which is off"
+            )
         return
     import liger_kernel.ops.rms_norm
     import triton.language as tl
@@ -52,7 +62,9 @@ def interpreter(request, monkeypatch):
     def with_floats(arg):
         if not isinstance(arg, float):
             return convert(arg)
-        return tl.tensor(interpreter.TensorHandle(np.array([arg], np.float32), tl.float32), tl.float32)
+        return tl.tensor(
+            interpreter.TensorHandle(np.array([arg], np.float32), tl.float32), tl.float32
+        )
 
     def rsqrt(x):
         return tl.tensor(interpreter.TensorHandle(1 / np.sqrt(x.handle.data), x.dtype), x.type)
@@ -64,12 +76,16 @@ def interpreter(request, monkeypatch):
 def logps_and_gradients(model):
     """Log-probs of packed sequences, and the loss's gradient of every parameter by its name."""
     ids = torch.randint(5, 600, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
-    where = torch.tensor([i for i in range(len(ids)) if i + 1 not in torch.tensor(LENGTHS).cumsum(0)])
+    where = torch.tensor(
+        [i for i in range(len(ids)) if i + 1 not in torch.tensor(LENGTHS).cumsum(0)]
+    )
     g = torch.Generator().manual_seed(1)
     weights = dict(adv=torch.randn(len(where), generator=g), w=torch.rand(len(where), generator=g))
     ids, where = ids.to(DEVICE), where.to(DEVICE)
     weights = {name: x.to(DEVICE) for name, x in weights.items()} | {"objective": objective}
-    loss, extras = score(model, ids, Packing(LENGTHS, device=DEVICE), where, ids[where + 1], 0.9, **weights)
+    loss, extras = score(
+        model, ids, Packing(LENGTHS, device=DEVICE), where, ids[where + 1], 0.9, **weights
+    )
     loss.backward()
     return extras["logp"], {name: p.grad for name, p in model.named_parameters()}
 
@@ -91,13 +107,18 @@ def family(name, tiny_path, path):
 
 @pytest.mark.parametrize("name, recompute", [(name, name == "qwen2") for name in FAMILIES])
 def test_fused_layers_compute_as_transformers_in_float64(name, recompute, tiny_path, tmp_path):
-    """As close to float64 as transformers' own layers in float32, with or without recomputed activations."""
+    """As close to float64 as transformers' own layers in float32, with or without recomputed
+    activations."""
     model = family(name, tiny_path, tmp_path / name)
     exact, fused = copy.deepcopy(model).double(), copy.deepcopy(model)
-    assert set(fuse(fused).removesuffix(" (Liger)").split(", ")) == (ALL - {"SwiGLU"} if name == "gemma3_text" else ALL)
+    assert set(fuse(fused).removesuffix(" (Liger)").split(", ")) == (
+        ALL - {"SwiGLU"} if name == "gemma3_text" else ALL
+    )
     if recompute:
         fused.gradient_checkpointing_enable({"use_reentrant": False})
-    (logp, gradients), (want, wanted), (eager, rounded) = map(logps_and_gradients, (fused, exact, model))
+    (logp, gradients), (want, wanted), (eager, rounded) = map(
+        logps_and_gradients, (fused, exact, model)
+    )
     assert error(logp, want) < 3 * error(eager, want) + 1e-6
     assert list(gradients) == list(wanted)
     for key in wanted:
@@ -107,16 +128,19 @@ def test_fused_layers_compute_as_transformers_in_float64(name, recompute, tiny_p
 @pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])
 @pytest.mark.parametrize("recompute", [0, 1])
 def test_the_estimate_counts_what_liger_keeps(name, recompute):
-    """Bytes that are alive after the forward pass, and at most until the end of the backward pass."""
+    """Bytes that are alive after the forward pass, and at most until the end of the backward
+    pass."""
     T, H, I = 4, SHAPES["hidden_size"], 128
     heads = SHAPES["num_attention_heads"]  # as many of keys: on a GPU float32 has no fewer
-    sizes = dict(intermediate_size=I, num_key_value_heads=heads, vocab_size=8)  # the gradient of few words is small
+    # the gradient of few words is small
+    sizes = dict(intermediate_size=I, num_key_value_heads=heads, vocab_size=8)
     config = getattr(transformers, f"{name}Config")(**SHAPES | sizes)
     model = empty(config, torch.float32, "cpu").train()
     fuse(model)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02)
-        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # FSDP2 frees them, too
+        # FSDP2 frees them, too
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     kept, again = activations(skeleton(config), T, recompute, fused=1)
@@ -136,7 +160,8 @@ def test_the_estimate_counts_what_liger_keeps(name, recompute):
 
 
 def test_adapters_on_the_projections_are_computed(tiny_path):
-    """A hook on each projection, as an adapter has: fused layers call the module, not its weight."""
+    """A hook on each projection, as an adapter has: fused layers call the module, not its
+    weight."""
     model = load_model(tiny_path)
     fuse(model)
     called = []
@@ -145,7 +170,9 @@ def test_adapters_on_the_projections_are_computed(tiny_path):
             module.register_forward_hook(lambda *_, name=name: called.append(name))
     with torch.no_grad():
         model.base_model(torch.tensor([[5, 6]]), use_cache=False, packing=Packing([2]))
-    assert sorted(called) == sorted(name for name, _ in model.named_modules() if name.endswith("_proj"))
+    assert sorted(called) == sorted(
+        name for name, _ in model.named_modules() if name.endswith("_proj")
+    )
 
 
 def test_other_models_of_the_process_stay_alone(tiny_path):
@@ -156,7 +183,11 @@ def test_other_models_of_the_process_stay_alone(tiny_path):
     fuse(fused)
     assert vars(modeling) == before and not patched(other)
     assert [name for name, _ in fused.named_parameters()] == names
-    assert {type(module).__name__ for module in patched(fused)} == {"Qwen2RMSNorm", "Qwen2MLP", "Qwen2Attention"}
+    assert {type(module).__name__ for module in patched(fused)} == {
+        "Qwen2RMSNorm",
+        "Qwen2MLP",
+        "Qwen2Attention",
+    }
     assert len(patched(fused)) == 2 * 4 + 1  # two layers of two norms, and the last norm
 
 
@@ -165,8 +196,13 @@ def patched(model):
 
 
 def test_a_family_that_is_not_known_stays_as_it_is(tiny_path, tmp_path):
-    model = load_model(make_family("Cohere", {"logit_scale": 0.0625}, tiny_path, tmp_path / "cohere"))
-    assert fuse(model) == "none (cohere is not among qwen2, qwen3, llama, mistral, granite, gemma3_text)"
+    model = load_model(
+        make_family("Cohere", {"logit_scale": 0.0625}, tiny_path, tmp_path / "cohere")
+    )
+    assert (
+        fuse(model)
+        == "none (cohere is not among qwen2, qwen3, llama, mistral, granite, gemma3_text)"
+    )
     assert not patched(model)
 
 

@@ -1,4 +1,5 @@
-"""LoRA: merged weights, the reference, what is trained, what full rank can do, checkpoints, ranks, whole runs."""
+"""LoRA: merged weights, the reference, what is trained, what full rank can do, checkpoints, ranks,
+whole runs."""
 
 import contextlib
 import copy
@@ -82,7 +83,8 @@ def test_the_stream_is_base_plus_scale_b_a_under_the_plain_names_in_their_order(
     engine = TorchEngine(copy.deepcopy(policy[0]), policy[1], STOP)
     engine.load(weights(model))
     assert list(found) == list(base)
-    assert list(adapters) == [name for name in base if name.endswith("_proj.weight")]  # q, k, v, o, gate, up, down
+    # q, k, v, o, gate, up, down
+    assert list(adapters) == [name for name in base if name.endswith("_proj.weight")]
     for name, W in base.items():
         want = W.detach().double()
         if layer := adapters.get(name):
@@ -96,10 +98,14 @@ def test_the_stream_is_base_plus_scale_b_a_under_the_plain_names_in_their_order(
 
 def test_adapters_are_float32_start_at_nothing_and_depend_on_the_seed_alone(tiny):
     state = torch.get_rng_state()
-    first, again, other = (lora.add(copy.deepcopy(tiny[0]).bfloat16(), RANK, ALPHA, seed) for seed in (0, 0, 1))
+    first, again, other = (
+        lora.add(copy.deepcopy(tiny[0]).bfloat16(), RANK, ALPHA, seed) for seed in (0, 0, 1)
+    )
     assert torch.equal(torch.get_rng_state(), state)
     differ = 0
-    for (name, p), q, r in zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True):
+    for (name, p), q, r in zip(
+        first.named_parameters(), again.parameters(), other.parameters(), strict=True
+    ):
         assert p.requires_grad == lora.is_adapter(name) and p.dtype == (
             torch.float32 if p.requires_grad else torch.bfloat16
         )
@@ -140,7 +146,8 @@ def gradients(model, taus, **settings):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_adapters_gradients_are_the_weights_by_the_chain_rule(world, recompute):
-    """Full training of the merged weights gives G; then dL/dB = scale G A^T and dL/dA = scale B^T G."""
+    """Full training of the merged weights gives G; then dL/dB = scale G A^T and dL/dA = scale B^T
+    G."""
     model, taus, plain = trained(world[0]).double(), made_up(2), copy.deepcopy(world[0]).double()
     with torch.no_grad():
         for name, layer in lora.layers(model).items():
@@ -165,9 +172,21 @@ def test_the_adapters_gradients_are_the_weights_by_the_chain_rule(world, recompu
      "mlp.gate.weight)"),
 ])  # fmt: skip
 def test_what_gets_adapters_is_said_and_a_model_that_takes_none_is_refused(family, said):
-    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16)
-    experts = dict(num_experts=2, moe_intermediate_size=32, num_experts_per_tok=1) if "Moe" in family else {}
-    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**shape, **experts))
+    shape = dict(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    experts = (
+        dict(num_experts=2, moe_intermediate_size=32, num_experts_per_tok=1)
+        if "Moe" in family
+        else {}
+    )
+    model = AutoModelForCausalLM.from_config(
+        getattr(transformers, f"{family}Config")(**shape, **experts)
+    )
     if said:
         assert lora.coverage(lora.add(model, 2, 4)) == said
     else:
@@ -182,20 +201,34 @@ def test_only_adapters_move_and_a_learner_restored_from_them_continues_bit_by_bi
     taus, through = made_up(2), learner_of(adapted(world[0]))
     through.update(1, [taus])
     state = copy.deepcopy(through.state_dict())
-    assert len(state["model"]) == 2 * 7 * 3 and all(lora.is_adapter(name) for name in state["model"])
+    assert len(state["model"]) == 2 * 7 * 3 and all(
+        lora.is_adapter(name) for name in state["model"]
+    )
     assert state["optimizer"]["state"].keys() == state["model"].keys()
     through.update(2, [taus])
     resumed = learner_of(lora.add(copy.deepcopy(world[0]), RANK, ALPHA, seed=9))
     resumed.load_state_dict(state)
     resumed.update(2, [taus])
     first = adapted(world[0])
-    for (name, p), q in zip(through.model.named_parameters(), resumed.model.parameters(), strict=True):
+    for (name, p), q in zip(
+        through.model.named_parameters(), resumed.model.parameters(), strict=True
+    ):
         assert torch.equal(p, q), name
         assert torch.equal(p, first.get_parameter(name)) != lora.is_adapter(name), name
 
 
 def policy_of(path, **knobs):
-    cfg = Config(model=path, engine="torch", T=3, warmup=0.0, micro_tokens=300, G=3, mini=4, beta=0.0, **knobs)
+    cfg = Config(
+        model=path,
+        engine="torch",
+        T=3,
+        warmup=0.0,
+        micro_tokens=300,
+        G=3,
+        mini=4,
+        beta=0.0,
+        **knobs,
+    )
     return make_policy(cfg, Ranks("cpu", 1), load_task(cfg))
 
 
@@ -203,14 +236,18 @@ def policy_of(path, **knobs):
 def test_an_engine_sleeps_while_a_checkpoint_is_written_or_loaded_and_a_dead_one_costs_none(
     tiny_path, tmp_path, monkeypatch, fault
 ):
-    """A state dict takes the room of its weights and cache on a card; it gets them again before the next rollout."""
+    """A state dict takes the room of its weights and cache on a card; it gets them again before the
+    next rollout."""
     policy, engine = policy_of(tiny_path), Mock()
     policy.engine, policy.shared, policy.synced = engine, False, False
     engine.sleep.side_effect = fault
     policy.sync()
     policy.save(tmp_path / "one")
     policy.written.result()
-    assert engine.mock_calls == [call.load(ANY), call.sleep()] and (tmp_path / "one/.metadata").is_file()
+    assert (
+        engine.mock_calls == [call.load(ANY), call.sleep()]
+        and (tmp_path / "one/.metadata").is_file()
+    )
     policy.save(tmp_path / "two")  # it sleeps already
     policy.written.result()
     policy.sync()
@@ -224,8 +261,11 @@ def test_an_engine_sleeps_while_a_checkpoint_is_written_or_loaded_and_a_dead_one
 
 
 @pytest.mark.parametrize("rank", [0, RANK])
-def test_a_checkpoint_holds_the_policy_of_the_moment_in_which_it_began(tiny_path, tmp_path, monkeypatch, rank):
-    """It is written after the next update, of which it has nothing; a reset restores the first policy."""
+def test_a_checkpoint_holds_the_policy_of_the_moment_in_which_it_began(
+    tiny_path, tmp_path, monkeypatch, rank
+):
+    """It is written after the next update, of which it has nothing; a reset restores the first
+    policy."""
     policy = policy_of(tiny_path, lr=1e-2, lora_rank=rank, lora_alpha=ALPHA)
     taus, learner = made_up(2), policy.learner
     first = copy.deepcopy(dict(weights(learner.model)))
@@ -247,10 +287,16 @@ def test_a_checkpoint_holds_the_policy_of_the_moment_in_which_it_began(tiny_path
 
 
 def test_a_fault_of_any_rank_is_raised_by_the_first(tmp_path):
-    """Rank 1's disk is full; what it says comes to rank 0 in the thread that has written its own share."""
+    """Rank 1's disk is full; what it says comes to rank 0 in the thread that has written its own
+    share."""
     state = {"model": {"w": torch.ones(2)}}
-    for other, match in ((DiskFault("cannot write x (No space left)"), "No space left"), ({"__1_0.distcp": "0"}, "")):
-        ranks = SimpleNamespace(rank=0, size=2, grouped=False, saves=None, gather=lambda mine, _, it=other: [mine, it])
+    for other, match in (
+        (DiskFault("cannot write x (No space left)"), "No space left"),
+        ({"__1_0.distcp": "0"}, ""),
+    ):
+        ranks = SimpleNamespace(
+            rank=0, size=2, grouped=False, saves=None, gather=lambda mine, _, it=other: [mine, it]
+        )
         with pytest.raises(DiskFault, match=match) if match else contextlib.nullcontext():
             found = Policy.write(SimpleNamespace(ranks=ranks), state, tmp_path)
     assert found.keys() == {".metadata", "__0_0.distcp", "__1_0.distcp"}
@@ -280,7 +326,9 @@ def test_a_run_trains_adapters_and_exports_them_merged_or_for_peft(tmp_path):
     assert shares < 0.5 * (WORLD / "policy" / "model.safetensors").stat().st_size
     export.main([str(out), "--to", str(tmp_path / "merged")])
     merged = weights_of(tmp_path / "merged")
-    assert merged.keys() == final.keys() and all(torch.equal(merged[name], final[name]) for name in final)
+    assert merged.keys() == final.keys() and all(
+        torch.equal(merged[name], final[name]) for name in final
+    )
     export.main([str(out), "--adapters", "--to", str(tmp_path / "adapters")])
     assert (tmp_path / "adapters" / "I_star.txt").read_text() == (out / "I_star.txt").read_text()
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
@@ -328,7 +376,8 @@ def two(path, batches, tmp_path_factory):
 
 
 def same(found, merged, one):
-    """Asserts equal metrics (5e-5, as docs/gpus.md says) and merged weights, within 1 % of the largest move."""
+    """Asserts equal metrics (5e-5, as docs/gpus.md says) and merged weights, within 1 % of the
+    largest move."""
     for mine, theirs in zip(found, one[0][-len(found) :], strict=True):
         assert mine == pytest.approx(theirs, rel=5e-5, abs=1e-6)
     assert list(merged) == list(one[1])
@@ -359,15 +408,25 @@ def test_a_checkpoint_of_two_is_loaded_by_any_number(path, batches, tmp_path, tw
 @pytest.mark.ranks
 def test_frozen_weights_in_bf16_agree_within_its_rounding(path, batches, tmp_path, one):
     cfg, parts = pickle.loads(batches.read_bytes())
-    (alone := tmp_path / "alone.pkl").write_bytes(pickle.dumps((replace(cfg, micro_tokens=1), parts)))
-    # A shared prompt is rounded otherwise than each one's own, and other numbers of ranks cut other batches.
+    (alone := tmp_path / "alone.pkl").write_bytes(
+        pickle.dumps((replace(cfg, micro_tokens=1), parts))
+    )
+    # A shared prompt is rounded otherwise than each one's own, and other numbers of ranks cut other
+    # batches.
     (mine, *_), merged = together(2, path, alone, tmp_path / "2", "--bf16")
     (theirs, *_), _ = together(1, path, alone, tmp_path / "1", "--bf16")
     for name in ("loss", "grad_norm", "entropy"):
         assert mine[name] == pytest.approx(theirs[name], rel=0.02, abs=1e-3), name
-        # Of so few weights dithers of other seeds give other losses, by 0.02 (their standard deviation).
-        assert mine[name] == pytest.approx(one[0][0][name], rel=0.25, abs=0.05 if name == "loss" else 2e-3), name
-    moved = [name for name, W in merged.items() if not torch.equal(W.float(), one[2][name].bfloat16().float())]
+        # Of so few weights dithers of other seeds give other losses, by 0.02 (their standard
+        # deviation).
+        assert mine[name] == pytest.approx(
+            one[0][0][name], rel=0.25, abs=0.05 if name == "loss" else 2e-3
+        ), name
+    moved = [
+        name
+        for name, W in merged.items()
+        if not torch.equal(W.float(), one[2][name].bfloat16().float())
+    ]
     assert moved == [name for name in one[2] if name.endswith("_proj.weight")]
 
 
@@ -380,7 +439,9 @@ def test_the_workers_of_a_run_do_so_too(path, batches, tmp_path):
         logps = iter(first.score([tau])[0].tolist())
         tau.logps = [next(logps) if sampled else 0.0 for sampled in tau.mask]
     (tmp_path / "taus.pkl").write_bytes(pickle.dumps((cfg, taus)))
-    code, _, stderr = finish(torchrun(2, "tests/ranks_policy.py", tmp_path / "taus.pkl", tmp_path), LIMIT)
+    code, _, stderr = finish(
+        torchrun(2, "tests/ranks_policy.py", tmp_path / "taus.pkl", tmp_path), LIMIT
+    )
     assert code == 0, stderr
     model = load_policy(path)[0]
     learner = Learner(lora.add(model, RANK, ALPHA), None, cfg)
@@ -396,19 +457,25 @@ def test_the_workers_of_a_run_do_so_too(path, batches, tmp_path):
 
 
 def test_without_dithering_what_is_merged_is_rounded(tiny):
-    layers = lora.layers(lora.add(copy.deepcopy(tiny[0]).bfloat16(), RANK, ALPHA, dithers=0)).values()
+    layers = lora.layers(
+        lora.add(copy.deepcopy(tiny[0]).bfloat16(), RANK, ALPHA, dithers=0)
+    ).values()
     g = torch.Generator().manual_seed(1)
     for layer in list(layers)[:3]:
         B = 1e-3 * torch.randn(layer.lora_B.shape, generator=g)
         merged = lora.merge(layer.weight, layer.lora_A, B, layer.scale, layer.dither)
         exact = layer.weight.float() + layer.scale * (B.bfloat16() @ layer.lora_A.bfloat16())
         off, least = (merged.float() - exact).abs(), (exact.bfloat16().float() - exact).abs()
-        assert torch.equal(off, least) and not torch.equal(merged, layer.weight)  # halves go either way
+        # halves go either way
+        assert torch.equal(off, least) and not torch.equal(merged, layer.weight)
 
 
 def test_what_is_merged_is_w_where_b_is_zero_and_rounded_fairly_elsewhere():
     g = torch.Generator().manual_seed(1)
-    W, A = (0.02 * torch.randn(300, 200, generator=g)).bfloat16(), torch.randn(4, 200, generator=g).bfloat16()
+    W, A = (
+        (0.02 * torch.randn(300, 200, generator=g)).bfloat16(),
+        torch.randn(4, 200, generator=g).bfloat16(),
+    )
     W[:, :4] = torch.tensor([0.0, -0.0, 2.0**-6, -3e38])
     B, n = (1e-5 * torch.randn(300, 4, generator=g)).bfloat16(), 400
     dithers = torch.randint(2**16, (n, 500), generator=g, dtype=torch.int32)
@@ -423,14 +490,19 @@ def test_what_is_merged_is_w_where_b_is_zero_and_rounded_fairly_elsewhere():
         rises += merged == far
     want = (exact - near) / (far - near)
     off = rises / n - want
-    assert (off.abs() < 6 * (want * (1 - want) / n).sqrt() + 1 / n).all() and off.mean().abs() < 1e-3
+    assert (
+        off.abs() < 6 * (want * (1 - want) / n).sqrt() + 1 / n
+    ).all() and off.mean().abs() < 1e-3
 
 
 def test_of_a_faint_update_all_arrives_in_a_layer_on_average():
     """B is 1e-5, as it is after one update at the rate that a preset has for adapters."""
     shares, g = [], torch.Generator().manual_seed(2)
     for seed in range(24):
-        W, x = torch.randn(384, 384, generator=g).mul(0.03).bfloat16(), torch.randn(512, 384, generator=g).bfloat16()
+        W, x = (
+            torch.randn(384, 384, generator=g).mul(0.03).bfloat16(),
+            torch.randn(512, 384, generator=g).bfloat16(),
+        )
         layer = torch.nn.Sequential(torch.nn.Linear(384, 384, bias=False))
         layer[0].weight.data, layer.get_output_embeddings = W, lambda: None
         lora.add(layer, 32, 32, seed)

@@ -1,4 +1,5 @@
-"""The policy's model: packed attention against single sequences, families of logits, refusals, export."""
+"""The policy's model: packed attention against single sequences, families of logits, refusals,
+export."""
 
 import json
 import re
@@ -58,8 +59,12 @@ def plain_attention(q, k, v, scale, window):
 @pytest.mark.parametrize("new", [1, 3])
 def test_new_tokens_attend_to_the_cache_of_their_row(kv_heads, window, new):
     g = torch.Generator().manual_seed(0)
-    ends, width = torch.tensor([6, 20, 11]), 24  # columns in use of each row, the new tokens' own included
-    q, k, v = (torch.randn(3, h, n, 8, generator=g) for h, n in ((4, new), (kv_heads, width), (kv_heads, width)))
+    # columns in use of each row, the new tokens' own included
+    ends, width = torch.tensor([6, 20, 11]), 24
+    q, k, v = (
+        torch.randn(3, h, n, 8, generator=g)
+        for h, n in ((4, new), (kv_heads, width), (kv_heads, width))
+    )
     places = ends[:, None] - new + torch.arange(new)
     mask = (torch.arange(width) <= places[:, :, None])[:, None]
     module = SimpleNamespace(num_key_value_groups=4 // kv_heads, is_causal=True)
@@ -67,11 +72,16 @@ def test_new_tokens_attend_to_the_cache_of_their_row(kv_heads, window, new):
     for row, end in enumerate(ends):
         whole = torch.zeros(4, end, 8, dtype=torch.float64)  # only the last queries are asked
         whole[:, -new:] = q[row]
-        want = plain_attention(whole, k[row, :, :end].double(), v[row, :, :end].double(), 0.3, window or width)
-        torch.testing.assert_close(got[row].transpose(0, 1).double(), want[:, -new:], atol=1e-6, rtol=0)
+        want = plain_attention(
+            whole, k[row, :, :end].double(), v[row, :, :end].double(), 0.3, window or width
+        )
+        torch.testing.assert_close(
+            got[row].transpose(0, 1).double(), want[:, -new:], atol=1e-6, rtol=0
+        )
 
 
-SHARED = Packing([7, 5, 30, 12, 1, 9], [-1, 0, 0, -1, 0, 3])  # a prompt of 7 with three tails, one of 12 with one
+# a prompt of 7 with three tails, one of 12 with one
+SHARED = Packing([7, 5, 30, 12, 1, 9], [-1, 0, 0, -1, 0, 3])
 
 
 def unshared(packing):
@@ -84,10 +94,15 @@ def unshared(packing):
 @pytest.mark.parametrize("packing", [SHARED, Packing(LENGTHS)], ids=["shared", "apart"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("window", [None, 5, 30, 1000])
-def test_packed_tokens_attend_to_their_sequence_and_to_the_prompt_that_it_shares(kv_heads, window, packing):
+def test_packed_tokens_attend_to_their_sequence_and_to_the_prompt_that_it_shares(
+    kv_heads, window, packing
+):
     g = torch.Generator().manual_seed(0)
     T = sum(packing.lengths)
-    x = [torch.randn(1, h, T, 8, generator=g, dtype=torch.float64, requires_grad=True) for h in (4, kv_heads, kv_heads)]
+    x = [
+        torch.randn(1, h, T, 8, generator=g, dtype=torch.float64, requires_grad=True)
+        for h in (4, kv_heads, kv_heads)
+    ]
     y = [t.detach().clone().requires_grad_() for t in x]
     got, _ = packed_attention(None, *x, None, scaling=0.3, packing=packing, sliding_window=window)
     want = torch.empty(T, 4, 8, dtype=torch.float64)
@@ -105,8 +120,13 @@ def test_packed_tokens_attend_to_their_sequence_and_to_the_prompt_that_it_shares
 
 @pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-6), (torch.bfloat16, 0.0)], ids=str)
 def test_keys_of_all_pieces_are_one_copy_whose_gradients_are_summed_in_float32(dtype, atol):
-    """As the pieces joined one by one; in bfloat16 the sum of each token's gradients, rounded once."""
-    g, T, K = torch.Generator().manual_seed(0), sum(SHARED.lengths), sum(SHARED.lengths) + 3 * 7 + 12
+    """As the pieces joined one by one; in bfloat16 the sum of each token's gradients, rounded
+    once."""
+    g, T, K = (
+        torch.Generator().manual_seed(0),
+        sum(SHARED.lengths),
+        sum(SHARED.lengths) + 3 * 7 + 12,
+    )
     k, v = (torch.randn(T, 2, 8, generator=g).to(dtype).requires_grad_() for _ in range(2))
     with torch.no_grad():
         wanted = [torch.cat([x[places] for places in unshared(SHARED)]) for x in (k, v)]
@@ -115,7 +135,9 @@ def test_keys_of_all_pieces_are_one_copy_whose_gradients_are_summed_in_float32(d
     pushed = [torch.randn(K, 2, 8, generator=g).to(dtype) for _ in range(2)]
     torch.autograd.backward(got, pushed)
     for x, grad in zip((k, v), pushed, strict=True):
-        sums = torch.zeros(T, 2, 8, dtype=torch.float64).index_add_(0, torch.cat(unshared(SHARED)), grad.double())
+        sums = torch.zeros(T, 2, 8, dtype=torch.float64).index_add_(
+            0, torch.cat(unshared(SHARED)), grad.double()
+        )
         torch.testing.assert_close(x.grad, sums.to(dtype), atol=atol, rtol=0)
 
 
@@ -127,10 +149,15 @@ def test_keys_of_all_pieces_are_one_copy_whose_gradients_are_summed_in_float32(d
 def test_packed_attention_in_bf16_on_a_gpu(kv_heads, window, parents):
     g = torch.Generator().manual_seed(0)
     T = sum(SHARED.lengths)
-    x = [torch.randn(1, h, T, 64, generator=g).bfloat16().requires_grad_() for h in (4, kv_heads, kv_heads)]
+    x = [
+        torch.randn(1, h, T, 64, generator=g).bfloat16().requires_grad_()
+        for h in (4, kv_heads, kv_heads)
+    ]
     y = [t.detach().cuda().requires_grad_() for t in x]
     there, here = (Packing(SHARED.lengths, parents, device) for device in ("cpu", "cuda"))
-    want, _ = packed_attention(None, *(t.double() for t in x), None, packing=there, sliding_window=window)
+    want, _ = packed_attention(
+        None, *(t.double() for t in x), None, packing=there, sliding_window=window
+    )
     got, _ = packed_attention(None, *y, None, packing=here, sliding_window=window)
     torch.testing.assert_close(got.cpu().double(), want, atol=0.02, rtol=0.02)
     want.square().sum().backward()
@@ -168,12 +195,18 @@ def test_an_exported_policy_is_the_policy_in_the_digits_of_the_model_and_of_its_
     skeleton(config, torch.bfloat16)
     assert config.dtype == getattr(torch, published)
     export(config, model, tokenizer, tmp_path / "p", getattr(torch, computed))
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "p")  # in the dtype that config.json names
+    # in the dtype that config.json names
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "p")
     assert {p.dtype for p in again.parameters()} == {getattr(torch, written)}
-    for (name, p), (other, q) in zip(again.named_parameters(), model.named_parameters(), strict=True):
+    for (name, p), (other, q) in zip(
+        again.named_parameters(), model.named_parameters(), strict=True
+    ):
         assert name == other
         assert torch.equal(p, q.to(p.dtype))
-    assert load_tokenizer(str(tmp_path / "p"))("<search>x")["input_ids"] == tokenizer("<search>x")["input_ids"]
+    assert (
+        load_tokenizer(str(tmp_path / "p"))("<search>x")["input_ids"]
+        == tokenizer("<search>x")["input_ids"]
+    )
 
 
 def test_an_empty_model_filled_computes_as_its_source(path):
@@ -190,9 +223,18 @@ def test_an_empty_model_filled_computes_as_its_source(path):
 
 
 SHAPES = dict(
-    vocab_size=600, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=32, max_position_embeddings=512, bos_token_id=0, eos_token_id=2, pad_token_id=0,
-)  # fmt: skip
+    vocab_size=600,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    max_position_embeddings=512,
+    bos_token_id=0,
+    eos_token_id=2,
+    pad_token_id=0,
+)
 EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2)
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "factor": 16.0,
         "original_max_position_embeddings": 32}  # fmt: skip
@@ -211,23 +253,37 @@ SUPPORTED = {  # family -> settings, logit scale
     "GraniteMoe": ({"logits_scaling": 3.0} | EXPERTS, 1 / 3),
     "HyperCLOVAX": ({"logits_scaling": 0.25}, 0.25),  # multiplies, where Granite divides
     "Mistral": ({"sliding_window": 8}, 1.0),  # shorter than the sequences
-    "Gemma3Text": ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, 1.0),
+    "Gemma3Text": (
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        1.0,
+    ),
     "Starcoder2": ({"sliding_window": 8, "residual_dropout": 0.3}, 1.0),
-    "GPT2": ({"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}, 1.0),  # dropout, as the published ones have
+    # dropout, as the published ones have
+    "GPT2": ({"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}, 1.0),
     "Mixtral": (EXPERTS | {"router_jitter_noise": 0.5}, 1.0),
     "DeepseekV3": (MLA | EXPERTS, 1.0),
 }
 REFUSED = {  # family -> settings, what the line says
-    "Granite": ({"logits_scaling": 8.0}, r"0\.125 times its head's output, not 1 times.*logits_scaling = 8\.0"),
+    "Granite": (
+        {"logits_scaling": 8.0},
+        r"0\.125 times its head's output, not 1 times.*logits_scaling = 8\.0",
+    ),
     "Gemma2": ({}, "not a multiple of its head's output.*final_logit_softcapping = 30.0"),
     "NanoChat": ({}, "not a multiple of its head's output.*final_logit_softcapping = 15.0"),
     "FalconH1": (
-        dict(lm_head_multiplier=0.3, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16),
+        dict(
+            lm_head_multiplier=0.3,
+            mamba_d_ssm=64,
+            mamba_n_heads=4,
+            mamba_d_head=16,
+            mamba_d_state=16,
+        ),
         r"0\.3 times its head's output, not 1 times.*lm_head_multiplier = 0.3",
     ),
     "Phi": ({}, "head has a bias"),
     "GptOss": (EXPERTS, "packed sequences change its hidden states"),  # attention sinks
-    "Bloom": ({"n_head": 2}, "packed sequences change its hidden states"),  # positions as biases of the attention
+    # positions as biases of the attention
+    "Bloom": ({"n_head": 2}, "packed sequences change its hidden states"),
     "Llama4Text": (EXPERTS, "its forward pass fails"),
     "Phi3": (
         {"rope_parameters": LONG | {"rope_theta": 1e4}, "original_max_position_embeddings": 32},
@@ -237,7 +293,8 @@ REFUSED = {  # family -> settings, what the line says
 
 
 def make_family(family, settings, tiny_path, path):
-    """A policy with random weights, large enough that its log-probs differ, and the tiny policy's tokenizer."""
+    """A policy with random weights, large enough that its log-probs differ, and the tiny policy's
+    tokenizer."""
     shutil.copytree(tiny_path, path, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     config = getattr(transformers, f"{family}Config")(**SHAPES | settings)
     config.initializer_range = 0.2
@@ -250,7 +307,9 @@ def make_family(family, settings, tiny_path, path):
 @torch.no_grad()
 def own_logps(model, ids, temperature):
     """Log-probs (T - 1, V) of the tokens after each of ids (T,), from the model's own logits."""
-    return torch.log_softmax(model(ids[None], use_cache=False).logits[0, :-1].double() / temperature, -1)
+    return torch.log_softmax(
+        model(ids[None], use_cache=False).logits[0, :-1].double() / temperature, -1
+    )
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
@@ -259,10 +318,16 @@ def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, ti
     path = make_family(family, settings, tiny_path, tmp_path / family)
     model, tokenizer = load_model(path), load_tokenizer(path, STOP)
     assert logit_scale(model.config) == pytest.approx(scale)
-    own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    own = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
 
-    rows = [torch.randint(5, 600, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
-    where = torch.tensor([i for i in range(sum(LENGTHS)) if i + 1 not in torch.tensor(LENGTHS).cumsum(0)])
+    rows = [
+        torch.randint(5, 600, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS
+    ]
+    where = torch.tensor(
+        [i for i in range(sum(LENGTHS)) if i + 1 not in torch.tensor(LENGTHS).cumsum(0)]
+    )
     ids = torch.cat(rows)
     want = torch.cat([own_logps(own, row, 0.7).gather(1, row[1:, None])[:, 0] for row in rows])
     for mode in (True, False):  # in training the policy is the one that sampled
@@ -293,17 +358,26 @@ def test_an_unsupported_family_is_refused(family, tiny_path, tmp_path, monkeypat
     assert re.search(reason, line), line
 
 
-def test_positions_that_depend_on_the_longest_sequence_are_right_up_to_where_they_do(tiny_path, tmp_path):
+def test_positions_that_depend_on_the_longest_sequence_are_right_up_to_where_they_do(
+    tiny_path, tmp_path
+):
     path = make_family("Phi3", REFUSED["Phi3"][0], tiny_path, tmp_path / "phi")
     load_model(path, 32)
     assert "positions depend" in refused(load_model, path, 33)
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Cohere", "Gemma3Text"])
-def test_a_config_that_ties_the_head_and_a_file_with_one_of_its_own_disagree(family, tiny_path, tmp_path):
-    path = make_family(family, {"tie_word_embeddings": True, "logit_scale": 1.0}, tiny_path, tmp_path / family)
+def test_a_config_that_ties_the_head_and_a_file_with_one_of_its_own_disagree(
+    family, tiny_path, tmp_path
+):
+    path = make_family(
+        family, {"tie_word_embeddings": True, "logit_scale": 1.0}, tiny_path, tmp_path / family
+    )
     weights = load_file(file := tmp_path / family / "model.safetensors")
-    for head, tied in ((weights["model.embed_tokens.weight"].clone(), True), (torch.randn(600, 64), False)):
+    for head, tied in (
+        (weights["model.embed_tokens.weight"].clone(), True),
+        (torch.randn(600, 64), False),
+    ):
         save_file(weights | {"lm_head.weight": head}, file, metadata={"format": "pt"})
         if tied:
             model = load_model(path)
@@ -321,7 +395,10 @@ def test_a_damaged_generation_config_is_not_passed_over(tiny_path, tmp_path):
 @pytest.mark.parametrize("family", ["Mistral", "Gemma3Text"])
 def test_the_probe_leaves_the_model_alone(family, tiny_path, tmp_path):
     model = load_model(make_family(family, SUPPORTED[family][0], tiny_path, tmp_path / family))
-    assert {part.sliding_window for part in model.modules() if hasattr(part, "sliding_window")} <= {8, None}
+    assert {part.sliding_window for part in model.modules() if hasattr(part, "sliding_window")} <= {
+        8,
+        None,
+    }
     assert model.config.sliding_window == 8 and not model.training
     assert model.config._attn_implementation == "packed" and not model.base_model._forward_hooks
     assert all(p.grad is None for p in model.parameters())
@@ -349,7 +426,8 @@ def refused(function, path, *args):
 
 
 @pytest.mark.parametrize(
-    "load, what", [(load_config, "causal LM"), (load_model, "causal LM"), (load_tokenizer, "tokenizer")]
+    "load, what",
+    [(load_config, "causal LM"), (load_model, "causal LM"), (load_tokenizer, "tokenizer")],
 )
 def test_a_path_that_holds_no_model(tmp_path, load, what):
     assert f"no {what}" in refused(load, str(tmp_path))
@@ -357,11 +435,14 @@ def test_a_path_that_holds_no_model(tmp_path, load, what):
 
 TEKKEN = {  # Mistral's format: a vocabulary of one byte
     "config": {
-        "pattern": ".", "num_vocab_tokens": 1, "default_vocab_size": 9, "default_num_special_tokens": 8,
+        "pattern": ".",
+        "num_vocab_tokens": 1,
+        "default_vocab_size": 9,
+        "default_num_special_tokens": 8,
         "version": "v3",
     },
     "vocab": [{"rank": 0, "token_bytes": "YQ==", "token_str": "a"}],
-}  # fmt: skip
+}
 
 
 @pytest.mark.skipif(bool(find_spec("mistral_common")), reason="it is installed")
@@ -375,13 +456,26 @@ def test_a_tokenizer_that_needs_a_package_names_it(tmp_path):
     "template, reason",
     [
         (None, "no chat template"),
-        ("{{ raise_exception('Only system\nprompts!') }}", "its chat template fails (TemplateError: Only system)"),
-        ("{{ raise_exception('\nOnly system') }}", "its chat template fails (TemplateError: Only system)"),
+        (
+            "{{ raise_exception('Only system\nprompts!') }}",
+            "its chat template fails (TemplateError: Only system)",
+        ),
+        (
+            "{{ raise_exception('\nOnly system') }}",
+            "its chat template fails (TemplateError: Only system)",
+        ),
         ("{{ messages[0]['text'].strip() }}", "its chat template fails (UndefinedError: "),
-        ("{% for m in messages if m['role'] == 'system' %}{{ m['content'] }}{% endfor %}", "drops or changes 'Which"),
-        ("{{ messages[0]['content'].split('</think>')[-1] }}", "drops or changes ' <think>"),  # thoughts
+        (
+            "{% for m in messages if m['role'] == 'system' %}{{ m['content'] }}{% endfor %}",
+            "drops or changes 'Which",
+        ),
+        # thoughts
+        ("{{ messages[0]['content'].split('</think>')[-1] }}", "drops or changes ' <think>"),
         ("{{ messages[0]['content'] | striptags }}", "drops or changes ' <think>"),
-        ("{{ messages[0]['content'] | replace('search>', 'find>') }}", "drops or changes '<search>"),
+        (
+            "{{ messages[0]['content'] | replace('search>', 'find>') }}",
+            "drops or changes '<search>",
+        ),
         ("{{ messages[0]['content'] | e }}", "drops or changes '<think>"),
         ("{{ messages[0]['content'][:30000] }}", "drops or changes"),
         ("{{ messages[0]['content'][-30000:] }}", "drops or changes"),
@@ -403,13 +497,17 @@ def test_a_chat_template_s_clock_stands_still(tiny_path, tmp_path, monkeypatch):
         clock = SimpleNamespace(now=lambda year=year: datetime(year, 1, 2))
         monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", clock)
         assert in_template(tokenizer, [message]) == "Today Date: 26 Jul 2024\na"
-        assert f"02 Jan {year}" in tokenizer.apply_chat_template([message], tokenize=False)  # the danger is real
+        # the danger is real
+        assert f"02 Jan {year}" in tokenizer.apply_chat_template([message], tokenize=False)
 
 
 def test_a_chat_template_that_fails_on_some_message_is_named_with_it(tiny_path, tmp_path):
     odd = "{% if 'ß' in messages[0]['content'] %}{{ messages[0]['x']['y'] }}{% endif %}{{ messages[0]['content'] }}"
     tokenizer = load_tokenizer(changed(tiny_path, tmp_path, odd))
-    message, system = {"role": "user", "content": "Who?"}, {"role": "system", "content": "Be brief."}
+    message, system = (
+        {"role": "user", "content": "Who?"},
+        {"role": "system", "content": "Be brief."},
+    )
     assert in_template(tokenizer, [message]) == "Who?"
     assert "'Who?' of the user's" in refused(in_template, tokenizer, [system, message])
     line = refused(in_template, tokenizer, [message | {"content": "Question: who wrote Fuß?\n"}])
@@ -418,7 +516,9 @@ def test_a_chat_template_that_fails_on_some_message_is_named_with_it(tiny_path, 
 
 def test_a_tokenizer_that_cannot_write_the_stop_strings(tmp_path):
     words = Tokenizer(WordLevel({"<unk>": 0, "x": 1}, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", chat_template="{{ messages }}")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", chat_template="{{ messages }}"
+    )
     tokenizer.save_pretrained(tmp_path)
     assert "cannot write </search>" in refused(load_tokenizer, str(tmp_path), STOP)
     load_tokenizer(str(tmp_path))  # a caller that stops at nothing needs nothing written

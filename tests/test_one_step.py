@@ -1,4 +1,5 @@
-"""docs/one_step.md has the run's numbers and the sources' lines, and each relation that it states holds."""
+"""docs/one_step.md has the run's numbers and the sources' lines, and each relation that it states
+holds."""
 
 import ast
 import copy
@@ -30,7 +31,9 @@ def section(page: str, n: int) -> str:
 def rows(section: str) -> list[dict[str, str]]:
     """The table of a section, a dictionary a line."""
     head, _, *lines = [
-        [cell.strip(" *") for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:2] == "| "
+        [cell.strip(" *") for cell in line.split("|")[1:-1]]
+        for line in section.splitlines()
+        if line[:2] == "| "
     ]
     return [dict(zip(head, line, strict=True)) for line in lines]
 
@@ -54,8 +57,14 @@ def test_the_five_files_have_as_many_lines_to_read_as_it_says(page):
     assert len(path) == 5
     for file, names, lines in path:
         tree = ast.walk(ast.parse((ROOT / file).read_text()))
-        sizes = {node.name: node.end_lineno - node.lineno + 1 for node in tree if hasattr(node, "decorator_list")}
-        assert abs(sum(sizes[name] for name in re.findall(r"`(\w+)`", names)) - int(lines)) <= 10, file
+        sizes = {
+            node.name: node.end_lineno - node.lineno + 1
+            for node in tree
+            if hasattr(node, "decorator_list")
+        }
+        assert abs(sum(sizes[name] for name in re.findall(r"`(\w+)`", names)) - int(lines)) <= 10, (
+            file
+        )
 
 
 class Watched(Exception):
@@ -67,7 +76,10 @@ def test_the_numbers_are_those_of_the_run(page, tmp_path):
     """A number may differ by one in its last digit: processors add in different orders."""
     torch.set_num_threads(1)  # sums depend on it
     command = re.search(r"step (\d+) of `python inspo.py (.*?)`", page)
-    step, flags = int(command[1]), f"{command[2]} --device cpu --engine torch --out {tmp_path / 'run'}"
+    step, flags = (
+        int(command[1]),
+        f"{command[2]} --device cpu --engine torch --out {tmp_path / 'run'}",
+    )
     seen = {}
 
     def watched(cfg, task, policy, evolution, checkpoints, log):
@@ -78,7 +90,9 @@ def test_the_numbers_are_those_of_the_run(page, tmp_path):
             if t < step:
                 return update(t, taus)
             groups = [taus[k : k + cfg.G] for k in range(0, len(taus), cfg.G)]
-            seen["group"] = next(g for g in groups[cfg.mini :] if len({tau.reward for tau in g}) > 1)
+            seen["group"] = next(
+                g for g in groups[cfg.mini :] if len({tau.reward for tau in g}) > 1
+            )
             seen["tau"] = tau = max(seen["group"], key=lambda tau: tau.reward)
             seen["before"], seen["logps"] = copy.deepcopy(P), [learner.score([tau])[0].tolist()]
             seen["update"] = update(t, taus)
@@ -107,7 +121,9 @@ def test_the_numbers_are_those_of_the_run(page, tmp_path):
         told += [(row["w"], before.family[int(row["instruction"])].w), (row["p"], p)]
     for row, other in zip(rows(section(page, 4)), group, strict=True):
         told += [(row["reward"], other.reward), (row["A of the run"], other.advantage)]
-    assert [row["prediction"] for row in rows(section(page, 3))] == [other.prediction for other in group]
+    assert [row["prediction"] for row in rows(section(page, 3))] == [
+        other.prediction for other in group
+    ]
     engine = [lp for lp, m in zip(tau.logps, tau.mask, strict=True) if m]
     old, now, later = seen["logps"]
     columns = {"engine": engine, "pi_old": old, "pi": now, "pi later": later, "pi_ref": seen["ref"]}
@@ -121,9 +137,14 @@ def test_the_numbers_are_those_of_the_run(page, tmp_path):
     for row in rows(section(page, 6)):
         told += [(row["w"], P.family[int(row["instruction"])].w)]
         assert (row["p next"] == "pruned") == (int(row["instruction"]) not in next_p)
-        told += [(row["p next"], next_p[int(row["instruction"])])] if row["p next"] != "pruned" else []
+        told += (
+            [(row["p next"], next_p[int(row["instruction"])])] if row["p next"] != "pruned" else []
+        )
     for shown, number in told:
-        assert abs(float(shown) - number) <= 1.01 * 10 ** -len(shown.partition(".")[2]), (shown, number)
+        assert abs(float(shown) - number) <= 1.01 * 10 ** -len(shown.partition(".")[2]), (
+            shown,
+            number,
+        )
 
 
 def test_p_is_the_softmax_of_the_weights(page):
@@ -150,7 +171,10 @@ def test_rewards_follow_from_the_gold_answer_and_advantages_from_the_rewards(pag
     gold = re.search(r'normalized "(.*?)"', section(page, 3)).group(1)
     group = rows(section(page, 4))
     r = [float(tau["reward"]) for tau in group]
-    assert r == [answer["normalized"] == gold for answer in rows(section(page, 3))] and set(r) == {0.0, 1.0}
+    assert r == [answer["normalized"] == gold for answer in rows(section(page, 3))] and set(r) == {
+        0.0,
+        1.0,
+    }
     assert value(section(page, 4), "std ") == round(statistics.stdev(r), 4)
     for tau, x in zip(group, r, strict=True):
         A = (x - statistics.mean(r)) / (statistics.stdev(r) + 1e-6)
@@ -172,10 +196,18 @@ def test_a_token_s_term_follows_from_its_log_probabilities(page):
         kl = math.exp(ref - pi) - (ref - pi) - 1
         assert math.isclose(float(token["KL"]), kl, abs_tol=1e-4)
         S = min(rho * A, min(max(rho, low), high) * A)
-        assert math.isclose(float(token["term"]), -(S - beta * kl) / (size * trajectories), rel_tol=2e-3)
+        assert math.isclose(
+            float(token["term"]), -(S - beta * kl) / (size * trajectories), rel_tol=2e-3
+        )
     assert max(abs(float(token["rho"]) - 1) for token in tokens) > 0.05  # there is something to see
-    worked = tokens[[token["text"] for token in tokens].index(re.search(r"By hand, .*?, (`.*?`)", text).group(1))]
-    assert value(text, "rho ") == float(worked["rho"]) and value(text, "term") == float(worked["term"])
+    worked = tokens[
+        [token["text"] for token in tokens].index(
+            re.search(r"By hand, .*?, (`.*?`)", text).group(1)
+        )
+    ]
+    assert value(text, "rho ") == float(worked["rho"]) and value(text, "term") == float(
+        worked["term"]
+    )
 
 
 def test_the_instruction_s_weight_is_the_mean_of_its_window(page):
@@ -186,8 +218,13 @@ def test_the_instruction_s_weight_is_the_mean_of_its_window(page):
     for I in after:
         rewards = [float(r) for r in I["rewards so far"].split()]
         assert math.isclose(float(I["w"]), statistics.mean(rewards), abs_tol=6e-4)
-        assert I["w before"] == before[I["instruction"]]["w"] and I["p before"] == before[I["instruction"]]["p"]
-    assert value(section(page, 6), "w    ") == float(next(I["w"] for I in after if I["instruction"] == drawn))
+        assert (
+            I["w before"] == before[I["instruction"]]["w"]
+            and I["p before"] == before[I["instruction"]]["p"]
+        )
+    assert value(section(page, 6), "w    ") == float(
+        next(I["w"] for I in after if I["instruction"] == drawn)
+    )
 
 
 def test_the_pruned_ones_have_the_lowest_weights_and_leave_their_probability_to_the_others(page):

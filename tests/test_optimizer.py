@@ -10,7 +10,12 @@ from world.optimizer import reply_to
 
 GAME = "Find the number. Guess by <guess> number </guess>; you read <hint> </hint>. Then <answer> it </answer>."
 MIXED = f"{START} Count words by <count> text </count>."
-FAILURE = [("Question: Which number?\n<guess> 3 </guess>\n\n<hint>higher</hint>\n\n<answer> 3 </answer>", ("7",))]
+FAILURE = [
+    (
+        "Question: Which number?\n<guess> 3 </guess>\n\n<hint>higher</hint>\n\n<answer> 3 </answer>",
+        ("7",),
+    )
+]
 
 
 @pytest.mark.parametrize("instruction", [GAME, MIXED])
@@ -28,7 +33,11 @@ def test_tags_of_another_tool_are_kept(instruction, prompt):
 
 
 def test_revisions_of_a_foreign_instruction_differ_from_it():
-    texts = {text for seed in range(5) for text in parse(reply_to(reflection_prompt(GAME, FAILURE, 6, 4000), seed))}
+    texts = {
+        text
+        for seed in range(5)
+        for text in parse(reply_to(reflection_prompt(GAME, FAILURE, 6, 4000), seed))
+    }
     assert len(texts) > 10 and GAME not in texts
 
 
@@ -36,10 +45,11 @@ QUESTION = "Which currency is used in Esik?"
 MIRROR, ESIK, KAZAKHSTAN = (
     f"<search> {query} </search>\n<information>Doc 1(Title: {title}) {fact}.</information>\n"
     for query, title, fact in [
-        (QUESTION, "Esik", "Esik is a place in Kazakhstan"), ("Esik", "Esik", "Esik is a place in Kazakhstan"),
+        (QUESTION, "Esik", "Esik is a place in Kazakhstan"),
+        ("Esik", "Esik", "Esik is a place in Kazakhstan"),
         ("Kazakhstan", "Kazakhstan", "The currency of Kazakhstan is the Kazakhstani tenge (KZT)"),
     ]
-)  # fmt: skip
+)
 SYMPTOMS = {  # what an agent did -> the clause that it lacks
     "<answer> Russian ruble </answer>": "entity",
     f"{MIRROR}<answer> Kazakhstan </answer>": "entity",
@@ -51,7 +61,8 @@ SYMPTOMS = {  # what an agent did -> the clause that it lacks
 
 @pytest.mark.parametrize("acted", SYMPTOMS)
 def test_questions_that_are_not_the_world_s_are_diagnosed_by_their_right_answers(acted):
-    """Of five clauses that a failure can ask for, the one that it shows is proposed most, in each of its wordings."""
+    """Of five clauses that a failure can ask for, the one that it shows is proposed most, in each
+    of its wordings."""
     failure = (f"Question: {QUESTION}\n{acted}", ("Kazakhstani tenge", "KZT"))
     found = dict.fromkeys(SYMPTOMS.values(), 0)
     for seed in range(60):

@@ -30,18 +30,42 @@ def prompt(tokenizer, instruction, question):
 
 
 def spellings(tokenizer):
-    """Every token of control, and the same in capitals, full width, with a blank and with an invisible character."""
+    """Every token of control, and the same in capitals, full width, with a blank and with an
+    invisible character."""
     out = []
     for token in tokenizer.added_tokens_decoder.values():
         text = token.content
         wide = "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in text)
-        out += [text, text.upper(), wide, text[0] + "\u200b" + text[1:], text[0] + " " + text[1:], text[1:], text[:-1]]
+        out += [
+            text,
+            text.upper(),
+            wide,
+            text[0] + "\u200b" + text[1:],
+            text[0] + " " + text[1:],
+            text[1:],
+            text[:-1],
+        ]
     return out
 
 
 def pieces(name):
     tags = [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")]
-    words = ["Paris", "the", " ", "\n", "<", "</", "|", "[", "é", "漢", "\u202e", "1", "Question:", "Doc 1(Title: x)"]
+    words = [
+        "Paris",
+        "the",
+        " ",
+        "\n",
+        "<",
+        "</",
+        "|",
+        "[",
+        "é",
+        "漢",
+        "\u202e",
+        "1",
+        "Question:",
+        "Doc 1(Title: x)",
+    ]
     return st.sampled_from([*spellings(made(name)), *tags, *words])
 
 
@@ -66,7 +90,12 @@ def test_no_outside_text_becomes_a_control_token(name):
         assert ids[-len(end) :] == end and len(ids) <= max(limit, len(end))
         text = tokenizer.decode(ids, skip_special_tokens=False)
         assert text.count("</information>") == 1
-        assert not any(text.count(f"<{slash}{tag}>") for tag in TAGS if tag != "information" for slash in ("", "/"))
+        assert not any(
+            text.count(f"<{slash}{tag}>")
+            for tag in TAGS
+            if tag != "information"
+            for slash in ("", "/")
+        )
 
     check()
 
@@ -75,7 +104,10 @@ def test_no_outside_text_becomes_a_control_token(name):
 def test_the_control_tokens_would_come_through_if_nobody_looked(name):
     """What the test above guards against is real for every one of its tokenizers."""
     tokenizer = made(name)
-    assert any(set(encode(tokenizer, f"a {text} b")) & control_ids(tokenizer) for text in spellings(tokenizer))
+    assert any(
+        set(encode(tokenizer, f"a {text} b")) & control_ids(tokenizer)
+        for text in spellings(tokenizer)
+    )
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -100,9 +132,14 @@ def test_the_texts_of_the_world_keep_their_tokens():
     rows = [json.loads(line) for line in (WORLD / "corpus.jsonl").open()]
     for row in random.Random(0).sample(rows, 200):
         expected = encode(tokenizer, f"\n\n<information>{SEARCH.show([row['contents']])}")
-        assert encode_observation(tokenizer, SEARCH, [row["contents"]], 10_000, TAGS)[: len(expected)] == expected
+        assert (
+            encode_observation(tokenizer, SEARCH, [row["contents"]], 10_000, TAGS)[: len(expected)]
+            == expected
+        )
     instruction = (WORLD / "instruction.txt").read_text().strip()
-    tags = encode(tokenizer, "<think></think><search></search><information></information><answer></answer>")
+    tags = encode(
+        tokenizer, "<think></think><search></search><information></information><answer></answer>"
+    )
     assert len(tags) == 8 and set(tags) <= set(prompt(tokenizer, instruction, "who?"))
 
 
@@ -143,7 +180,9 @@ def test_what_the_agent_and_its_passages_say_moves_no_cursor(capsys):
     tau.turns = [Turn("<search>\x1b[2J</search>", "search", "", ["\x9b2J\x1b]0;owned\x07 passage"])]
     ask.show(tau)
     shown = capsys.readouterr().out
-    assert "\x1b" not in shown and "\x9b" not in shown and "\\x1b[31mx" in shown and "passage" in shown
+    assert (
+        "\x1b" not in shown and "\x9b" not in shown and "\\x1b[31mx" in shown and "passage" in shown
+    )
 
 
 def test_a_run_s_notes_move_no_cursor():
@@ -153,9 +192,14 @@ def test_a_run_s_notes_move_no_cursor():
     log.run = SimpleNamespace(append=lambda *row: None)
     parent, call = Instruction(3, "x"), Call("k", "p", "r", 1, 1, 0.0, False, cut=True)
     log.proposed(15, 0, parent, call, [], [])
-    log.proposed(15, 0, parent, call, [], [{"k": 1, "reason": "lost \x1b[2J"}, {"k": 2, "reason": "empty"}])
+    log.proposed(
+        15, 0, parent, call, [], [{"k": 1, "reason": "lost \x1b[2J"}, {"k": 2, "reason": "empty"}]
+    )
     log.proposed(15, 0, parent, call, [2], [{"k": 1, "reason": "empty"}])
-    begin, end = "step  15  the optimizer's reply has no candidate, ", "; it was cut off by a length limit"
+    begin, end = (
+        "step  15  the optimizer's reply has no candidate, ",
+        "; it was cut off by a length limit",
+    )
     assert said == [
         f"{begin}0 were rejected; it has no <ins_k> block{end}",
         f"{begin}2 were rejected; the first: lost \\x1b[2J{end}",
@@ -163,7 +207,9 @@ def test_a_run_s_notes_move_no_cursor():
 
 
 def test_no_control_character_reaches_a_terminal():
-    hostile = "".join(map(chr, [*range(32), 127, *range(128, 160), 0x202E, 0x2066, 0xFEFF, 0xE0041, 0xD800]))
+    hostile = "".join(
+        map(chr, [*range(32), 127, *range(128, 160), 0x202E, 0x2066, 0xFEFF, 0xE0041, 0xD800])
+    )
     shown = printable(hostile)
     assert set(shown) - set("\t\n") <= set(map(chr, range(32, 127)))
     assert printable("\x1b[2J\r") == "\\x1b[2J\\r"

@@ -7,7 +7,9 @@ from training.policy import Policy
 
 
 def tau(prompt, *turns):
-    found = Trajectory(0, Question("q", "Who?"), 0, list(range(prompt)), prompt, [0] * prompt, [0.0] * prompt)
+    found = Trajectory(
+        0, Question("q", "Who?"), 0, list(range(prompt)), prompt, [0] * prompt, [0.0] * prompt
+    )
     for n in turns:
         found.act([1] * n, [-1.0] * n)
         found.observe([2] * 3)
@@ -16,7 +18,9 @@ def tau(prompt, *turns):
 
 def test_a_second_s_tokens_by_hand():
     policy = SimpleNamespace(
-        seconds={"rollout": 3.0, "update": 0.5}, ranks=SimpleNamespace(device="cpu"), faults=lambda: 7
+        seconds={"rollout": 3.0, "update": 0.5},
+        ranks=SimpleNamespace(device="cpu"),
+        faults=lambda: 7,
     )
     found = Policy.pace(policy, [tau(10, 4, 6), tau(20, 5)])
     assert found["time/sampled_per_s"] == (4 + 6 + 5) / 3
@@ -28,9 +32,11 @@ def test_a_second_s_tokens_by_hand():
 def test_memory_that_vllm_gives_back_asleep_is_not_counted(monkeypatch):
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 90e9)
     policy = SimpleNamespace(
-        seconds={"rollout": 1.0, "update": 1.0}, ranks=SimpleNamespace(device="cuda"), faults=int,
+        seconds={"rollout": 1.0, "update": 1.0},
+        ranks=SimpleNamespace(device="cuda"),
+        faults=int,
         engine=SimpleNamespace(asleep=60e9),
-    )  # fmt: skip
+    )
     assert Policy.pace(policy, [])["time/peak_gb"] == 30
     policy.engine = None  # torch's own engine gives nothing back
     assert Policy.pace(policy, [])["time/peak_gb"] == 90

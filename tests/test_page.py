@@ -1,4 +1,5 @@
-"""The page's data: what is read of a run, the family tree, the sample of trajectories, the first screen, the HTML."""
+"""The page's data: what is read of a run, the family tree, the sample of trajectories, the first
+screen, the HTML."""
 
 import base64
 import gzip
@@ -45,15 +46,19 @@ def instruction(id: int, text: str, parent: object = None, born: int = 0, **more
 
 
 def read_lines(file: Path) -> list[dict]:
-    lines = gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
+    lines = (
+        gzip.open(file, "rt", encoding="utf-8")
+        if file.suffix == ".gz"
+        else file.open(encoding="utf-8")
+    )
     return [json.loads(line) for line in lines]
 
 
 def game(path: Path) -> Path:
     """Copies RUN as a run of another task would have written it.
 
-    Its metric is "won", its tool is counted as "moves", nobody predicts an answer, and a trajectory that fails may be
-    rewarded more than one that wins.
+    Its metric is "won", its tool is counted as "moves", nobody predicts an answer, and a trajectory
+    that fails may be rewarded more than one that wins.
     """
     shutil.copytree(RUN, path)
     names = {"em": "won", "searches": "moves"}
@@ -69,7 +74,12 @@ def game(path: Path) -> Path:
     write(path, "metrics.jsonl", *rows)
     summary = json.loads((path / "summary.json").read_text())
     summary["held_out"] = {name: renamed(row) for name, row in summary["held_out"].items()}
-    summary |= {"metric": "won", "metrics": ["won", "fuel"], "tools": ["moves"], "end": renamed(summary["end"])}
+    summary |= {
+        "metric": "won",
+        "metrics": ["won", "fuel"],
+        "tools": ["moves"],
+        "end": renamed(summary["end"]),
+    }
     write(path, "summary.json", summary | {"conclusion": "won +0.08; the policy alone has +0.08"})
     config = json.loads((path / "config.json").read_text())
     write(path, "config.json", config | {"mode": "tournament", "unheard_of": [1]})
@@ -78,7 +88,11 @@ def game(path: Path) -> Path:
         for k, row in enumerate(rows):
             failed = row["reward"] < 1 if "I_star" not in file.name else "first" in file.name
             reward = [-1.0, 0.5, 1.5][k % 3] if failed else [3.0, 0.5][k % 2]
-            row |= {"failed": failed, "reward": reward, "metrics": {"won": float(not failed), "fuel": 2.5}}
+            row |= {
+                "failed": failed,
+                "reward": reward,
+                "metrics": {"won": float(not failed), "fuel": 2.5},
+            }
             row |= {"prediction": None, "golds": []}
         with gzip.open(file, "wt") as f:
             f.writelines(json.dumps(row) + "\n" for row in rows)
@@ -111,14 +125,24 @@ def unpack(text: str) -> object:
 
 def test_lines_cut_short_and_damaged_are_counted_and_left_out(tmp_path):
     write(tmp_path, "config.json", {"T": 5})
-    rows = ['{"t": 1, "reward": 0.5}', "not json", '{"reward": 1}', "[1]", '{"t": 1, "reward": 0.75}', "[" * 5000]
+    rows = [
+        '{"t": 1, "reward": 0.5}',
+        "not json",
+        '{"reward": 1}',
+        "[1]",
+        '{"t": 1, "reward": 0.75}',
+        "[" * 5000,
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*rows, '{"t": 2, "rew']))
     run = read_run(tmp_path)
-    assert run.steps == [{"t": 1, "reward": 0.75}] and (run.t, run.T) == (1, 5)  # of two rows of a step the later one
+    # of two rows of a step the later one
+    assert run.steps == [{"t": 1, "reward": 0.75}] and (run.t, run.T) == (1, 5)
     assert "metrics.jsonl: 5 lines are cut short or damaged" in " ".join(run.missing)
 
 
-@pytest.mark.parametrize("gone", [[p.name] for p in RUN.iterdir()] + [["config.json", "reflections.jsonl"]])
+@pytest.mark.parametrize(
+    "gone", [[p.name] for p in RUN.iterdir()] + [["config.json", "reflections.jsonl"]]
+)
 def test_whatever_is_missing_a_page_is_made_that_says_so(tmp_path, gone):
     path = shutil.copytree(RUN, tmp_path / "run")
     for name in gone:
@@ -169,34 +193,65 @@ def test_the_tree_says_who_left_when_and_who_was_refused(tmp_path):
     a, b = instruction(0, "a"), instruction(1, "b", 0)
     c, d = instruction(2, "c", 1, born=4), instruction(3, "d", 1, born=4)
     write(
-        tmp_path, "population.jsonl", {"t": 0, "event": "start", "P": [a, b]}, {"t": 2, "event": "prune", "P": [b]},
+        tmp_path,
+        "population.jsonl",
+        {"t": 0, "event": "start", "P": [a, b]},
+        {"t": 2, "event": "prune", "P": [b]},
         {"t": 4, "event": "evolve", "P": [c, d]},
-    )  # fmt: skip
+    )
     write(
-        tmp_path, "metrics.jsonl", {"t": 1, "w": {"0": 0.1, "1": 0.5}, "p": {"0": 0.2, "1": 0.8}, "n": {"1": 10}},
+        tmp_path,
+        "metrics.jsonl",
+        {"t": 1, "w": {"0": 0.1, "1": 0.5}, "p": {"0": 0.2, "1": 0.8}, "n": {"1": 10}},
         {"t": 2, "w": {"1": 0.6}, "p": {"1": 1.0}, "n": {"1": 10}},
-    )  # fmt: skip
+    )
     blocks = "".join(f"<ins_{k}> {text} </ins_{k}>\n" for k, text in enumerate("chdeg", 1))
-    call = {"prompt": "<example>\nResponse: Question: q?\nx\nCorrect answer: g\n</example>", "prompt_tokens": 7}
+    call = {
+        "prompt": "<example>\nResponse: Question: q?\nx\nCorrect answer: g\n</example>",
+        "prompt_tokens": 7,
+    }
     call |= {"reply": f"Because.\n{blocks}<ins_7> j </in", "completion_tokens": 2, "seconds": 0.5}
-    verified = [{"text": text, "r": r, "r_parent": 0.4} for text, r in zip("cdeg", (0.5, 0.3, 0.3, 0.4), strict=True)]
+    verified = [
+        {"text": text, "r": r, "r_parent": 0.4}
+        for text, r in zip("cdeg", (0.5, 0.3, 0.3, 0.4), strict=True)
+    ]
     write(
-        tmp_path, "reflections.jsonl", {"t": 4, "round": 1, "parent": 1, "call": call},
-        {"t": 4, "round": 1, "parent": 1, "accepted": [1, 3, 4, 5], "rejected": [{"k": 2, "reason": "duplicate"}]},
+        tmp_path,
+        "reflections.jsonl",
+        {"t": 4, "round": 1, "parent": 1, "call": call},
+        {
+            "t": 4,
+            "round": 1,
+            "parent": 1,
+            "accepted": [1, 3, 4, 5],
+            "rejected": [{"k": 2, "reason": "duplicate"}],
+        },
         {"t": 4, "round": 1, "parent": 1, "D_B": ["q"] * 20, "verified": verified},
-    )  # fmt: skip
+    )
     tree = family(read_run(tmp_path))
     by_id = {I["id"]: I for I in tree["instructions"]}
-    assert [(I["left"], I["why"]) for I in by_id.values()] == [(2, "pruned"), (4, "succeeded"), (None, ""), (None, "")]
+    assert [(I["left"], I["why"]) for I in by_id.values()] == [
+        (2, "pruned"),
+        (4, "succeeded"),
+        (None, ""),
+        (None, ""),
+    ]
     assert [I["parents"] for I in by_id.values()] == [[], [0], [1], [1]]
-    assert by_id[1]["history"] == [[1, 0.5, 0.8, 10], [2, 0.6, 1.0, 10]] and by_id[0]["history"][0][3] == 0
+    assert (
+        by_id[1]["history"] == [[1, 0.5, 0.8, 10], [2, 0.6, 1.0, 10]]
+        and by_id[0]["history"][0][3] == 0
+    )
     assert (by_id[2]["r"], by_id[2]["questions"], by_id[3]["r"]) == (0.5, 20, 0.3)
     assert [(c["text"], c["why"]) for c in tree["refused"]] == [
-        ("h", "duplicate"), ("e", "below its parent"), ("g", "no place was left"),
-    ]  # fmt: skip
+        ("h", "duplicate"),
+        ("e", "below its parent"),
+        ("g", "no place was left"),
+    ]
     assert tree["candidates"] == {"4.1.1": "2", "4.1.2": "3", "4.1.3": "r1", "4.1.4": "r2"}
     told = tree["calls"][by_id[2]["call"]]
-    assert told["analysis"] == "Because." and told["failures"] == [{"text": "Question: q?\nx", "gold": "g"}]
+    assert told["analysis"] == "Because." and told["failures"] == [
+        {"text": "Question: q?\nx", "gold": "g"}
+    ]
     assert lineage({0: None, 1: 0, 2: 1, 3: 1}, 2) == [0, 1, 2]
 
 
@@ -217,7 +272,8 @@ def test_the_sample_takes_watched_groups_first_and_says_how_many_there_were(tmp_
     index, pages = sample.sample(run, family(run), 45)
     rows = rows_of(index)
     training = [row for row in rows if row["kind"] == "training"]
-    assert len(training) == 45 and all(row["tokens"] for row in training)  # 9 steps, one group of five each
+    # 9 steps, one group of five each
+    assert len(training) == 45 and all(row["tokens"] for row in training)
     everything, _ = sample.sample(run, family(run), 10**6)
     assert everything["all"] == everything["seen"] == index["all"] > index["seen"] == len(rows)
     contents = [unpack(page) for page in pages.values()]
@@ -243,16 +299,28 @@ def test_rollouts_of_a_verification_are_played_under_a_parent_and_its_candidates
 
 
 def test_a_response_is_cut_where_the_policy_stops_and_a_tool_speaks():
-    parts = [["act", "<search> x </search>"], ["obs", "<information>Doc</information>"], ["act", "what"]]
+    parts = [
+        ["act", "<search> x </search>"],
+        ["obs", "<information>Doc</information>"],
+        ["act", "what"],
+    ]
     parts += [["obs", "\n\nThat was neither\n\n"], ["act", "<answer> x </answer>"]]
     turns = [{"text": text} for kind, text in parts if kind == "act"]
     assert sample.parts({"response": "".join(text for _, text in parts), "turns": turns}) == parts
-    assert sample.parts({"response": "all of it", "turns": [{"text": "elsewhere"}]}) == [["act", "all of it"]]
+    assert sample.parts({"response": "all of it", "turns": [{"text": "elsewhere"}]}) == [
+        ["act", "all of it"]
+    ]
 
 
 # ---- the first screen
 
-GOOD = {"reward": 0.5, "entropy": 0.3, "answered": 0.9, "zero_variance_groups": 0.4, "logp_gap": 1e-6}
+GOOD = {
+    "reward": 0.5,
+    "entropy": 0.3,
+    "answered": 0.9,
+    "zero_variance_groups": 0.4,
+    "logp_gap": 1e-6,
+}
 GOOD |= {"search/faults": 0, "loss": 0.1, "grad_norm": 1.0}
 
 
@@ -276,12 +344,31 @@ FALLS = [
         ([GOOD] * 10 + [GOOD | {"logp_gap": 0.2}] * 10, ["logp_gap"], ["0.2", "step 11"]),
         ([GOOD] * 10 + [GOOD | {"loss": float("nan")}] * 10, ["loss"], ["step 11"]),
         ([GOOD] * 10 + [GOOD | {"reward": 0.1}] * 10, ["reward"], ["0.50", "0.10"]),
-        ([GOOD] * 10 + [GOOD | {"skipped_updates": 2}] * 10, ["skipped_updates"], ["20 optimizer steps"]),
-        ([GOOD | {"reward": 0, "zero_variance_groups": 1}] * 10, ["zero_variance_groups"], ["nothing to learn"]),
-        ([GOOD] * 3 + [GOOD | {"answered": 0}] * 6 + [GOOD] * 9, ["answered"], ["Up to step 9, for 6 steps"]),
-        ([GOOD | {"adds/empty": 0, "adds/failed": 1}] * 10, [""], ["To the end, for 10 steps in a row all adds"]),
+        (
+            [GOOD] * 10 + [GOOD | {"skipped_updates": 2}] * 10,
+            ["skipped_updates"],
+            ["20 optimizer steps"],
+        ),
+        (
+            [GOOD | {"reward": 0, "zero_variance_groups": 1}] * 10,
+            ["zero_variance_groups"],
+            ["nothing to learn"],
+        ),
+        (
+            [GOOD] * 3 + [GOOD | {"answered": 0}] * 6 + [GOOD] * 9,
+            ["answered"],
+            ["Up to step 9, for 6 steps"],
+        ),
+        (
+            [GOOD | {"adds/empty": 0, "adds/failed": 1}] * 10,
+            [""],
+            ["To the end, for 10 steps in a row all adds"],
+        ),
         ([], [""], ["No step"]),
-        *(([GOOD | {"reward": float(r)} for r in rewards], ["reward"] * fell, []) for rewards, fell in FALLS),
+        *(
+            ([GOOD | {"reward": float(r)} for r in rewards], ["reward"] * fell, [])
+            for rewards, fell in FALLS
+        ),
     ],
 )
 def test_what_a_person_would_point_at_is_a_warning(rows, panels, numbers):
@@ -290,7 +377,9 @@ def test_what_a_person_would_point_at_is_a_warning(rows, panels, numbers):
     assert all(number in out[0]["text"] for number in numbers)
 
 
-@pytest.mark.parametrize("mode, evolved, n", [("inspo", False, 1), ("inspo", True, 0), ("static", False, 0)])
+@pytest.mark.parametrize(
+    "mode, evolved, n", [("inspo", False, 1), ("inspo", True, 0), ("static", False, 0)]
+)
 def test_a_run_in_which_nothing_evolved_says_so(mode, evolved, n):
     run = run_of(*[GOOD] * 10)
     run.config["mode"], run.summary["evolved"] = mode, evolved
@@ -304,11 +393,14 @@ def test_the_cost_of_an_unfinished_run_is_that_of_the_finished_one():
     part = cost(run)
     for name in ("calls", "prompt_tokens", "completion_tokens", "training", "verification"):
         assert part[name] == whole[name] > 0, name
-    assert whole["prompt_tokens"] + whole["completion_tokens"] == summary["ledger"]["optimizer_tokens"]
+    assert (
+        whole["prompt_tokens"] + whole["completion_tokens"] == summary["ledger"]["optimizer_tokens"]
+    )
     phases, evolve = whole["phases"], sum(row.get("time/evolve", 0) for row in rows)
     assert whole["training"] == sum(sum(row["n"].values()) for row in rows if row["t"])
     assert sum(phases.values()) == pytest.approx(whole["seconds"]) and min(phases.values()) >= 0
-    assert phases["verify"] == sum(row.get("time/verify", 0) for row in rows) > 0  # it is a part of time/evolve
+    # it is a part of time/evolve
+    assert phases["verify"] == sum(row.get("time/verify", 0) for row in rows) > 0
     assert phases["verify"] + phases["evolve"] == pytest.approx(evolve)
 
 
@@ -316,7 +408,10 @@ def test_the_first_screen_of_a_real_run():
     run = read_run(RUN)
     tree, summary = family(run), run.summary
     assert winner(run, tree)["lineage"] == summary["generations"]
-    assert learned(run)["table"] == summary["held_out"] and learned(run)["sentence"] == summary["conclusion"]
+    assert (
+        learned(run)["table"] == summary["held_out"]
+        and learned(run)["sentence"] == summary["conclusion"]
+    )
     assert status(run)["state"] == "finished" and status(run)["t"] == 9
     run.summary, run.written = {}, 0.0
     best = winner(run, tree)
@@ -329,17 +424,29 @@ def test_a_run_of_another_task_is_shown_by_its_own_metric(tmp_path):
     summary = json.loads((path / "summary.json").read_text())
     page, pages = html.describe(read_run(path), 10**6)
     assert (page["metric"], page["metrics"], page["tools"]) == ("won", ["won", "fuel"], ["moves"])
-    assert page["learned"]["table"] == summary["held_out"] and page["missing"] == page["warnings"] == []
+    assert (
+        page["learned"]["table"] == summary["held_out"]
+        and page["missing"] == page["warnings"] == []
+    )
     series = page["curves"]["series"]
-    assert "em" not in series and series["test/won"][-1] == summary["held_out"]["trained policy, I_star"]["won"]
+    assert (
+        "em" not in series
+        and series["test/won"][-1] == summary["held_out"]["trained policy, I_star"]["won"]
+    )
     instructions, refused = page["tree"]["instructions"], page["tree"]["refused"]
     assert min(w for I in instructions for _, w, *_ in I["history"]) == -1
     assert {c["why"] for c in refused} == {"below its parent"}
     [shown, *_] = unpack(pages["test-trained_policy-I_star"])
     assert shown["prediction"] is None and shown["golds"] == [] and shown["metrics"]["fuel"] == 2.5
-    stored = [row for name in pages if name != "calls" for row in read_lines(path / f"trajectories/{name}.jsonl.gz")]
+    stored = [
+        row
+        for name in pages
+        if name != "calls"
+        for row in read_lines(path / f"trajectories/{name}.jsonl.gz")
+    ]
     entries = [(row["reward"], row["failed"]) for row in rows_of(page["index"])]
-    assert entries == [(row["reward"], row["failed"]) for row in stored]  # a failure is what its row says
+    # a failure is what its row says
+    assert entries == [(row["reward"], row["failed"]) for row in stored]
     (path / "summary.json").unlink()
     unfinished = read_run(path)
     assert unfinished.metrics == ["won", "fuel"] and unfinished.tools == ["moves"]
@@ -363,8 +470,9 @@ def test_runs_that_differ_by_their_seed_are_one_group():
     ]
     assert [g["label"] for g in groups([Run(Path("a")), Run(Path("b"))])] == ["a", "b"]
     assert curves(run_of({"reward": 1.0, "w": {}}, {"kl": float("inf")})) == {
-        "t": [1, 2], "series": {"reward": [1.0, None]}
-    }  # fmt: skip
+        "t": [1, 2],
+        "series": {"reward": [1.0, None]},
+    }
 
 
 # ---- the HTML
@@ -377,19 +485,31 @@ def test_text_of_a_model_cannot_leave_its_element_nor_a_password_reach_the_page(
     for row in rows:
         row["P"] = [I | {"text": evil} for I in row["P"]]
     write(path, "population.jsonl", *rows)
-    config = json.loads((path / "config.json").read_text()) | {"retriever": "https://ann:Geheim7@host:8000"}
+    config = json.loads((path / "config.json").read_text()) | {
+        "retriever": "https://ann:Geheim7@host:8000"
+    }
     write(path, "config.json", config | {"model": evil, evil: 1})
     text = build([path])
-    data = next(json.loads(body) for attributes, body in scripts_of(text) if 'id="data"' in attributes)
+    data = next(
+        json.loads(body) for attributes, body in scripts_of(text) if 'id="data"' in attributes
+    )
     assert "<img" not in text and "<!--<" not in text and "{{data}}" in text
-    assert data["runs"][0]["tree"]["instructions"][0]["text"] == evil == data["runs"][0]["config"]["model"]
+    assert (
+        data["runs"][0]["tree"]["instructions"][0]["text"]
+        == evil
+        == data["runs"][0]["config"]["model"]
+    )
     assert data["runs"][0]["config"]["retriever"] == "https://host:8000" and "Geheim7" not in text
 
 
 def test_only_the_page_s_own_script_may_run_and_nothing_is_fetched():
     page = build([RUN])
     data_only = ('type="application/json"', 'type="text/plain"')
-    [running] = [body for attributes, body in scripts_of(page) if not attributes.strip().startswith(data_only)]
+    [running] = [
+        body
+        for attributes, body in scripts_of(page)
+        if not attributes.strip().startswith(data_only)
+    ]
     digest = base64.b64encode(hashlib.sha256(running.encode()).digest()).decode()
     assert f"default-src 'none'; script-src 'sha256-{digest}';" in page
     assert not any("src=" in attributes for attributes, _ in scripts_of(page))
@@ -399,7 +519,9 @@ def test_only_the_page_s_own_script_may_run_and_nothing_is_fetched():
 def test_report_py_writes_where_it_is_told(tmp_path, capsys):
     path = shutil.copytree(RUN, tmp_path / "run")
     report.main([str(path)])
-    assert (path / "report.html").read_text().startswith("<!doctype html>") and "report.html" in capsys.readouterr().out
+    assert (path / "report.html").read_text().startswith(
+        "<!doctype html>"
+    ) and "report.html" in capsys.readouterr().out
     report.main([str(path), str(RUN), "--out", str(tmp_path / "two.html")])
     assert (tmp_path / "two.html").read_text().count('"curves":') == 2
 
@@ -420,7 +542,8 @@ def test_a_fault_of_report_py_is_one_line(argv, says, capsys):
 
 def test_of_a_page_that_does_not_fit_nothing_is_left(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # the write fails half way, as on a disk that is full
+    # the write fails half way, as on a disk that is full
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         with pytest.raises(Fault, match="cannot write"):
             html.write([RUN], tmp_path / "page.html")
@@ -438,7 +561,9 @@ def test_the_server_answers_this_machine_alone_and_follows_the_run(tmp_path):
             return reply.status_code, reply.text
 
         before = get("/stamp")[1]
-        assert get("/")[0] == 200 and f'"live":"{before}"' in get("/")[1] and before == stamp([path])
+        assert (
+            get("/")[0] == 200 and f'"live":"{before}"' in get("/")[1] and before == stamp([path])
+        )
         assert get("/etc/passwd")[0] == 404 and get("/", Host="evil.example:80")[0] == 400
         with (path / "metrics.jsonl").open("a") as f:
             f.write('{"t": 10, "reward": 0.987654}\n')
@@ -449,8 +574,13 @@ def test_the_server_answers_this_machine_alone_and_follows_the_run(tmp_path):
 
 def test_report_py_serves_until_it_is_interrupted(tmp_path):
     command = [sys.executable, "report.py", str(RUN), "--serve", "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=RUN.parents[2])
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=RUN.parents[2]
+    )
     url = process.stdout.readline().strip().removeprefix("listening on ")
-    assert url.startswith("http://127.0.0.1:") and "<!doctype html>" in requests.get(url, timeout=10).text
+    assert (
+        url.startswith("http://127.0.0.1:")
+        and "<!doctype html>" in requests.get(url, timeout=10).text
+    )
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=30) == ("", "stopped by SIGINT\n")

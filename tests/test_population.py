@@ -1,4 +1,5 @@
-"""The population of instructions (§3.1, Eq. 4 and 6, Alg. 1 L5, L9-13, L17) and the replay buffer (§3.2)."""
+"""The population of instructions (§3.1, Eq. 4 and 6, Alg. 1 L5, L9-13, L17) and the replay buffer
+(§3.2)."""
 
 import json
 import math
@@ -35,18 +36,21 @@ def weights(P):
     return [I.w for I in P.active]
 
 
-# --- Eq. 4 --------------------------------------------------------------------------------------------------------
+# --- Eq. 4
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_selection_probabilities_are_the_softmax_of_the_weights_over_tau_s():
     P = population(0.5, 0.3, 0.0, tau_s=0.2)
     e = [math.exp(0.5 / 0.2), math.exp(0.3 / 0.2), math.exp(0.0 / 0.2)]
     assert P.probabilities() == pytest.approx([x / sum(e) for x in e], rel=1e-12)
-    assert P.probabilities()[0] / P.probabilities()[1] == pytest.approx(math.e)  # 0.2 apart at tau_s 0.2
+    # 0.2 apart at tau_s 0.2
+    assert P.probabilities()[0] / P.probabilities()[1] == pytest.approx(math.e)
 
 
 def test_a_low_temperature_exploits_a_high_one_explores_and_neither_overflows():
-    assert population(*[None] * 7).probabilities() == pytest.approx([1 / 7] * 7)  # nobody has been sampled yet
+    # nobody has been sampled yet
+    assert population(*[None] * 7).probabilities() == pytest.approx([1 / 7] * 7)
     assert population(1.0, 0.0, tau_s=1e-4).probabilities() == pytest.approx([1, 0])
     assert population(1.0, 0.0, tau_s=1e4).probabilities() == pytest.approx([0.5, 0.5], abs=1e-3)
 
@@ -75,7 +79,11 @@ def test_every_question_is_drawn_an_instruction_that_all_its_trajectories_follow
     jobs = P.draw(rng(3), asked, 4)
     drawn = P.sample(rng(3), 20)
     assert len({I.id for I in drawn}) == 3
-    want = [(I.id, I.text, q, k) for k, (I, q) in enumerate(zip(drawn, asked, strict=True)) for _ in range(4)]
+    want = [
+        (I.id, I.text, q, k)
+        for k, (I, q) in enumerate(zip(drawn, asked, strict=True))
+        for _ in range(4)
+    ]
     assert [(job.instruction, job.text, job.question, job.group) for job in jobs] == want
 
 
@@ -89,7 +97,8 @@ def test_sampling_is_a_function_of_the_generator_alone():
     assert draw(8) != first
 
 
-# --- Eq. 6 --------------------------------------------------------------------------------------------------------
+# --- Eq. 6
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_the_weight_is_the_mean_of_the_steps_r_bar_whatever_their_numbers_of_trajectories():
@@ -106,7 +115,13 @@ def test_the_weight_is_a_moving_average_over_the_last_n_steps():
     for r in (0.1, 0.4, 0.1, 0.7, 1.0):
         P.attribute(played({0: [r]}))
         seen += weights(P)
-    by_hand = [0.1, (0.1 + 0.4) / 2, (0.1 + 0.4 + 0.1) / 3, (0.4 + 0.1 + 0.7) / 3, (0.1 + 0.7 + 1.0) / 3]
+    by_hand = [
+        0.1,
+        (0.1 + 0.4) / 2,
+        (0.1 + 0.4 + 0.1) / 3,
+        (0.4 + 0.1 + 0.7) / 3,
+        (0.1 + 0.7 + 1.0) / 3,
+    ]
     assert seen == pytest.approx(by_hand)
 
 
@@ -130,10 +145,13 @@ def test_r_bar_is_a_mean_per_instruction():
     assert mean_rewards(played({None: [1.0]})) == {}  # of a text that is in no population
 
 
-# --- pruning ------------------------------------------------------------------------------------------------------
+# --- pruning
+# ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("N_parent, sizes", [(1, [7, 4, 2, 1, 1]), (2, [7, 4, 2, 2]), (3, [7, 4, 3, 3])])
+@pytest.mark.parametrize(
+    "N_parent, sizes", [(1, [7, 4, 2, 1, 1]), (2, [7, 4, 2, 2]), (3, [7, 4, 3, 3])]
+)
 def test_pruning_drops_the_bottom_half_but_never_below_N_parent(N_parent, sizes):
     P = population(0.1, 0.7, 0.3, 0.2, 0.6, 0.5, 0.4)
     seen = [len(P)]
@@ -150,14 +168,23 @@ def test_the_instructions_of_lowest_weight_leave():
     assert sorted(I.id for I in P.active) == [1, 4, 5, 6]
     assert sorted(I.id for I in P.prune(P.ranked(), 1, t=10)) == [5, 6]
     assert [I.id for I in P.prune(P.ranked(), 1, t=15)] == [4]
-    assert [(I.id, I.left) for I in P.family] == [(0, 5), (1, None), (2, 5), (3, 5), (4, 15), (5, 10), (6, 10)]
+    assert [(I.id, I.left) for I in P.family] == [
+        (0, 5),
+        (1, None),
+        (2, 5),
+        (3, 5),
+        (4, 15),
+        (5, 10),
+        (6, 10),
+    ]
 
 
 def test_ties_keep_the_parents_then_who_joined_first():
     P = population(0.5, 0.5, 0.5, 0.5)
     assert sorted(I.id for I in P.prune(P.ranked(), 1, t=5)) == [2, 3]
     P.succeed([P.family[1]], [revision("child", 1)], t=15)
-    assert [I.text for I in P.prune(P.ranked(), 1, t=20)] == ["child"]  # the parent is older and has no better weight
+    # the parent is older and has no better weight
+    assert [I.text for I in P.prune(P.ranked(), 1, t=20)] == ["child"]
     assert P.best().id == 1
 
 
@@ -167,7 +194,8 @@ def test_pruning_goes_by_the_ranking_it_is_given():
     assert P.ids == [0, 3]
 
 
-# --- who joins, and succession ------------------------------------------------------------------------------------
+# --- who joins, and succession
+# ------------------------------------------------------------------------------------
 
 
 def revision(text, parent=0, r=(0.5,), r_parent=(0.5,)):
@@ -177,12 +205,16 @@ def revision(text, parent=0, r=(0.5,), r_parent=(0.5,)):
 def test_a_candidate_is_compared_with_its_parent_by_the_means_over_the_same_questions():
     candidate = revision("new", 0, [1, 0, 1, 0.5], [0, 0, 1, 0.25])
     assert (candidate.r, candidate.r_parent) == (0.625, 0.3125)
-    assert (revision("new", 0, [], []).r, revision("new", 0, [], []).r_parent) == (0.0, 0.0)  # nothing was asked
+    # nothing was asked
+    assert (revision("new", 0, [], []).r, revision("new", 0, [], []).r_parent) == (0.0, 0.0)
 
 
 def test_none_below_its_parent_is_admitted_and_no_more_than_there_is_room_for():
-    above, equal, below = (revision(name, 0, [r], [0.5]) for name, r in (("a", 0.75), ("b", 0.5), ("c", 0.25)))
-    of_another = revision("d", 1, [0.125], [0.0])  # parents differ: what counts is a candidate's own
+    above, equal, below = (
+        revision(name, 0, [r], [0.5]) for name, r in (("a", 0.75), ("b", 0.5), ("c", 0.25))
+    )
+    # parents differ: what counts is a candidate's own
+    of_another = revision("d", 1, [0.125], [0.0])
     verified = [above, equal, below, of_another]
     P = population(0.9, 0.1)
     assert P.admit(verified, 4) == [above, equal, of_another]
@@ -211,7 +243,8 @@ def test_right_after_an_evolution_the_best_instruction_is_the_parent():
     P = population(0.2, 0.4, 0.9)
     P.succeed([P.family[2]], [revision("new", 2, [1.0])], t=15)
     assert P.best().id == 2
-    P.attribute(played({2: [0.3], 3: [0.4]}))  # from then on weights decide, and old rewards do not come back
+    # from then on weights decide, and old rewards do not come back
+    P.attribute(played({2: [0.3], 3: [0.4]}))
     assert weights(P) == [pytest.approx(0.3), pytest.approx(0.4)] and P.best().id == 3
 
 
@@ -223,7 +256,8 @@ def test_the_family_keeps_everyone_who_ever_was_in_the_population():
     assert [I.id for I in P.family] == [0, 1, 2, 3]
 
 
-# --- state --------------------------------------------------------------------------------------------------------
+# --- state
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_population_restored_from_json_continues_identically():
@@ -252,7 +286,8 @@ def test_a_saved_state_does_not_change_with_the_population():
     assert json.dumps(state) == before
 
 
-# --- the replay buffer --------------------------------------------------------------------------------------------
+# --- the replay buffer
+# --------------------------------------------------------------------------------------------
 
 
 def tau(question, reward=0.0, instruction=0, response="response"):
@@ -278,7 +313,9 @@ def named(failures):
 
 def test_an_experience_is_a_trajectory_as_the_optimizer_reads_it():
     [e] = buffer([tau("q", 0.25, 7, "<search>a</search> b")]).items
-    assert e == Experience(1, 7, "q", "q? <search>a</search> b", ("gold", "or this"), 0.25, failed=True)
+    assert e == Experience(
+        1, 7, "q", "q? <search>a</search> b", ("gold", "or this"), 0.25, failed=True
+    )
 
 
 def test_the_buffer_keeps_the_latest_trajectories_up_to_its_capacity():
@@ -350,7 +387,9 @@ def test_which_failures_of_a_step_are_shown_is_random_and_a_function_of_the_gene
 
 
 def test_verification_questions_are_distinct_latest_first_and_at_most_n():
-    B = buffer(*[[tau(f"q{t}-{k % 4}", reward=float(k % 3 == 0)) for k in range(12)] for t in (1, 2, 3)])
+    B = buffer(
+        *[[tau(f"q{t}-{k % 4}", reward=float(k % 3 == 0)) for k in range(12)] for t in (1, 2, 3)]
+    )
     D_B = B.questions(rng(), 6, shown=[])
     assert len(D_B) == len(set(D_B)) == 6
     assert {q[:2] for q in D_B[:4]} == {"q3"}  # successes and failures alike

@@ -1,4 +1,5 @@
-"""`train` and `load` in a caller's process: objects for names, faults, interrupts, one call after another."""
+"""`train` and `load` in a caller's process: objects for names, faults, interrupts, one call after
+another."""
 
 import json
 import os
@@ -62,12 +63,15 @@ def test_the_page_and_the_readme_show_what_runs(tmp_path):
     small = lines.replace("T=80", "T=1, batch=2, mini=2")
     for script in (page, small):
         env = ENV | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
     runs = sorted((tmp_path / "runs").iterdir())
     assert [json.loads((run / "config.json").read_text())["task"] for run in runs] == [
-        "__main__:Backwards", "backwards:Backwards",
-    ]  # fmt: skip
+        "__main__:Backwards",
+        "backwards:Backwards",
+    ]
 
 
 # ---- settings
@@ -76,9 +80,14 @@ def test_the_page_and_the_readme_show_what_runs(tmp_path):
 def test_settings_are_those_of_the_flags():
     """Whatever the program: presets, the rates of LoRA, what --mode static changes."""
     for flags in (
-        "", "--mode static --T 7", "--model smollm2-135m --lr 1e-4", "--lora_rank 8", "--offload_reference",
-        "--preset world --model m", "--preset world --model m --lora_rank 4 --N_P 3",
-    ):  # fmt: skip
+        "",
+        "--mode static --T 7",
+        "--model smollm2-135m --lr 1e-4",
+        "--lora_rank 8",
+        "--offload_reference",
+        "--preset world --model m",
+        "--preset world --model m --lora_rank 4 --N_P 3",
+    ):
         words = flags.split()
         given = {name[2:]: True for name in words if name == "--offload_reference"}
         pairs = [] if given else zip(words[::2], words[1::2], strict=True)
@@ -106,7 +115,10 @@ REFUSED = {
     "a run that is none": (dict(out="nowhere", resume=True), "nowhere holds no run"),
     "a task that is none": (dict(task=3), "--task builtins:int: it neither extends"),
     "a class that is no task": (dict(task=dict), "--task builtins:dict: it neither extends"),
-    "a name of nothing": (dict(task="nowhere:Task"), "--task nowhere:Task: nowhere cannot be imported"),
+    "a name of nothing": (
+        dict(task="nowhere:Task"),
+        "--task nowhere:Task: nowhere cannot be imported",
+    ),
 }
 
 
@@ -115,7 +127,9 @@ def test_what_cannot_be_is_a_fault_of_one_line(case):
     settings, says = REFUSED[case]
     with pytest.raises(Fault, match=f"^{says}") as e:
         inspo.train(**dict(mode="static") | settings)
-    assert "\n" not in str(e.value) and HANDLERS == [signal.getsignal(number) for number in stop.SIGNALS]
+    assert "\n" not in str(e.value) and HANDLERS == [
+        signal.getsignal(number) for number in stop.SIGNALS
+    ]
 
 
 def test_all_that_is_missing_is_one_fault(monkeypatch):
@@ -123,7 +137,11 @@ def test_all_that_is_missing_is_one_fault(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(Fault) as e:
         inspo.train(model="no/such/model")
-    assert [line for line in ("--train", "--test", "search", "--model", "optimizer") if line not in str(e.value)] == []
+    assert [
+        line
+        for line in ("--train", "--test", "search", "--model", "optimizer")
+        if line not in str(e.value)
+    ] == []
 
 
 # ---- objects in place of names
@@ -172,20 +190,35 @@ class Bare(inspo.Evolution):
 
 def test_a_run_uses_the_callers_classes_and_returns_what_it_leaves(tmp_path):
     parts = dict(learner=Counted, population=Wide, evolution=Bare)
-    result = inspo.train(task=Echo(Config(), prize=2.0), **parts, **TINY, out=tmp_path / "r", seed=np.int64(3))
+    result = inspo.train(
+        task=Echo(Config(), prize=2.0), **parts, **TINY, out=tmp_path / "r", seed=np.int64(3)
+    )
     assert result.path == tmp_path / "r" and result.path.is_absolute()
-    assert result.instruction == (result.path / "I_star.txt").read_text().strip() == Echo.instruction
-    assert result.summary == json.loads((result.path / "summary.json").read_text()) and result.summary["seed"] == 3
-    assert Counted.updates == 1 and Wide.made == [(Config.tau_s, Config.window)] and len(Bare.begun) == 1
+    assert (
+        result.instruction == (result.path / "I_star.txt").read_text().strip() == Echo.instruction
+    )
+    assert (
+        result.summary == json.loads((result.path / "summary.json").read_text())
+        and result.summary["seed"] == 3
+    )
+    assert (
+        Counted.updates == 1
+        and Wide.made == [(Config.tau_s, Config.window)]
+        and len(Bare.begun) == 1
+    )
     assert json.loads((result.path / "config.json").read_text())["task"] == f"{__name__}:Echo"
 
 
-@pytest.mark.parametrize("parts", [dict(learner=Counted), dict(evolution=Bare), dict(population=lambda _: Wide(1, 1))])
+@pytest.mark.parametrize(
+    "parts", [dict(learner=Counted), dict(evolution=Bare), dict(population=lambda _: Wide(1, 1))]
+)
 def test_a_run_resumes_with_the_classes_that_it_started_with(tmp_path, parts):
     given = TINY | dict(task=Echo, out=tmp_path / "r")
     first = inspo.train(**given, **parts)
     for others in ({}, dict(learner=Learner), dict(learner=Counted, evolution=Bare)):
-        with pytest.raises(Fault, match="^--resume: .* was started with other classes given to train$"):
+        with pytest.raises(
+            Fault, match="^--resume: .* was started with other classes given to train$"
+        ):
             inspo.train(**given, **others, resume=True)
     assert inspo.train(**given, **parts, resume=True).instruction == first.instruction
     plain = given | dict(out=tmp_path / "plain")
@@ -203,7 +236,9 @@ def test_a_class_of_a_function_is_trained_and_loaded_by_the_class_alone(tmp_path
     with inspo.load(path, task=Local, temperature=0.5, max_turns=1) as agent:
         assert agent.task.cfg.max_turns == 1 and agent.instruction == Echo.instruction
         known, new = agent.ask("test 1"), agent.ask("another word")
-        assert known.question == Question("test 1", "word 1") and new.question.text == "another word"
+        assert (
+            known.question == Question("test 1", "word 1") and new.question.text == "another word"
+        )
         assert [tau.stop for tau in agent.play(agent.task.questions("test"))] and known.turns
     with pytest.raises(Fault, match="^max_turn: .*nearest is max_turns"):
         inspo.load(path, task=Local, max_turn=1)
@@ -218,9 +253,15 @@ def test_an_agent_answers_as_ask_py_does_and_its_servers_end_with_it(tmp_path):
     [url] = agent.task.search.urls
     tau = agent.ask(q.id)
     said = subprocess.run(
-        [sys.executable, "ask.py", "--run", str(result.path), q.id], cwd=ROOT, env=ENV, capture_output=True, text=True
+        [sys.executable, "ask.py", "--run", str(result.path), q.id],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
     )
-    assert f"asked   {q.text}" in said.stdout and (tau.prediction or "the end") in said.stdout, said.stderr
+    assert f"asked   {q.text}" in said.stdout and (tau.prediction or "the end") in said.stdout, (
+        said.stderr
+    )
     agent.close()
     with pytest.raises(OSError):
         __import__("requests").get(f"{url}/health", timeout=5)
@@ -245,10 +286,14 @@ def test_a_second_call_computes_the_same_and_leaves_no_thread(whole, tmp_path):
     before = {thread.name for thread in threading.enumerate()}
     began = time.perf_counter()
     result = inspo.train(**SETTINGS, out=tmp_path / "again")
-    assert result.summary["seconds"] <= time.perf_counter() - began + 0.1  # of this call, not of the process
+    # of this call, not of the process
+    assert result.summary["seconds"] <= time.perf_counter() - began + 0.1
     same(result.path, whole)
-    left = {thread for thread in threading.enumerate() if thread.name not in before | {"tqdm_monitor"}}
-    assert all(thread.daemon and "_send_batches" in thread.name for thread in left)  # of a search, idle
+    left = {
+        thread for thread in threading.enumerate() if thread.name not in before | {"tqdm_monitor"}
+    }
+    # of a search, idle
+    assert all(thread.daemon and "_send_batches" in thread.name for thread in left)
     assert HANDLERS == [signal.getsignal(number) for number in stop.SIGNALS]
 
 
@@ -286,7 +331,13 @@ def test_after_a_call_that_failed_another_one_works(tmp_path, monkeypatch):
         raise Fault("it does not work today")
 
     for k, (owner, name) in enumerate(
-        [(RunDirectory, "opened"), (Echo, "start"), (Learner, "__init__"), (Policy, "rollout"), (Learner, "update")]
+        [
+            (RunDirectory, "opened"),
+            (Echo, "start"),
+            (Learner, "__init__"),
+            (Policy, "rollout"),
+            (Learner, "update"),
+        ]
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
@@ -325,7 +376,11 @@ def test_an_interrupt_leaves_a_run_that_resumes(whole, tmp_path, monkeypatch, ca
     saved_again = moment == "save"  # by the rescue
     assert len(calls) == n + saved_again and not multiprocessing_children()
     again = (tmp_path / "r" / "config.json").exists()
-    assert again == (moment != "start") == (f"--out {tmp_path / 'r'} --resume" in capfd.readouterr().err)
+    assert (
+        again
+        == (moment != "start")
+        == (f"--out {tmp_path / 'r'} --resume" in capfd.readouterr().err)
+    )
     same(inspo.train(**SETTINGS, out=tmp_path / "r", resume=again).path, whole)
 
 
@@ -336,12 +391,20 @@ def multiprocessing_children() -> list[str]:
 
 def test_a_script_of_the_users_keeps_its_handlers_and_a_program_has_ours(tmp_path):
     shutil.copytree(ROOT / "plumbing", tmp_path / "plumbing")
-    text = "import plumbing, signal\nprint([signal.getsignal(n).__name__ for n in (signal.SIGINT,)])\n"
-    for name, handler in (("mine.py", "default_int_handler"), ("inspo.py", "_exit"), ("extras/fork.py", "_exit")):
+    text = (
+        "import plumbing, signal\nprint([signal.getsignal(n).__name__ for n in (signal.SIGINT,)])\n"
+    )
+    for name, handler in (
+        ("mine.py", "default_int_handler"),
+        ("inspo.py", "_exit"),
+        ("extras/fork.py", "_exit"),
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
         env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"PYTHONPATH": str(tmp_path)}
-        done = subprocess.run([sys.executable, name], cwd=tmp_path, env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, name], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
         assert done.stdout == f"['{handler}']\n", (name, done.stderr)
 
 
@@ -349,10 +412,14 @@ def test_in_a_notebook_whose_thread_has_a_loop_an_async_reward_is_awaited():
     import asyncio
 
     async def cell():
-        return load_task(configure(model="world", reward=f"{__name__}:later"), Echo).reward([None, None])
+        return load_task(configure(model="world", reward=f"{__name__}:later"), Echo).reward(
+            [None, None]
+        )
 
     assert asyncio.run(cell()) == [0.25, 0.25]
-    assert load_task(configure(model="world", reward=f"{__name__}:later"), Echo).reward([None]) == [0.25]
+    assert load_task(configure(model="world", reward=f"{__name__}:later"), Echo).reward([None]) == [
+        0.25
+    ]
 
 
 async def later(taus):

@@ -1,4 +1,5 @@
-"""Questions in files, exact match and F1 on values computed by hand, search QA's splits, the shipped fixture."""
+"""Questions in files, exact match and F1 on values computed by hand, search QA's splits, the
+shipped fixture."""
 
 import json
 import re
@@ -83,14 +84,23 @@ def test_em(prediction, golds, want):
 
 
 @pytest.mark.parametrize("text", PROSE)
-def test_f1_of_latin_text_is_squad_s_and_a_word_of_the_search_is_a_run_of_letters_digits_and_underscores(text):
-    prediction, gold = (normalize(part).split() for part in (text, text[: len(text) // 2] + " more"))
+def test_f1_of_latin_text_is_squad_s_and_a_word_of_the_search_is_a_run_of_letters_digits_and_underscores(
+    text,
+):
+    prediction, gold = (
+        normalize(part).split() for part in (text, text[: len(text) // 2] + " more")
+    )
     common = sum((Counter(prediction) & Counter(gold)).values())
     want = 2 * common / (len(prediction) + len(gold))
     assert f1(text, [text[: len(text) // 2] + " more"]) == want > 0
     assert split_words(text) == re.findall(r"\w+", text.lower())
     for k in range(0x10000):  # whatever stands in it
-        if unicodedata.name(chr(k), "").startswith(("LATIN", "GREEK", "CYRILLIC", "DIGIT", "MODIFIER")) or k < 0x300:
+        if (
+            unicodedata.name(chr(k), "").startswith(
+                ("LATIN", "GREEK", "CYRILLIC", "DIGIT", "MODIFIER")
+            )
+            or k < 0x300
+        ):
             c = unicodedata.normalize("NFC", chr(k))
             assert split_words(f"a{c}b") == re.findall(r"\w+", f"a{c}b".lower()), hex(k)
 
@@ -121,7 +131,9 @@ def test_scripts_without_spaces_and_decomposed_letters(prediction, golds, exact,
 
 def test_a_gold_stands_in_passages_word_by_word():
     assert holds_gold(['"Emma"\nEmma is a novel by', "Jane Austen."], ["Jane Austen"])
-    assert holds_gold(["東京は日本の首都である。"], ["首都"]) and holds_gold(["by Zoe\u0308."], ["Zoë"])
+    assert holds_gold(["東京は日本の首都である。"], ["首都"]) and holds_gold(
+        ["by Zoe\u0308."], ["Zoë"]
+    )
     for passages, golds in (([], ["!"]), (["Emmas"], ["Emma"]), (["x"], []), (["東京"], ["京東"])):
         assert not holds_gold(passages, golds)
 
@@ -144,12 +156,21 @@ def test_f1(prediction, golds, want):
 
 def test_search_qa_rewards_the_exact_match_and_measures_f1_beside_it():
     q, task = Question("q", "Who?", ("Utzon", "Jørn Utzon")), SearchQA(Config())
-    taus = [Trajectory(0, q, 0, [], 0, prediction=p) for p in ("the  jørn Utzon!", "Jørn", "", None)]
+    taus = [
+        Trajectory(0, q, 0, [], 0, prediction=p) for p in ("the  jørn Utzon!", "Jørn", "", None)
+    ]
     reward(task, taus)
-    assert [(tau.reward, tau.failed) for tau in taus] == [(1.0, False), (0.0, True), (0.0, True), (0.0, True)]
+    assert [(tau.reward, tau.failed) for tau in taus] == [
+        (1.0, False),
+        (0.0, True),
+        (0.0, True),
+        (0.0, True),
+    ]
     two_thirds = pytest.approx(2 / 3)
     f1s = [1.0, two_thirds, 0.0, 0.0]
-    assert measure(task, taus) == [{"em": tau.reward, "f1": x} for tau, x in zip(taus, f1s, strict=True)]
+    assert measure(task, taus) == [
+        {"em": tau.reward, "f1": x} for tau, x in zip(taus, f1s, strict=True)
+    ]
     assert list(measure(task, taus)[0]) == ["em", "f1"]  # the first one chooses the best checkpoint
 
 
@@ -159,7 +180,12 @@ def test_search_qa_rewards_the_exact_match_and_measures_f1_beside_it():
 def test_rows_with_question_and_golden_answers(tmp_path):
     path = write(
         tmp_path / "q.jsonl",
-        {"id": 7, "question": "  who wrote Hamlet ", "golden_answers": " Shakespeare ", "data_source": "nq"},
+        {
+            "id": 7,
+            "question": "  who wrote Hamlet ",
+            "golden_answers": " Shakespeare ",
+            "data_source": "nq",
+        },
         "",
         {"question": "Where?", "golden_answers": ["here", "", "there"]},
     )
@@ -175,7 +201,9 @@ def search_r1(prompt, target, **more):
 
 
 def test_rows_of_search_r1(tmp_path):
-    instruction = "Answer the given question. Question: is it so? Then <answer> Beijing </answer>. Question: "
+    instruction = (
+        "Answer the given question. Question: is it so? Then <answer> Beijing </answer>. Question: "
+    )
     chat = [
         {"role": "system", "content": "Question: not this one?"},
         {"role": "user", "content": "Question: nor this?"},
@@ -227,9 +255,13 @@ CHAT = [{"role": "user", "content": "Question: who wrote it"}]
 )
 @pytest.mark.parametrize("prompt", [CHAT, json.dumps(CHAT), json.dumps(CHAT, indent=1)])
 def test_golds_and_prompts_are_lists_objects_texts_or_their_json(tmp_path, row, golds, prompt):
-    rows = [row | {"prompt": prompt, "extra_info": extra} for extra in ({"index": 7}, '{"index": 8}')]
+    rows = [
+        row | {"prompt": prompt, "extra_info": extra} for extra in ({"index": 7}, '{"index": 8}')
+    ]
     questions = load_questions(write(tmp_path / "q.jsonl", *rows))
-    assert [(q.id, q.text, q.golds) for q in questions] == [(id, "who wrote it?", golds) for id in ("7", "8")]
+    assert [(q.id, q.text, q.golds) for q in questions] == [
+        (id, "who wrote it?", golds) for id in ("7", "8")
+    ]
 
 
 def test_parquet_columns_of_the_json_type(tmp_path):
@@ -238,10 +270,19 @@ def test_parquet_columns_of_the_json_type(tmp_path):
         "id": ["q1", 2], "question": ['Who wrote "Emma"?', "Who?"], "golden_answers": [["Austen", "Jané"], None],
         "reward_model": [None, {"ground_truth": {"target": "x"}}], "prompt": [None, CHAT],
     }  # fmt: skip
-    packed = {name: [json.dumps(x) if x is not None else None for x in column] for name, column in columns.items()}
+    packed = {
+        name: [json.dumps(x) if x is not None else None for x in column]
+        for name, column in columns.items()
+    }
     kind = pa.json_(pa.utf8())
-    pq.write_table(pa.table({name: pa.array(column, kind) for name, column in packed.items()}), tmp_path / "q.parquet")
-    wanted = [Question("q1", 'Who wrote "Emma"?', ("Austen", "Jané")), Question("2", "Who?", ("x",))]
+    pq.write_table(
+        pa.table({name: pa.array(column, kind) for name, column in packed.items()}),
+        tmp_path / "q.parquet",
+    )
+    wanted = [
+        Question("q1", 'Who wrote "Emma"?', ("Austen", "Jané")),
+        Question("2", "Who?", ("x",)),
+    ]
     assert load_questions(tmp_path / "q.parquet") == wanted
     nested = pa.StructArray.from_arrays([pa.array(['{"target":["x"]}'], kind)], ["ground_truth"])
     pq.write_table(pa.table({"question": ["Who?"], "reward_model": nested}), tmp_path / "r.parquet")
@@ -252,10 +293,14 @@ def test_parquet_reads_as_jsonl_does_and_its_metadata_are_not_read(tmp_path):
     """HotpotQA's passages are there: here they could not even be read."""
     rows = [json.loads(line) for line in (FIXTURE / "train.jsonl").open(encoding="utf-8")]
     context = pa.array([b"\xff"] * len(rows)).view(pa.string())
-    pq.write_table(pa.Table.from_pylist(rows).append_column("metadata", context), tmp_path / "q.parquet")
+    pq.write_table(
+        pa.Table.from_pylist(rows).append_column("metadata", context), tmp_path / "q.parquet"
+    )
     assert load_questions(tmp_path / "q.parquet") == load_questions(FIXTURE / "train.jsonl")
 
-    rows = [search_r1([{"role": "user", "content": f"Question: {i}"}], ["x", "y"]) for i in range(3)]
+    rows = [
+        search_r1([{"role": "user", "content": f"Question: {i}"}], ["x", "y"]) for i in range(3)
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "r.parquet")
     assert load_questions(tmp_path / "r.parquet")[2] == Question("nq-3", "2?", ("x", "y"), "nq")
 
@@ -266,19 +311,34 @@ DEEP = '{"question": "Who?", "golden_answers": ' + '{"target":' * 700 + '"X"' + 
 @pytest.mark.parametrize(
     "row, want",
     [
-        ("{'id': 1}", "invalid JSON (Expecting property name enclosed in double quotes); write one JSON"),
+        (
+            "{'id': 1}",
+            "invalid JSON (Expecting property name enclosed in double quotes); write one JSON",
+        ),
         ("[1]", "not a JSON object; write"),
         (ROW | {"question": None}, "no question; fill `question`, or `prompt`"),
         (ROW | {"question": " \n"}, "no question; fill"),
         (search_r1([{"role": "system", "content": "Question: who?"}], "x"), "no question; fill"),
         (ROW | {"golden_answers": None}, "no gold answer; fill `golden_answers` or"),
         (ROW | {"golden_answers": " "}, "no gold answer; fill"),
-        (ROW | {"golden_answers": ["x", 1990]}, "gold answers ['x', 1990] are neither a text nor a list"),
+        (
+            ROW | {"golden_answers": ["x", 1990]},
+            "gold answers ['x', 1990] are neither a text nor a list",
+        ),
         (ROW | {"golden_answers": 5}, "gold answers 5 are neither a text nor a list of texts"),
-        (ROW | {"golden_answers": {"target": [["X"]]}}, "gold answers {'target': [['X']]} are neither"),
+        (
+            ROW | {"golden_answers": {"target": [["X"]]}},
+            "gold answers {'target': [['X']]} are neither",
+        ),
         (DEEP, "gold answers {'target': {"),
-        (ROW | {"golden_answers": '["x", 1990]'}, "gold answers ['x', 1990] are neither a text nor a list"),
-        (search_r1("Question: who?", None) | {"reward_model": {"ground_truth": 42}}, "gold answers 42 are neither"),
+        (
+            ROW | {"golden_answers": '["x", 1990]'},
+            "gold answers ['x', 1990] are neither a text nor a list",
+        ),
+        (
+            search_r1("Question: who?", None) | {"reward_model": {"ground_truth": 42}},
+            "gold answers 42 are neither",
+        ),
         (search_r1(str([{"role": "user", "content": "Question: who?"}]), "x"), "no question; fill"),
         (search_r1("Question: who?", []), "no gold answer; fill"),
     ],
@@ -287,7 +347,9 @@ def test_a_faulty_row_is_named(tmp_path, row, want):
     assert fault(write(tmp_path / "q.jsonl", ROW | {"id": "z"}, "", row)).startswith(f":3: {want}")
 
 
-def test_an_id_that_two_sources_share_gets_the_source_and_one_that_a_source_repeats_is_refused(tmp_path):
+def test_an_id_that_two_sources_share_gets_the_source_and_one_that_a_source_repeats_is_refused(
+    tmp_path,
+):
     path = write(tmp_path / "q.jsonl", ROW, ROW | {"data_source": "hotpotqa"}, ROW | {"id": "b"})
     assert [q.id for q in load_questions(path)] == ["nq-a", "hotpotqa-a", "b"]
     path = write(tmp_path / "q.jsonl", ROW, ROW | {"id": "b"}, ROW)
@@ -315,7 +377,9 @@ def test_a_parquet_s_value_that_python_cannot_hold_is_a_fault(tmp_path, kind):
 
 
 def test_what_is_hardly_meant_is_noted_with_its_count(tmp_path, capsys):
-    same, other = ([{"role": "user", "content": f"Answer. Question: {text}?\n"}] for text in ("Who", "Why"))
+    same, other = (
+        [{"role": "user", "content": f"Answer. Question: {text}?\n"}] for text in ("Who", "Why")
+    )
     rows = [
         ROW | {"id": "a", "golden_answers": ["The", "x"]},
         ROW | {"id": "b", "golden_answers": ["?!"]},
@@ -333,12 +397,16 @@ def test_what_is_hardly_meant_is_noted_with_its_count(tmp_path, capsys):
 
 
 def test_half_a_character_is_replaced(tmp_path):
-    [q] = load_questions(write(tmp_path / "q.jsonl", '{"question": "Who\\ud800", "golden_answers": ["\\udc00X"]}'))
+    [q] = load_questions(
+        write(tmp_path / "q.jsonl", '{"question": "Who\\ud800", "golden_answers": ["\\udc00X"]}')
+    )
     assert (q.text, q.golds) == ("Who\ufffd?", ("\ufffdX",))
 
 
 def test_a_faulty_parquet_is_named(tmp_path):
-    assert fault(write(tmp_path / "text.parquet", ROW)).startswith(": not a readable parquet file (")
+    assert fault(write(tmp_path / "text.parquet", ROW)).startswith(
+        ": not a readable parquet file ("
+    )
     table = pa.table({"question": ["Who?", "Why?"], "golden_answers": [["x"], []]})
     pq.write_table(table, tmp_path / "q.parquet")
     assert fault(tmp_path / "q.parquet").startswith(":2: no gold answer; fill")
@@ -359,7 +427,11 @@ def split(monkeypatch, n=40, **knobs):
 
 
 def test_validation_questions_are_those_of_valid(monkeypatch):
-    assert split(monkeypatch, valid="valid") == [[f"q{k}" for k in range(40)], ["v1", "v0"], ["held out"]]
+    assert split(monkeypatch, valid="valid") == [
+        [f"q{k}" for k in range(40)],
+        ["v1", "v0"],
+        ["held out"],
+    ]
 
 
 def test_without_valid_a_tenth_of_the_training_questions_at_most_500_are_set_aside(monkeypatch):
@@ -367,7 +439,8 @@ def test_without_valid_a_tenth_of_the_training_questions_at_most_500_are_set_asi
     train, chosen, test = split(monkeypatch)
     assert len(chosen) == 4
     assert test == ["held out"]
-    assert train == [q for q in everyone if q not in chosen]  # in their order, and none is trained on
+    # in their order, and none is trained on
+    assert train == [q for q in everyone if q not in chosen]
     assert chosen == [q for q in everyone if q in chosen]
     assert split(monkeypatch)[1] == chosen  # a resumed run sets the same ones aside
     assert any(split(monkeypatch, seed=seed)[1] != chosen for seed in (1, 2))

@@ -1,4 +1,5 @@
-"""Several processes (torchrun, gloo, FSDP2) against one: equal updates, equal runs, checkpoints for any number."""
+"""Several processes (torchrun, gloo, FSDP2) against one: equal updates, equal runs, checkpoints for
+any number."""
 
 import copy
 import gzip
@@ -30,13 +31,28 @@ from training.checkpoint import damage
 pytestmark = pytest.mark.ranks
 ENV = ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 CFG = Config(
-    lr=1e-3, T=10, warmup=0.2, beta=0.1, temperature=0.9, micro_tokens=300, G=3, mini=4, max_rows=8, engine="torch"
-)  # fmt: skip
+    lr=1e-3,
+    T=10,
+    warmup=0.2,
+    beta=0.1,
+    temperature=0.9,
+    micro_tokens=300,
+    G=3,
+    mini=4,
+    max_rows=8,
+    engine="torch",
+)
 LIMIT = 600  # seconds; enough on cores that are shared with others
 
 
 def torchrun(n: int, *argv: object) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", *map(str, argv)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={n}",
+        *map(str, argv),
+    ]
     return popen(command, ENV)
 
 
@@ -45,7 +61,8 @@ def torchrun(n: int, *argv: object) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def batches(tmp_path_factory):
-    """Returns a file of seven groups of three: 12 and 9 trajectories, which neither 2 nor 4 ranks can share evenly."""
+    """Returns a file of seven groups of three: 12 and 9 trajectories, which neither 2 nor 4 ranks
+    can share evenly."""
     taus = batch_of(7, seed=3)
     for tau in taus:
         tau.ids = [i % 600 for i in tau.ids]
@@ -69,7 +86,9 @@ def alone(path, cfg, parts, updates=2):
     """Returns what one process computes, the model whole."""
     model = load_policy(path)[0]
     first, learner = weights_of(model), Learner(model, copy.deepcopy(model), cfg)
-    return Update([learner.update(t, parts) for t in range(1, updates + 1)], weights_of(model), first)
+    return Update(
+        [learner.update(t, parts) for t in range(1, updates + 1)], weights_of(model), first
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +99,9 @@ def one(path, batches):
 def together(n, path, batches, out, *flags):
     """Returns (metrics, weights) that n processes compute, each with its share of the model."""
     out.mkdir()
-    code, _, stderr = finish(torchrun(n, "tests/ranks_learner.py", path, batches, out, *flags), LIMIT)
+    code, _, stderr = finish(
+        torchrun(n, "tests/ranks_learner.py", path, batches, out, *flags), LIMIT
+    )
     assert code == 0, stderr
     found = torch.load(out / "result.pt")
     return found["metrics"], found["weights"]
@@ -95,9 +116,9 @@ def two(path, batches, tmp_path_factory):
 def same(found, weights, one, close=5e-5):
     """Asserts that several processes computed what one did, in float32.
 
-    The metrics agree to `close` of their size (2.5e-5 was seen). The weights agree to 1e-5, after two steps that move
-    them by up to 1e-3 each, but for one in a thousand: where a gradient is almost 0, Adam divides rounding by rounding
-    (3e-5 was seen).
+    The metrics agree to `close` of their size (2.5e-5 was seen). The weights agree to 1e-5, after
+    two steps that move them by up to 1e-3 each, but for one in a thousand: where a gradient is
+    almost 0, Adam divides rounding by rounding (3e-5 was seen).
     """
     for mine, theirs in zip(found, one.metrics[-len(found) :], strict=True):
         assert mine == pytest.approx(theirs, rel=close, abs=1e-6)
@@ -123,7 +144,8 @@ def test_all_processes_skip_a_step_of_which_one_has_a_nan(path, batches, tmp_pat
 
 
 def exchanged(parts):
-    """Returns the mini-batches with the advantages of two trajectories exchanged, in the same group."""
+    """Returns the mini-batches with the advantages of two trajectories exchanged, in the same
+    group."""
     parts = copy.deepcopy(parts)
     a, b = parts[0][:2]
     a.advantage, b.advantage = b.advantage, a.advantage
@@ -141,18 +163,25 @@ def test_the_comparison_notices_two_advantages_that_were_exchanged(path, batches
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_policy_update_gives_every_trajectory_its_advantage_on_every_rank(path, batches, tmp_path, n):
-    """The way of a run: rank 0 broadcasts the trajectories, and each worker takes its share of them."""
+def test_policy_update_gives_every_trajectory_its_advantage_on_every_rank(
+    path, batches, tmp_path, n
+):
+    """The way of a run: rank 0 broadcasts the trajectories, and each worker takes its share of
+    them."""
     cfg, parts = pickle.loads(batches.read_bytes())
     cfg = replace(cfg, model=path)
     learner = Learner(load_policy(path)[0], None, replace(cfg, beta=0.0))
-    for tau in (taus := sum(parts, [])):  # an engine that agrees with the trainer, or the workers refuse the update
+    # an engine that agrees with the trainer, or the workers refuse the update
+    for tau in (taus := sum(parts, [])):
         logps = iter(learner.score([tau])[0].tolist())
         tau.logps = [next(logps) if sampled else 0.0 for sampled in tau.mask]
     (tmp_path / "taus.pkl").write_bytes(pickle.dumps((cfg, taus)))
-    code, _, stderr = finish(torchrun(n, "tests/ranks_policy.py", tmp_path / "taus.pkl", tmp_path), LIMIT)
+    code, _, stderr = finish(
+        torchrun(n, "tests/ranks_policy.py", tmp_path / "taus.pkl", tmp_path), LIMIT
+    )
     assert code == 0, stderr
-    assert "/no/such: no causal LM" in (tmp_path / "fault").read_text()  # raised where all can still go on
+    # raised where all can still go on
+    assert "/no/such: no causal LM" in (tmp_path / "fault").read_text()
     found = [json.loads((tmp_path / "metrics.json").read_text())]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
     want = alone(path, cfg, parts, updates=1)
@@ -165,18 +194,24 @@ def test_so_do_four(path, batches, tmp_path, one):
     same(*together(4, path, batches, tmp_path / "o"), one)
 
 
-def test_recomputed_activations_and_a_reference_in_cpu_memory_change_nothing(path, batches, tmp_path, one):
+def test_recomputed_activations_and_a_reference_in_cpu_memory_change_nothing(
+    path, batches, tmp_path, one
+):
     same(*together(2, path, batches, tmp_path / "o", "--recompute", "--offload"), one)
 
 
 def test_in_bf16_two_agree_with_one_within_its_rounding(path, batches, tmp_path, one):
     """In the first update, and not its KL: Adam's first steps magnify rounding."""
     cfg, parts = pickle.loads(batches.read_bytes())
-    (alone := tmp_path / "alone.pkl").write_bytes(pickle.dumps((replace(cfg, micro_tokens=1), parts)))
-    # A shared prompt is rounded otherwise than each one's own, and other numbers of ranks cut other batches.
+    (alone := tmp_path / "alone.pkl").write_bytes(
+        pickle.dumps((replace(cfg, micro_tokens=1), parts))
+    )
+    # A shared prompt is rounded otherwise than each one's own, and other numbers of ranks cut other
+    # batches.
     (mine, *_), _ = together(2, path, alone, tmp_path / "2", "--bf16")
     (theirs, *_), _ = together(1, path, alone, tmp_path / "1", "--bf16")
-    # Rounding moves tokens over the clip; CPUs round their products otherwise; a loss was off by 0.16.
+    # Rounding moves tokens over the clip; CPUs round their products otherwise; a loss was off by
+    # 0.16.
     for name, coarse in {"loss": 0.25, "entropy": 0.1, "grad_norm": 0.25}.items():
         assert mine[name] == pytest.approx(theirs[name], rel=0.02, abs=1e-3), name
         assert mine[name] == pytest.approx(one.metrics[0][name], rel=coarse, abs=2e-3), name
@@ -193,7 +228,9 @@ def test_a_checkpoint_of_two_is_loaded_by_any_number(path, batches, tmp_path, tw
 def test_the_exported_directory_is_a_plain_hugging_face_model(two, one, path):
     model = AutoModelForCausalLM.from_pretrained(two[0] / "policy", dtype=torch.float32)
     assert AutoTokenizer.from_pretrained(two[0] / "policy").chat_template
-    assert {name: p.shape for name, p in model.named_parameters()} == {name: p.shape for name, p in one.weights.items()}
+    assert {name: p.shape for name, p in model.named_parameters()} == {
+        name: p.shape for name, p in one.weights.items()
+    }
     for name, p in model.named_parameters():
         assert torch.equal(p, two[2][name])
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -218,7 +255,9 @@ def test_a_run_of_two_processes_prints_once_and_leaves_what_one_leaves(whole):
     assert stdout.count("inspo: world") == 1 and "2 x cpu, float32, torch engine: no GPU" in stdout
     assert "Traceback" not in stderr and "warn" not in stderr.lower().replace("omp_num_threads", "")
     rows = metrics(out)
-    assert [row["t"] for row in rows] == list(range(11)) and all(row["logp_gap"] < 1e-4 for row in rows[1:])
+    assert [row["t"] for row in rows] == list(range(11)) and all(
+        row["logp_gap"] < 1e-4 for row in rows[1:]
+    )
     summary = json.loads((out / "summary.json").read_text())
     assert summary["ledger"]["training_rollouts"] == 10 * 2 * 2
     AutoModelForCausalLM.from_pretrained(out / "policy")
@@ -236,7 +275,8 @@ def test_every_trajectory_is_there_once_in_the_order_of_the_jobs(whole):
     for row in rows:  # what either rank has noted of its tokens is its own
         data = row["token_data"]
         assert data["n"] == row["action_tokens"] == len(data["logp"])
-        assert data["logp"] == pytest.approx(data["engine"], rel=2e-3, abs=1e-3)  # they are stored with four digits
+        # they are stored with four digits
+        assert data["logp"] == pytest.approx(data["engine"], rel=2e-3, abs=1e-3)
     for file in (whole[0] / "trajectories").glob("test-*"):
         with gzip.open(file, "rt") as f:
             assert [bool(json.loads(line)["response"]) for line in f] == [True] * 3
@@ -254,7 +294,9 @@ def test_a_killed_rank_ends_the_job_which_resumes_on_another_number_of_ranks(who
     assert not any(Path(f"/proc/{pid}").exists() for pid in [victim])
     saved = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
     assert saved
-    code, stdout, stderr = finish(torchrun(3, "inspo.py", "--out", out, *SMALL, *SCORED, "--resume"), LIMIT)
+    code, stdout, stderr = finish(
+        torchrun(3, "inspo.py", "--out", out, *SMALL, *SCORED, "--resume"), LIMIT
+    )
     assert code == 0, stderr
     assert f"resumed after step {int(saved[-1][5:])}" in stdout
     mine, theirs = metrics(out), metrics(whole[0])
@@ -263,7 +305,18 @@ def test_a_killed_rank_ends_the_job_which_resumes_on_another_number_of_ranks(who
     assert len(done) >= 3
     for a, b in zip(done, theirs[1:], strict=False):
         assert a.keys() - {"search/faults"} == b.keys() - {"search/faults"}
-        for name in ("t", "reward", "em", "f1", "searches", "r_bar", "w", "P", "best", "response_tokens"):
+        for name in (
+            "t",
+            "reward",
+            "em",
+            "f1",
+            "searches",
+            "r_bar",
+            "w",
+            "P",
+            "best",
+            "response_tokens",
+        ):
             assert a[name] == b[name], name  # the same trajectories
         for name in ("loss", "kl", "entropy", "grad_norm", "logp_gap"):
             assert a[name] == pytest.approx(b[name], abs=1e-4), name  # gloo adds in any order
@@ -284,18 +337,35 @@ def descendants(pid: object) -> list[str]:
 
 
 def test_a_slurm_job_that_is_queued_again_resumes(whole, tmp_path):
-    """launch/node.sbatch on two nodes: killed before its first checkpoint, then pre-empted, then left alone."""
+    """launch/node.sbatch on two nodes: killed before its first checkpoint, then pre-empted, then
+    left alone."""
     from plumbing.servers import Child
 
     for name, text in SLURM.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    out, server = tmp_path / "r", [str(ROOT / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")]
-    job = dict(SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n[1-2]", SLURM_JOB_NUM_NODES="2", SLURM_GPUS_ON_NODE="1")
-    env = ENV | job | {"PATH": f"{tmp_path}:{ENV['PATH']}", "PYTHON": sys.executable, "OUT": str(out)}
+    out, server = (
+        tmp_path / "r",
+        [str(ROOT / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")],
+    )
+    job = dict(
+        SLURM_JOB_ID="7",
+        SLURM_JOB_NODELIST="n[1-2]",
+        SLURM_JOB_NUM_NODES="2",
+        SLURM_GPUS_ON_NODE="1",
+    )
+    env = (
+        ENV | job | {"PATH": f"{tmp_path}:{ENV['PATH']}", "PYTHON": sys.executable, "OUT": str(out)}
+    )
     with Child(server, tmp_path / "log") as child:
-        command = ["bash", str(ROOT / "launch" / "node.sbatch"), *map(str, (*SMALL, *SCORED)), "--retriever"]
-        command += [child.url.replace("127.0.0.1", "0.0.0.0")]  # of this machine, too, but not refused
+        command = [
+            "bash",
+            str(ROOT / "launch" / "node.sbatch"),
+            *map(str, (*SMALL, *SCORED)),
+            "--retriever",
+        ]
+        # of this machine, too, but not refused
+        command += [child.url.replace("127.0.0.1", "0.0.0.0")]
         process = popen(command, env)
         wait_for_step(out, 0, process)
         for pid in (str(process.pid), *descendants(process.pid)):
@@ -306,7 +376,11 @@ def test_a_slurm_job_that_is_queued_again_resumes(whole, tmp_path):
         wait_for_step(out, 4, process)
         process.terminate()
         code, stdout, stderr = finish(process, 90)
-        assert code != 0 and "attempt 2, 2 nodes, head localhost:" in stdout and "resume from step" in stderr
+        assert (
+            code != 0
+            and "attempt 2, 2 nodes, head localhost:" in stdout
+            and "resume from step" in stderr
+        )
         code, stdout, stderr = finish(popen(command, env | {"SLURM_RESTART_COUNT": "2"}), LIMIT)
     assert code == 0 and re.search(r"resumed (after|inside) step \d", stdout), stderr
     assert metrics(out) == metrics(whole[0])
@@ -335,7 +409,10 @@ def score(taus):
 def test_a_judge_that_raises_costs_several_ranks_nothing(tmp_path, monkeypatch):
     (tmp_path / "judge_of_ranks.py").write_text(JUDGE)
     monkeypatch.setitem(ENV, "PYTHONPATH", f"{ROOT}:{tmp_path}")
-    out, flags = tmp_path / "r", [*SMALL, "--T", 4, "--save_every", 4, "--reward", "judge_of_ranks:score"]
+    out, flags = (
+        tmp_path / "r",
+        [*SMALL, "--T", 4, "--save_every", 4, "--reward", "judge_of_ranks:score"],
+    )
     code, _, stderr = finish(torchrun(2, "inspo.py", "--out", out, *flags), LIMIT)
     assert code != 0 and stderr.count("KeyError: 'score'") == 1  # its traceback
     assert f"resume from step 2 with --out {out} --resume" in stderr
@@ -358,7 +435,8 @@ from tasks.search_qa import SearchQA
 
 @pytest.mark.parametrize("absent", [0, 1])
 def test_what_only_one_rank_misses_ends_the_others_at_once(tmp_path, monkeypatch, absent):
-    """The other rank waits in torch for a process group: torchrun would kill it after half a minute."""
+    """The other rank waits in torch for a process group: torchrun would kill it after half a
+    minute."""
     (tmp_path / "missing.py").write_text(MISSING.replace("{absent}", str(absent)))
     monkeypatch.setitem(ENV, "PYTHONPATH", f"{ROOT}:{tmp_path}")
     process = torchrun(2, "inspo.py", "--task", "missing:SearchQA", "--out", tmp_path / "r")
@@ -390,7 +468,8 @@ def test_a_signal_saves_and_ends_every_rank(tmp_path, number):
     t = int(re.search(r"resume from step (\d+)", stderr).group(1))
     [saved] = (out / "checkpoints").glob("step-*")
     assert t >= 3 and saved.name.startswith(f"step-{t:06d}") and damage(saved) == []
-    frames = re.findall(r'^ *File "(.*?)", line', stderr, re.M)  # torchrun has a traceback of its own
+    # torchrun has a traceback of its own
+    frames = re.findall(r'^ *File "(.*?)", line', stderr, re.M)
     assert not [frame for frame in frames if frame.startswith(str(ROOT)) and "/.venv/" not in frame]
 
 
@@ -400,7 +479,9 @@ def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
     out = tmp_path / "r"
     server = [str(ROOT / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")]
     with Child(server, tmp_path / "log") as child:
-        process = torchrun(2, "inspo.py", "--out", out, *SMALL, "--search_retries", 1, "--retriever", child.url)
+        process = torchrun(
+            2, "inspo.py", "--out", out, *SMALL, "--search_retries", 1, "--retriever", child.url
+        )
         wait_for_step(out, 4, process)
     code, _, stderr = finish(process, 90)
     ours = stderr.split("torch/distributed/elastic")[0]  # torchrun says it again, last
@@ -413,8 +494,23 @@ def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
     [
         (["--no_such_flag", "1"], "unrecognized arguments: --no_such_flag"),
         (["--mini", "1", "--batch", "1", "--G", "2"], "4 ranks for 2 trajectories an update"),
-        (["--train", "/no.jsonl"], "--train /no.jsonl: no such .jsonl or .parquet file"),  # only rank 0 looks
-        (["--model", "/no/such", "--train", "T", "--test", "T", "--corpus", "T", "--mode", "static"], "no causal LM"),
+        # only rank 0 looks
+        (["--train", "/no.jsonl"], "--train /no.jsonl: no such .jsonl or .parquet file"),
+        (
+            [
+                "--model",
+                "/no/such",
+                "--train",
+                "T",
+                "--test",
+                "T",
+                "--corpus",
+                "T",
+                "--mode",
+                "static",
+            ],
+            "no causal LM",
+        ),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )

@@ -1,4 +1,5 @@
-"""What a run or an evaluation is, by content: every part that changes is named, and nothing else is."""
+"""What a run or an evaluation is, by content: every part that changes is named, and nothing else
+is."""
 
 import importlib
 import json
@@ -13,7 +14,16 @@ import pytest
 from config import HERE, PRESETS, Config
 from journal.directory import RunDirectory
 from journal.log import Log
-from journal.record import BLOCK, BLOCKS, describe, describe_model, describe_run, differences, digest, digest_file
+from journal.record import (
+    BLOCK,
+    BLOCKS,
+    describe,
+    describe_model,
+    describe_run,
+    differences,
+    digest,
+    digest_file,
+)
 from page.curves import SEED
 from plumbing.faults import Fault
 from population import Candidate
@@ -35,12 +45,19 @@ def double(x: int) -> int:
 def record(tmp_path, monkeypatch):
     """Returns a function that describes a task of files in `tmp_path`, with a reward of its own."""
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "judge_of_record.py").write_text("def score(taus):\n    return [1.0 for _ in taus]\n")
+    (tmp_path / "judge_of_record.py").write_text(
+        "def score(taus):\n    return [1.0 for _ in taus]\n"
+    )
     (tmp_path / "c.jsonl").write_text((FILES / "corpus.jsonl").read_text())
     cfg = Config(
-        corpus=str(tmp_path / "c.jsonl"), tools=f"search,{__name__}:double", reward="judge_of_record:score"
+        corpus=str(tmp_path / "c.jsonl"),
+        tools=f"search,{__name__}:double",
+        reward="judge_of_record:score",
     )
-    questions = [Question("1", "Who?", ("he",)), Question("2", "What?", ("that", "this"), data={"row": 3})]
+    questions = [
+        Question("1", "Who?", ("he",)),
+        Question("2", "What?", ("that", "this"), data={"row": 3}),
+    ]
 
     def made(questions=questions, instruction="Search.", weights="w"):
         task = load_task(cfg)
@@ -55,12 +72,19 @@ def test_each_part_that_changes_is_named_and_nothing_else(record, tmp_path, monk
     first, (one, two) = record(), record.questions
     assert differences(first, record()) == {}
     named = lambda **changed: list(differences(first, record(**changed)))  # noqa: E731
-    assert named(questions=[one, Question("2", "What?", ("this",), data={"row": 3})]) == ["golds of test"]
-    assert named(questions=[one, Question("2", "What?", two.golds, data={"row": 4})]) == ["questions of test"]
-    assert named(questions=[two, one]) == ["questions of test", "golds of test"]  # rows are paired by their place
+    assert named(questions=[one, Question("2", "What?", ("this",), data={"row": 3})]) == [
+        "golds of test"
+    ]
+    assert named(questions=[one, Question("2", "What?", two.golds, data={"row": 4})]) == [
+        "questions of test"
+    ]
+    # rows are paired by their place
+    assert named(questions=[two, one]) == ["questions of test", "golds of test"]
     assert named(instruction="Find.") == ["instruction text"] and named(weights="v") == ["weights"]
     (tmp_path / "c.jsonl").write_text((tmp_path / "c.jsonl").read_text().replace("Karon", "Maron"))
-    (tmp_path / "judge_of_record.py").write_text("def score(taus):\n    return [0.3 for _ in taus]\n")
+    (tmp_path / "judge_of_record.py").write_text(
+        "def score(taus):\n    return [0.3 for _ in taus]\n"
+    )
     assert named() == ["passages", "code of judge_of_record"]
     assert {"code of tasks.search_qa", f"code of {__name__}", "words of double"} <= set(
         differences(first, {"lr": 0.1, "content": {}})
@@ -69,7 +93,9 @@ def test_each_part_that_changes_is_named_and_nothing_else(record, tmp_path, monk
     assert named() == ["passages", "words of double", "code of judge_of_record"]
 
 
-def test_what_is_imported_from_the_user_s_folder_is_part_of_it_and_no_other_folder_is(tmp_path, monkeypatch):
+def test_what_is_imported_from_the_user_s_folder_is_part_of_it_and_no_other_folder_is(
+    tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(tmp_path)
     files = {
         "graded_by.py": "from scale_of import HALF\nimport parts_of.deep, numpy\ndef score(taus): return [HALF]",
@@ -87,7 +113,10 @@ def test_what_is_imported_from_the_user_s_folder_is_part_of_it_and_no_other_fold
     assert {name for name in first if name.startswith("code of") and " tasks" not in name} == own
     for name in ("scale_of.py", "parts_of/deep.py"):
         (tmp_path / name).write_text("HALF = x = 0.7")
-    assert set(differences(first, describe(task, {}, "", ""))) == {"code of scale_of", "code of parts_of.deep"}
+    assert set(differences(first, describe(task, {}, "", ""))) == {
+        "code of scale_of",
+        "code of parts_of.deep",
+    }
 
 
 def test_the_order_of_the_questions_to_train_on_is_part_of_a_run(tmp_path, capsys):
@@ -97,20 +126,27 @@ def test_the_order_of_the_questions_to_train_on_is_part_of_a_run(tmp_path, capsy
     def record(some, **knobs):
         (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
         files = dict.fromkeys(("train", "test"), str(tmp_path / "q.jsonl"))
-        return describe_run(load_task(Config(**PRESETS["world"] | files | {"tools": "none"} | knobs)))
+        return describe_run(
+            load_task(Config(**PRESETS["world"] | files | {"tools": "none"} | knobs))
+        )
 
     first, valid = record(rows), {"valid": ""}
     assert record(rows) == first
     for other in (swapped, rows[::-1]):
-        assert {"order of train"} <= set(differences({"content": first}, {"content": record(other)}))
+        assert {"order of train"} <= set(
+            differences({"content": first}, {"content": record(other)})
+        )
     cut, reseeded = record(rows, **valid), record(rows, seed=1, **valid)
-    assert set(differences({"content": cut}, {"content": reseeded}, SEED)) == set()  # two seeds are one group of a page
+    # two seeds are one group of a page
+    assert set(differences({"content": cut}, {"content": reseeded}, SEED)) == set()
     out = tmp_path / "r"
     RunDirectory.open(Config(out=str(out)), "x", first).close()
     with pytest.raises(Fault, match=f"^--resume: {out} was started with other "):
         reopened(out, record(rows[::-1]))
     older = tmp_path / "older"
-    RunDirectory.open(Config(out=str(older)), "x", {x: y for x, y in first.items() if x != "order of train"}).close()
+    RunDirectory.open(
+        Config(out=str(older)), "x", {x: y for x, y in first.items() if x != "order of train"}
+    ).close()
     reopened(older, first)
     assert "other order of train" in capsys.readouterr().out
 
@@ -151,14 +187,19 @@ def test_a_large_file_is_sampled_and_says_so(tmp_path):
 def test_another_process_has_the_same_digest_of_sets_and_objects():
     code = "from journal.record import digest; print(digest([set('abcdefghijklmn'), object(), {(1, 2): 3}]))"
     env = os.environ | {"PYTHONHASHSEED": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, env=env, capture_output=True, text=True)
-    assert done.stdout == digest([set("nmlkjihgfedcba"), object(), {(1, 2): 3}]) + "\n" and digest([1]) != digest([2])
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=HERE, env=env, capture_output=True, text=True
+    )
+    assert done.stdout == digest([set("nmlkjihgfedcba"), object(), {(1, 2): 3}]) + "\n" and digest(
+        [1]
+    ) != digest([2])
 
 
 def test_a_model_is_its_files_or_its_name_without_the_password(tmp_path, monkeypatch):
     assert "model.safetensors " in describe_model(str(FILES / "policy"))
     assert describe_model("http://me:password9@host/v1") == "http://host/v1"
-    monkeypatch.setattr("models.model.load_config", lambda path: None)  # tests/test_hub.py has a hub
+    # tests/test_hub.py has a hub
+    monkeypatch.setattr("models.model.load_config", lambda path: None)
     cached = "/cache/models--owner--name/snapshots/c0ffee/config.json"
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: cached)
     assert describe_model("owner/name") == "owner/name c0ffee"
@@ -193,7 +234,9 @@ def said(method, *args):
     """What a method of Log shows, without a run around it."""
     texts = []
     event = lambda t, event, P, text: texts.append(text)  # noqa: E731
-    log = SimpleNamespace(note=texts.append, run=SimpleNamespace(append=lambda *_: None), event=event)
+    log = SimpleNamespace(
+        note=texts.append, run=SimpleNamespace(append=lambda *_: None), event=event
+    )
     getattr(Log, method)(log, *args)
     return texts
 

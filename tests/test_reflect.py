@@ -1,4 +1,5 @@
-"""The LLM-based optimizer (§3.2): App. E's prompts, strict parsing, and a client that no fault of an endpoint stops."""
+"""The LLM-based optimizer (§3.2): App. E's prompts, strict parsing, and a client that no fault of
+an endpoint stops."""
 
 import json
 import re
@@ -35,7 +36,8 @@ def words(text):
     return len(text.split())
 
 
-# --- the prompts of App. E ----------------------------------------------------------------------------------------
+# --- the prompts of App. E
+# ----------------------------------------------------------------------------------------
 
 
 def test_the_paraphrase_prompt_is_that_of_appendix_e():
@@ -65,7 +67,10 @@ def test_the_history_prompt_is_that_of_appendix_e():
 
 
 def test_the_reflection_prompt_is_that_of_appendix_e():
-    failures = [("Question: who?\n<answer>it is me</answer>", ("me",)), ("Question: where?", ("Rome", "Roma"))]
+    failures = [
+        ("Question: who?\n<answer>it is me</answer>", ("me",)),
+        ("Question: where?", ("Rome", "Roma")),
+    ]
     assert reflection_prompt("Search. Then <answer> x </answer>.", failures, 3, 1000) == (
         "The initial prompt is:\n"
         "\n"
@@ -101,15 +106,25 @@ def test_braces_in_an_instruction_or_a_response_reach_the_optimizer_unchanged():
     assert "Response: {instruction} {{}}\nCorrect answer: {gold}\n" in prompt
 
 
-# --- long failures ------------------------------------------------------------------------------------------------
+# --- long failures
+# ------------------------------------------------------------------------------------------------
 
 QUESTION = "Question: What is the country of the birthplace of the director of Solaris?"
-ACTIONS = ["<think>the director first</think>", "<search>director of Solaris</search>", "<search>Andrei born</search>"]
+ACTIONS = [
+    "<think>the director first</think>",
+    "<search>director of Solaris</search>",
+    "<search>Andrei born</search>",
+]
 END = "<think>Zavrazhye is in Russia</think>\n<answer>Soviet Union</answer>"
 
 
 def long_failure(passage_words):
-    observed = "<information>" + "Doc 1(Title: Solaris) " + "lorem ipsum " * (passage_words // 2) + "</information>"
+    observed = (
+        "<information>"
+        + "Doc 1(Title: Solaris) "
+        + "lorem ipsum " * (passage_words // 2)
+        + "</information>"
+    )
     return "\n".join([QUESTION, ACTIONS[0], ACTIONS[1], observed, ACTIONS[2], observed, END])
 
 
@@ -133,14 +148,17 @@ def test_observations_are_cut_no_more_than_is_needed():
     by_budget = [words(shorten(text, budget, words)) for budget in (60, 200, 600, 2000)]
     assert by_budget == sorted(by_budget)
     assert by_budget[-1] > 500
-    assert "Doc 1(Title: Solaris) lorem" in shorten(text, 600, words)  # an observation's start and end stay
+    # an observation's start and end stay
+    assert "Doc 1(Title: Solaris) lorem" in shorten(text, 600, words)
 
 
 def test_an_observation_keeps_as_much_of_its_start_as_of_its_end_and_a_short_one_all():
     long, short = "".join(f"{k:04d}" for k in range(2000)), "short and whole"
     text = f"a<information>{long}</information>b<information>{short}</information>c"
-    cut = re.fullmatch(rf"a<information>(\d+) \[...\] (\d+)</information>b<information>{short}</information>c",
-                       shorten(text, 1500, len))  # fmt: skip
+    cut = re.fullmatch(
+        rf"a<information>(\d+) \[...\] (\d+)</information>b<information>{short}</information>c",
+        shorten(text, 1500, len),
+    )
     start, end = cut.groups()
     assert long.startswith(start) and long.endswith(end) and len(start) == len(end) > 400
 
@@ -176,14 +194,18 @@ def test_every_failure_gets_its_share_of_the_budget():
     assert len(prompt) < len(reflection_prompt("Do it.", failures, 6, 8000))
 
 
-# --- replies ------------------------------------------------------------------------------------------------------
+# --- replies
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "reply, blocks",
     [
         ("<ins_1>A</ins_1><ins_2>B</ins_2>", ["A", "B"]),
-        ("1. Too short.\n\n<ins_1>\n  A\nB  \n</ins_1>\n\nand\n\n<ins_2>C</ins_2>\nI hope this helps!", ["A\nB", "C"]),
+        (
+            "1. Too short.\n\n<ins_1>\n  A\nB  \n</ins_1>\n\nand\n\n<ins_2>C</ins_2>\nI hope this helps!",
+            ["A\nB", "C"],
+        ),
         ("", []),
         ("I would rewrite the prompt with clearer steps.", []),
         ("<ins_1>A", []),  # cut off
@@ -195,7 +217,8 @@ def test_every_failure_gets_its_share_of_the_budget():
         ("<ins_1>A</ins_2><ins_2>B</ins_2>", ["B"]),
         ("<ins_1>A <ins_2>B</ins_2> C</ins_1>", ["B"]),  # nested: the complete inner block alone
         ("<ins_1>A <ins_1>B</ins_1> C</ins_1>", ["B"]),
-        ("<ins_0>the parent</ins_0><ins_1>A</ins_1>", ["A"]),  # an echo of the parent is no candidate
+        # an echo of the parent is no candidate
+        ("<ins_0>the parent</ins_0><ins_1>A</ins_1>", ["A"]),
         ("<ins_0><ins_1>A</ins_1></ins_0>", ["A"]),
         ("<ins_1><ins_0>the parent</ins_0></ins_1>", []),
         ("<ins_01>A</ins_01><ins_>B</ins_><ins_x>C</ins_x><ins_-1>D</ins_-1>", []),
@@ -207,7 +230,10 @@ def test_every_failure_gets_its_share_of_the_budget():
         ("<ins_1>A</ins_1><ins_1>B</ins_1>", ["A", "B"]),  # a number twice: two candidates
         ("<ins_2>B</ins_2><ins_1>A</ins_1>", ["B", "A"]),  # in the order they come in
         ("<ins_1>```\nA\n```</ins_1>", ["```\nA\n```"]),  # the text of a block is not changed
-        ("<ins_1><search> q </search> & <answer>a</answer></ins_1>", ["<search> q </search> & <answer>a</answer>"]),
+        (
+            "<ins_1><search> q </search> & <answer>a</answer></ins_1>",
+            ["<search> q </search> & <answer>a</answer>"],
+        ),
     ],
 )
 def test_only_complete_numbered_blocks_of_a_reply_count(reply, blocks):
@@ -218,7 +244,8 @@ def test_only_complete_numbered_blocks_of_a_reply_count(reply, blocks):
     "reply, blocks",
     [
         ("<think>Try <ins_1>A</ins_1>. No.</think>\n<ins_1>B</ins_1>", ["B"]),
-        ("Try <ins_1>A</ins_1>. No.</think>\n<ins_1>B</ins_1>", ["B"]),  # its template wrote <think>
+        # its template wrote <think>
+        ("Try <ins_1>A</ins_1>. No.</think>\n<ins_1>B</ins_1>", ["B"]),
         ("<think>Try <ins_1>A <think> </think></ins_1>. No.</think><ins_1>B</ins_1>", ["B"]),
         ("<think>Try <ins_1>A.</think><ins_1>B</ins_1>", ["B"]),
         ("<ins_1>Think in <think> </think>.</ins_1>", ["Think in <think> </think>."]),
@@ -257,7 +284,8 @@ def test_a_long_broken_reply_is_parsed_in_no_time():
     assert time.time() - start < 2
 
 
-# --- which candidates may join ------------------------------------------------------------------------------------
+# --- which candidates may join
+# ------------------------------------------------------------------------------------
 
 PARENT = "Think in <think> </think>, search with <search> </search>, answer in <answer> </answer>."
 GOOD = f"Search one entity at a time. {PARENT}"
@@ -287,7 +315,13 @@ def test_a_candidate_without_a_word_is_empty(candidate):
 
 @pytest.mark.parametrize(
     "candidate",
-    [PARENT, PARENT.upper(), PARENT.replace(" ", "\r\n  "), PARENT.replace(",", ";").rstrip("."), f"**{PARENT}**"],
+    [
+        PARENT,
+        PARENT.upper(),
+        PARENT.replace(" ", "\r\n  "),
+        PARENT.replace(",", ";").rstrip("."),
+        f"**{PARENT}**",
+    ],
 )
 def test_a_candidate_that_differs_in_case_space_and_punctuation_alone_is_a_duplicate(candidate):
     assert reason(candidate, used=["x", PARENT]) == "duplicate"
@@ -305,7 +339,8 @@ def test_a_candidate_that_lost_a_tag_of_its_parent_s_that_is_parsed_is_rejected(
     assert reason(GOOD.replace(tag, "")) == f"lost {tag}"
     assert reason(GOOD.replace(tag, tag.replace("<", "["))) == f"lost {tag}"
     assert reason(GOOD.replace(tag, tag.upper())) == f"lost {tag}"
-    assert reason(GOOD.replace(tag, ""), parent=PARENT.replace(tag, "")) == ""  # the parent does not have it either
+    # the parent does not have it either
+    assert reason(GOOD.replace(tag, ""), parent=PARENT.replace(tag, "")) == ""
     assert reason(GOOD.replace(tag, ""), parsed=partial(find_lost_tag, names=["calculate"])) == ""
 
 
@@ -341,7 +376,10 @@ def test_the_instruction_that_the_paper_s_figure_4_shows_may_follow_search_r1_s(
     ],
 )
 def test_a_candidate_that_names_a_gold_answer_is_rejected(gold, leaked):
-    assert reason(f"{GOOD} {leaked}", golds=["other", "yes", gold]) == f"contains the gold answer {gold!r}"
+    assert (
+        reason(f"{GOOD} {leaked}", golds=["other", "yes", gold])
+        == f"contains the gold answer {gold!r}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -350,7 +388,8 @@ def test_a_candidate_that_names_a_gold_answer_is_rejected(gold, leaked):
         ("Andrei Tarkovsky", "Search for directors such as Andrei."),
         ("hotel", "Search for hoteliers."),  # inside another word
         ("Tarkovsky", "aTarkovskyb"),
-        ("one", "Take one step."),  # too short to be a leak: "a", "yes", "two" are words of any prompt
+        # too short to be a leak: "a", "yes", "two" are words of any prompt
+        ("one", "Take one step."),
         ("the", "Read the results."),
         ("", "Whatever."),
         ("!!!", "Whatever!!!"),
@@ -381,7 +420,10 @@ def test_a_gold_answer_leaks_only_as_whole_words_that_are_long_and_new(gold, inn
 )  # fmt: skip
 def test_a_candidate_that_speaks_for_somebody_else_is_rejected(addition, fault):
     assert reason(f"{GOOD} {addition}").startswith(fault)
-    assert reason(f"{GOOD} {addition} Really.", parent=f"{PARENT} {addition}") in ("", "holds control characters")
+    assert reason(f"{GOOD} {addition} Really.", parent=f"{PARENT} {addition}") in (
+        "",
+        "holds control characters",
+    )
 
 
 @pytest.mark.parametrize(
@@ -396,58 +438,86 @@ def test_a_candidate_that_speaks_for_somebody_else_is_rejected(addition, fault):
 )  # fmt: skip
 def test_what_an_instruction_says_about_the_format_is_welcome(harmless):
     assert reason(f"{GOOD} {harmless}") == ""
-    assert reason("Really: " + SEARCH_R1.replace(" Beijing ", "Beijing"), parent=SEARCH_R1, max_tokens=999) == ""
+    assert (
+        reason(
+            "Really: " + SEARCH_R1.replace(" Beijing ", "Beijing"), parent=SEARCH_R1, max_tokens=999
+        )
+        == ""
+    )
 
 
 def test_a_long_reply_is_checked_in_no_time():
     start = time.time()
-    for text in ("a " * 100_000, "<answer>" * 20_000, "<|" * 50_000, "question" * 20_000, "é\u0301" * 50_000):
+    for text in (
+        "a " * 100_000,
+        "<answer>" * 20_000,
+        "<|" * 50_000,
+        "question" * 20_000,
+        "é\u0301" * 50_000,
+    ):
         reason(text, golds=["a" * 50, "aaaa", "Andrei Tarkovsky"], max_tokens=10**9)
     assert time.time() - start < 3
 
 
 def test_the_example_answer_of_search_r1_s_instruction_is_no_leak():
     assert "Beijing" in SEARCH_R1
-    assert reason("Really: " + SEARCH_R1, parent=SEARCH_R1, golds=["Beijing"], max_tokens=1000) == ""
+    assert (
+        reason("Really: " + SEARCH_R1, parent=SEARCH_R1, golds=["Beijing"], max_tokens=1000) == ""
+    )
     assert reason("Beijing: " + PARENT, golds=["Beijing"]) == "contains the gold answer 'Beijing'"
 
 
-# --- a whole reply ------------------------------------------------------------------------------------------------
+# --- a whole reply
+# ------------------------------------------------------------------------------------------------
 
 
 def test_a_reply_s_candidates_are_accepted_or_rejected_with_a_reason():
     used = {normalize(PARENT), "another one"}
     reply = "".join(
         f"<ins_{k}>{text}</ins_{k}>"
-        for k, text in enumerate([GOOD, PARENT.upper(), "No tags.", f"Say Tarkovsky. {PARENT}", f"Twice. {PARENT}"], 1)
+        for k, text in enumerate(
+            [GOOD, PARENT.upper(), "No tags.", f"Say Tarkovsky. {PARENT}", f"Twice. {PARENT}"], 1
+        )
     )
-    accepted, rejected = read_candidates(reply, PARENT, used, ["Solaris", "Tarkovsky"], 100, 6, PARSED)
+    accepted, rejected = read_candidates(
+        reply, PARENT, used, ["Solaris", "Tarkovsky"], 100, 6, PARSED
+    )
     assert accepted == {1: GOOD, 5: f"Twice. {PARENT}"}
     assert rejected == [
         {"k": 2, "reason": "duplicate"},
         {"k": 3, "reason": "lost <search>"},
         {"k": 4, "reason": "contains the gold answer 'Tarkovsky'"},
     ]
-    assert read_candidates("I cannot help with that.", "parent", set(), [], 100, 6, PARSED) == ({}, [])
+    assert read_candidates("I cannot help with that.", "parent", set(), [], 100, 6, PARSED) == (
+        {},
+        [],
+    )
     assert used == {normalize(text) for text in (PARENT, "another one", GOOD, f"Twice. {PARENT}")}
     accepted, _ = read_candidates(reply, PARENT, used, [], 100, 6, PARSED)
     assert accepted == {4: f"Say Tarkovsky. {PARENT}"}  # others are used
 
 
 def test_two_candidates_of_one_reply_with_the_same_words_are_one():
-    accepted, rejected = read_candidates("<ins_1>A b.</ins_1><ins_2>a, B!</ins_2>", "parent", set(), [], 100, 6, PARSED)
+    accepted, rejected = read_candidates(
+        "<ins_1>A b.</ins_1><ins_2>a, B!</ins_2>", "parent", set(), [], 100, 6, PARSED
+    )
     assert accepted == {1: "A b."} and rejected == [{"k": 2, "reason": "duplicate"}]
 
 
 def test_candidates_are_measured_in_the_optimizer_s_tokens():
     count, _ = make_token_counter()
     text = "Search for one entity at a time, then answer."
-    assert read_candidates(f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text), 1, PARSED)[0] == {1: text}
-    _, [row] = read_candidates(f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text) - 1, 1, PARSED)
+    assert read_candidates(f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text), 1, PARSED)[
+        0
+    ] == {1: text}
+    _, [row] = read_candidates(
+        f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text) - 1, 1, PARSED
+    )
     assert row["reason"] == f"longer than {count(text) - 1} tokens"
 
 
-# --- the client, against a real HTTP server -----------------------------------------------------------------------
+# --- the client, against a real HTTP server
+# -----------------------------------------------------------------------
 
 
 def completion(reply="hello", **more):
@@ -481,7 +551,10 @@ def test_the_client_speaks_openai_s_chat_completions(endpoint):
     assert path == "/v1/chat/completions"
     assert headers["Content-Type"] == "application/json"
     assert headers["Authorization"] == "Bearer sk-secret"
-    assert json.loads(body) == {"model": "some-model", "messages": [{"role": "user", "content": "what?\n☃"}]}
+    assert json.loads(body) == {
+        "model": "some-model",
+        "messages": [{"role": "user", "content": "what?\n☃"}],
+    }
     assert call.reply == "héllo"
     assert (call.prompt_tokens, call.completion_tokens) == (11, 7)
     assert 0 <= call.seconds < 5
@@ -505,13 +578,17 @@ def test_without_a_key_there_is_no_authorization_header_and_a_url_may_end_in_a_s
     ],
 )  # fmt: skip
 def test_tokens_that_the_endpoint_does_not_count_are_estimated(endpoint, usage):
-    call = Optimizer(base(endpoint(completion("r" * 400, usage=usage))), "m").ask("p" * 4000, "t0 r0")
+    call = Optimizer(base(endpoint(completion("r" * 400, usage=usage))), "m").ask(
+        "p" * 4000, "t0 r0"
+    )
     assert (call.prompt_tokens, call.completion_tokens) == (1000, 100)
 
 
 def test_an_optimizer_that_stays_away_is_down_and_the_fault_is_named(endpoint, waits):
     server = endpoint((503, {}, "overloaded\n"))
-    with pytest.raises(OptimizerDown, match=f"^{base(server)}/chat/completions: HTTP 503: overloaded, 3 times$"):
+    with pytest.raises(
+        OptimizerDown, match=f"^{base(server)}/chat/completions: HTTP 503: overloaded, 3 times$"
+    ):
         Optimizer(base(server), "m", retries=2).ask("p", "t0 r0")
     assert len({body for _, _, body in server.requests}) == 1 and len(server.requests) == 3
     assert 0.5 <= waits[0] <= 1.5 and 1 <= waits[1] <= 3
@@ -537,15 +614,25 @@ def test_a_malformed_completion_is_never_taken_for_a_reply(endpoint, waits, text
     assert "quota" not in text or "quota" in str(down.value)
 
 
-def test_the_environment_s_proxy_is_asked_unless_the_endpoint_is_on_this_machine(endpoint, monkeypatch):
+def test_the_environment_s_proxy_is_asked_unless_the_endpoint_is_on_this_machine(
+    endpoint, monkeypatch
+):
     proxy = endpoint(completion("by proxy"))
     for name in ("HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, proxy.url)
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
-    assert Optimizer(base(endpoint(completion("directly"))), "m", retries=0).ask("p", "t0 r0").reply == "directly"
-    assert Optimizer("http://api.inspo.invalid/v1", "m", retries=0).ask("p", "t0 r0").reply == "by proxy"
-    assert [path for path, _, _ in proxy.requests] == ["http://api.inspo.invalid/v1/chat/completions"]
+    assert (
+        Optimizer(base(endpoint(completion("directly"))), "m", retries=0).ask("p", "t0 r0").reply
+        == "directly"
+    )
+    assert (
+        Optimizer("http://api.inspo.invalid/v1", "m", retries=0).ask("p", "t0 r0").reply
+        == "by proxy"
+    )
+    assert [path for path, _, _ in proxy.requests] == [
+        "http://api.inspo.invalid/v1/chat/completions"
+    ]
 
 
 def test_a_reply_that_ended_at_a_limit_is_marked(endpoint):
@@ -580,7 +667,8 @@ def test_after_max_tokens_no_call_is_made_and_an_earlier_process_s_count(endpoin
     assert unlimited.ask("p", "t3 r0").reply == "hello" and len(server.requests) == 3
 
 
-# --- no call is paid twice ----------------------------------------------------------------------------------------
+# --- no call is paid twice
+# ----------------------------------------------------------------------------------------
 
 
 def test_a_resumed_run_does_not_pay_again_for_a_reply(endpoint):
@@ -615,7 +703,9 @@ def test_the_key_of_a_call_stays_the_same_from_one_version_to_the_next(endpoint)
     assert call.key == "t15 r0 d34333a7a6d52a42"
 
 
-@pytest.mark.parametrize("prompt, when, model", [("other", "t15 r0", "m"), ("p", "t15 r1", "m"), ("p", "t15 r0", "m2")])
+@pytest.mark.parametrize(
+    "prompt, when, model", [("other", "t15 r0", "m"), ("p", "t15 r1", "m"), ("p", "t15 r0", "m2")]
+)
 def test_another_prompt_round_or_model_is_another_call(endpoint, prompt, when, model):
     server = endpoint(completion("first"), completion("second"))
     call = Optimizer(base(server), "m").ask("p", "t15 r0")
@@ -624,7 +714,8 @@ def test_another_prompt_round_or_model_is_another_call(endpoint, prompt, when, m
     assert len(server.requests) == 2
 
 
-# --- counting tokens ----------------------------------------------------------------------------------------------
+# --- counting tokens
+# ----------------------------------------------------------------------------------------------
 
 
 def test_without_tiktoken_or_its_encodings_tokens_are_estimated(monkeypatch):
@@ -643,8 +734,12 @@ def test_without_tiktoken_or_its_encodings_tokens_are_estimated(monkeypatch):
 
 def test_with_tiktoken_tokens_are_counted_and_its_special_tokens_are_ordinary_text(monkeypatch):
     tiktoken = pytest.importorskip("tiktoken")
-    bytes_ = tiktoken.Encoding(  # an encoding of single bytes, because the real one has to be downloaded
-        "bytes", pat_str=r"[\s\S]", mergeable_ranks={bytes([i]): i for i in range(256)}, special_tokens={"<|end|>": 256}
+    # an encoding of single bytes, because the real one has to be downloaded
+    bytes_ = tiktoken.Encoding(
+        "bytes",
+        pat_str=r"[\s\S]",
+        mergeable_ranks={bytes([i]): i for i in range(256)},
+        special_tokens={"<|end|>": 256},
     )
     monkeypatch.setattr(tiktoken, "get_encoding", {"o200k_base": bytes_}.__getitem__)
     count, how = make_token_counter.__wrapped__()  # past its cache

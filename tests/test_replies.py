@@ -1,4 +1,5 @@
-"""What chat endpoints reply: every shape is read alike for the optimizer, a judge and an evaluated model."""
+"""What chat endpoints reply: every shape is read alike for the optimizer, a judge and an evaluated
+model."""
 
 import json
 
@@ -35,18 +36,36 @@ SHAPES = {  # answer -> (text, cut, refused)
     "plain": (said({"content": "A"}), ("A", False, False)),
     "error null": (said({"content": "A"}, error=None), ("A", False, False)),
     "null": (said({"content": None}), ("", False, False)),
-    "tool calls alone": (said({"content": None, "tool_calls": [{"id": "1"}]}, "tool_calls"), ("", False, False)),
+    "tool calls alone": (
+        said({"content": None, "tool_calls": [{"id": "1"}]}, "tool_calls"),
+        ("", False, False),
+    ),
     "no finish_reason": ({"choices": [{"message": {"content": "A"}}]}, ("A", False, False)),
     "reasoning_content": (said({"content": "A", "reasoning_content": "B"}), ("A", False, False)),
-    "reasoning": (said({"content": "A", "reasoning": "B", "reasoning_details": [text("B")]}), ("A", False, False)),
+    "reasoning": (
+        said({"content": "A", "reasoning": "B", "reasoning_details": [text("B")]}),
+        ("A", False, False),
+    ),
     "all thoughts": (said({"reasoning": "B"}, "length"), ("", True, False)),
-    "all thoughts, null": (said({"content": None, "reasoning_content": "B"}, "length"), ("", True, False)),
+    "all thoughts, null": (
+        said({"content": None, "reasoning_content": "B"}, "length"),
+        ("", True, False),
+    ),
     "parts": (said({"content": [HM, text("A"), text("B")]}), ("AB", False, False)),
-    "parts of thoughts": (said({"content": [HM, {"type": "reasoning", "text": "B"}]}, "length"), ("", True, False)),
+    "parts of thoughts": (
+        said({"content": [HM, {"type": "reasoning", "text": "B"}]}, "length"),
+        ("", True, False),
+    ),
     "no parts": (said({"content": []}), ("", False, False)),
     "a part without a type": (said({"content": [{"text": "A"}]}), ("A", False, False)),
-    "output_text": (said({"content": [{"type": "output_text", "text": "A", "annotations": []}]}), ("A", False, False)),
-    "reference": (said({"content": [text("A"), {"type": "reference", "reference_ids": [1]}]}), ("A", False, False)),
+    "output_text": (
+        said({"content": [{"type": "output_text", "text": "A", "annotations": []}]}),
+        ("A", False, False),
+    ),
+    "reference": (
+        said({"content": [text("A"), {"type": "reference", "reference_ids": [1]}]}),
+        ("A", False, False),
+    ),
     "cut": (said({"content": "A"}, "length"), ("A", True, False)),
     "cut, Gemini's": (said({"content": "A"}, "MAX_TOKENS"), ("A", True, False)),
     "cut, Mistral's": (said({"content": "A"}, "model_length"), ("A", True, False)),
@@ -55,16 +74,34 @@ SHAPES = {  # answer -> (text, cut, refused)
     "filtered, Gemini's": (said({}, "content_filter: PROHIBITED_CONTENT"), ("", False, True)),
     "filtered, Zhipu's": (said({"content": ""}, "sensitive"), ("", False, True)),
     "refusal": (said({"content": None, "refusal": "I cannot."}), ("", False, True)),
-    "cut, no message": ({"choices": [{"index": 0, "finish_reason": "length"}]}, ("", True, False)),  # Gemini's
-    "filtered, message null": ({"choices": [{"finish_reason": "safety", "message": None}]}, ("", False, True)),
+    # Gemini's
+    "cut, no message": ({"choices": [{"index": 0, "finish_reason": "length"}]}, ("", True, False)),
+    "filtered, message null": (
+        {"choices": [{"finish_reason": "safety", "message": None}]},
+        ("", False, True),
+    ),
     "refusal null": (said({"content": "A", "refusal": None}), ("A", False, False)),
 }
 NO_REPLY = {  # answer -> what is shown of it
-    "choices null": ({"choices": None, "error": {"code": 429, "message": "pool is full"}}, "pool is full"),
-    "choices empty": ({"choices": [], "error": {"code": 502, "message": "pool is full"}}, "pool is full"),
+    "choices null": (
+        {"choices": None, "error": {"code": 429, "message": "pool is full"}},
+        "pool is full",
+    ),
+    "choices empty": (
+        {"choices": [], "error": {"code": 502, "message": "pool is full"}},
+        "pool is full",
+    ),
     "error alone": ({"error": "pool is full"}, "pool is full"),
     "error in the choice": (
-        {"choices": [{"finish_reason": "error", "error": {"message": "pool is full"}, "message": {"content": ""}}]},
+        {
+            "choices": [
+                {
+                    "finish_reason": "error",
+                    "error": {"message": "pool is full"},
+                    "message": {"content": ""},
+                }
+            ]
+        },
         "pool is full",
     ),
     "detail": ({"detail": "pool is full"}, "pool is full"),
@@ -108,7 +145,8 @@ def test_what_is_no_reply_says_why(serve, shape):
     [
         ({"prompt_tokens": 11, "completion_tokens": 7}, (11, 7)),
         ({"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}, (11, 7)),
-        ({"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 518}, (11, 507)),  # thoughts in the total alone
+        # thoughts in the total alone
+        ({"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 518}, (11, 507)),
         ({"prompt_tokens": 11, "total_tokens": 511}, (11, 500)),  # all thoughts
         ({"prompt_tokens": 11, "completion_tokens": None, "total_tokens": None}, (11, 0)),
         ({"prompt_tokens": True, "completion_tokens": -7, "total_tokens": "18"}, (0, 0)),
@@ -127,12 +165,17 @@ def test_usage_of_what_is_no_object():
 BILLED = {"usage": {"prompt_tokens": 3000, "completion_tokens": 300}}
 
 
-@pytest.mark.parametrize("shape", [name for name, (answer, _) in NO_REPLY.items() if isinstance(answer, dict)])
+@pytest.mark.parametrize(
+    "shape", [name for name, (answer, _) in NO_REPLY.items() if isinstance(answer, dict)]
+)
 def test_tries_without_a_reply_are_billed_and_the_bound_holds(serve, shape):
-    """--max_optimizer_tokens 4000: the second try goes beyond it, a third is not made, here or after a resume."""
+    """--max_optimizer_tokens 4000: the second try goes beyond it, a third is not made, here or
+    after a resume."""
     server = serve(NO_REPLY[shape][0] | BILLED)
     optimizer = Optimizer(server.url, "m", max_tokens=4000)
-    with pytest.raises(OptimizerDown, match="--max_optimizer_tokens 4000 is used up: 6600 tokens") as down:
+    with pytest.raises(
+        OptimizerDown, match="--max_optimizer_tokens 4000 is used up: 6600 tokens"
+    ) as down:
         optimizer.ask("p", "t0")
     assert len(server.requests) == 2 and optimizer.tokens == 6600
     call = down.value.call
@@ -186,10 +229,18 @@ MARKS = [
 
 @pytest.mark.parametrize("opening, closing", MARKS)
 def test_drafts_in_thoughts_never_count_however_they_are_marked(opening, closing):
-    for begin in (opening, f"Here is my take.\n{opening}", f"\n {opening}\n", f"Sure! {opening}", ""):
+    for begin in (
+        opening,
+        f"Here is my take.\n{opening}",
+        f"\n {opening}\n",
+        f"Sure! {opening}",
+        "",
+    ):
         for end in (closing, f"\n{closing}\n\n", f" So yes.{closing} Here they are:\n"):
             assert parse(f"{begin}{D} or <ins_2>{end}{A}\n{B}") == ["one", "two"]
-            assert parse(f"{begin}{D}{end}{A}\nIn it `{closing}` comes first, {closing} that is.") == ["one"]
+            assert parse(
+                f"{begin}{D}{end}{A}\nIn it `{closing}` comes first, {closing} that is."
+            ) == ["one"]
         if opening != "analysis" and begin:
             assert parse(f"{begin}{D} or") == []  # cut off
             assert parse(f"{A}\n{begin}{D} or") == ["one"]
@@ -207,7 +258,8 @@ def test_drafts_in_thoughts_never_count_however_they_are_marked(opening, closing
         (f"1. `<think>` comes first:\n{A}\n2. It searches after `</think>`.\n{B}", ["one", "two"]),
         (f"{A}\nThe second one says '</think>' twice.\n{B}", ["one", "two"]),
         (f"<think>{D}</think>{A}<think>{D}</think>", ["one"]),
-        (f"<think>{D}</think>\n{A}\n<think>{D}</think>\n{B}", ["two"]),  # what follows the last thoughts
+        # what follows the last thoughts
+        (f"<think>{D}</think>\n{A}\n<think>{D}</think>\n{B}", ["two"]),
         (f"<think>{D}</think>: {A}", ["one"]),
         (f"<think>{D}</think>```xml\n{A}\n```", ["one"]),
         (f"<thinks>{A}</thinks>", ["one"]),

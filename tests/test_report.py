@@ -6,24 +6,36 @@ import pytest
 
 from journal.summary import conclusion
 
-ROWS = ["first policy, first instruction", "trained policy, first instruction", "first policy, I_star"]
+ROWS = [
+    "first policy, first instruction",
+    "trained policy, first instruction",
+    "first policy, I_star",
+]
 ROWS += ["trained policy, I_star"]
 
 
 def conclusion_of(means: dict[str, float], n: int) -> str:
     """Of questions that score 0 or 1."""
-    return conclusion(means, n, "em", {row: math.sqrt(mean * (1 - mean)) for row, mean in means.items()})
+    return conclusion(
+        means, n, "em", {row: math.sqrt(mean * (1 - mean)) for row, mean in means.items()}
+    )
 
 
 @pytest.mark.parametrize(
     "scores, says",
     [
-        ((0.01, 0.20, 0.08, 0.70), "EM +0.69; the policy alone has +0.19, the instruction alone +0.07: the pair"),
+        (
+            (0.01, 0.20, 0.08, 0.70),
+            "EM +0.69; the policy alone has +0.19, the instruction alone +0.07: the pair",
+        ),
         ((0.00, 0.30, 0.12, 0.70), "worth more"),  # 0.42 is 0.6 of the gain
         ((0.00, 0.30, 0.13, 0.70), "add up"),
         ((0.08, 0.25, 0.91, 0.93), "search over instructions"),
         ((0.10, 0.80, 0.20, 0.85), "training would"),
-        ((0.30, 0.30, 0.30, 0.37), "nothing gained that 300 questions could show (two standard errors are 0.08)"),
+        (
+            (0.30, 0.30, 0.30, 0.37),
+            "nothing gained that 300 questions could show (two standard errors are 0.08)",
+        ),
         ((0.50, 0.40, 0.40, 0.30), "EM -0.20: the run has done harm"),
         ((0.01, 0.20), "EM +0.19 under the first instruction"),
         ((0.20, 0.21), "nothing gained"),
@@ -41,13 +53,19 @@ def test_a_few_questions_show_no_gain_however_clear(n):
     assert "EM +1.00: nothing gained" in conclusion_of(means, n)
     assert "training would have been enough" in conclusion_of(means, 6)
     means = dict(zip(ROWS, (0.0, 0.05, 0.0, 0.05), strict=True))
-    assert "nothing gained" in conclusion_of(means, 100) and "training would" in conclusion_of(means, 120)
+    assert "nothing gained" in conclusion_of(means, 100) and "training would" in conclusion_of(
+        means, 120
+    )
 
 
 @pytest.mark.parametrize(
     "scores, deviation, says",
     [
-        ((-1.0, 0.0, -0.5, 2.5), 1.5, "won +3.50; the policy alone has +1.00, the instruction alone +0.50: the pair"),
+        (
+            (-1.0, 0.0, -0.5, 2.5),
+            1.5,
+            "won +3.50; the policy alone has +1.00, the instruction alone +0.50: the pair",
+        ),
         ((-1.0, 0.0, -0.5, 2.5), 30.0, "won +3.50: nothing gained that 300 questions could show"),
         ((0.30, 0.30, 0.30, 0.37), 0.1, "worth more"),  # nothing without the spread
         ((2.0, 1.0), 0.1, "won -1.00 under"),

@@ -1,7 +1,8 @@
-"""A run that is stopped at its n-th call of policy, optimizer or judge, for every n, and resumed: the same files.
+"""A run that is stopped at its n-th call of policy, optimizer or judge, for every n, and resumed:
+the same files.
 
-Log, directory and Algorithm 1 are the real ones. The policy is a number that every update moves, so that hundreds of
-runs take seconds; tests/test_stop.py and `make chaos` do the same to real ones.
+Log, directory and Algorithm 1 are the real ones. The policy is a number that every update moves, so
+that hundreds of runs take seconds; tests/test_stop.py and `make chaos` do the same to real ones.
 """
 
 import contextlib
@@ -36,12 +37,26 @@ from tasks import Question, Task, Trajectory, Turn
 from training import policy
 from training.ranks import Ranks
 
-QUESTIONS = [Question(f"q{k}", f"Which {k}?", source=f"s{k // 7}", data=f"right {k}") for k in range(20)]
+QUESTIONS = [
+    Question(f"q{k}", f"Which {k}?", source=f"s{k // 7}", data=f"right {k}") for k in range(20)
+]
 FIRST = "Think in <think> </think>, answer in <answer> </answer>."
 CFG = Config(
-    batch=4, mini=4, G=2, T=7, K_p=1, K_e=2, T_e=6, D_B=3, N_P=3, rounds=2, eval_every=2, save_every=3, failures=2,
+    batch=4,
+    mini=4,
+    G=2,
+    T=7,
+    K_p=1,
+    K_e=2,
+    T_e=6,
+    D_B=3,
+    N_P=3,
+    rounds=2,
+    eval_every=2,
+    save_every=3,
+    failures=2,
     keep=2,
-)  # fmt: skip
+)
 TOKENIZER = load_tokenizer(str(WORLD / "policy"))
 AWAY = "the judge at http://judge:1 does not answer"
 
@@ -84,8 +99,8 @@ class Judged(Task):
 
 
 class Policy:
-    """One number; what it answers depends on it, on the question, the instruction and the purpose. It saves itself as
-    the real one does."""
+    """One number; what it answers depends on it, on the question, the instruction and the purpose.
+    It saves itself as the real one does."""
 
     in_step, shared, synced = True, True, True
     sleep, evaluate = lambda self: None, policy.Policy.evaluate
@@ -95,10 +110,12 @@ class Policy:
         self.calls, self.task, self.cfg, self.weight, self.t = calls, task, task.cfg, 1.0, 0
         self.ranks, self.seconds, self.writer = Ranks("cpu", 1), {}, ThreadPoolExecutor(1)
         self.learner = SimpleNamespace(
-            memory={}, set_advantages=self.set_advantages, model=torch.nn.Linear(1, 1),
+            memory={},
+            set_advantages=self.set_advantages,
+            model=torch.nn.Linear(1, 1),
             state_dict=lambda: {"w": self.weight, "optimizer": {"lr": 0.1}},
             load_state_dict=lambda state: vars(self).update(weight=state["w"]),
-        )  # fmt: skip
+        )
 
     def set_advantages(self, taus):
         memory = self.learner.memory
@@ -111,10 +128,19 @@ class Policy:
         self.calls(self.task.asked)
         taus = []
         for k, job in enumerate(jobs):
-            bits = hashlib.sha256(f"{self.weight} {t} {purpose} {k} {job.text} {job.question.id}".encode()).digest()
+            bits = hashlib.sha256(
+                f"{self.weight} {t} {purpose} {k} {job.text} {job.question.id}".encode()
+            ).digest()
             answer = job.question.data if bits[0] < 100 else "nothing"
-            tau = Trajectory(job.instruction, job.question, job.group, [1, 2], 1, [0, 1], [0.0, -1.0])
-            tau.turns, tau.stop, tau.response, tau.prediction = [Turn(answer)], "answer", answer, answer
+            tau = Trajectory(
+                job.instruction, job.question, job.group, [1, 2], 1, [0, 1], [0.0, -1.0]
+            )
+            tau.turns, tau.stop, tau.response, tau.prediction = (
+                [Turn(answer)],
+                "answer",
+                answer,
+                answer,
+            )
             taus.append(tau)
         return taus
 
@@ -155,12 +181,17 @@ class Optimizer:
         return Call(when, prompt, reply, 10, 20, 0.5, False)
 
 
-def play(out: Path, calls: Calls, config=CFG, population=population_of, evolution=Evolution, **knobs) -> None:
+def play(
+    out: Path, calls: Calls, config=CFG, population=population_of, evolution=Evolution, **knobs
+) -> None:
     """A run in this process, or the rest of one, as inspo.train plays it."""
     cfg = replace(config, out=str(out), resume=(out / "config.json").exists(), **knobs)
     task = Judged(cfg, calls)
     with stop.listening(), RunDirectory.opened(cfg, task) as run:
-        policy, optimizer = Policy(calls, task), Optimizer(calls, read_paid_calls(run.rows("reflections")))
+        policy, optimizer = (
+            Policy(calls, task),
+            Optimizer(calls, read_paid_calls(run.rows("reflections"))),
+        )
         log = Log(cfg, run, task, TOKENIZER)
         evolving = evolution(cfg, task, optimizer, population(cfg), log)
         checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
@@ -172,8 +203,12 @@ def play(out: Path, calls: Calls, config=CFG, population=population_of, evolutio
 
 
 def left(out: Path) -> dict[str, object]:
-    rows = {name: read_jsonl(out / f"{name}.jsonl") for name in ("metrics", "population", "reflections")}
-    rows["metrics"] = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows["metrics"]]
+    rows = {
+        name: read_jsonl(out / f"{name}.jsonl") for name in ("metrics", "population", "reflections")
+    }
+    rows["metrics"] = [
+        {k: v for k, v in row.items() if not k.startswith("time/")} for row in rows["metrics"]
+    ]
     rows["calls"] = sorted(row["call"]["key"] for row in rows["reflections"] if "call" in row)
     rows["reflections"] = [row for row in rows["reflections"] if "call" not in row]
     rows["summary"] = json.loads((out / "summary.json").read_text()) | {"seconds": 0}
@@ -205,16 +240,28 @@ def test_the_run_has_every_phase(whole):
 def test_everything_is_measured_in_the_task_s_own_metrics(whole):
     files, _, out, stdout = whole
     rows, summary = files["metrics"], json.loads((out / "summary.json").read_text())
-    assert rows[0]["metrics"] == summary["metrics"] == ["mark", "letters"] and summary["metric"] == "mark"
-    assert {row["t"] for row in rows if {"valid/mark", "test/mark", "test/letters/s0"} <= set(row)} == {2, 4, 6}
+    assert (
+        rows[0]["metrics"] == summary["metrics"] == ["mark", "letters"]
+        and summary["metric"] == "mark"
+    )
+    assert {
+        row["t"] for row in rows if {"valid/mark", "test/mark", "test/letters/s0"} <= set(row)
+    } == {2, 4, 6}
     for row in rows[1:]:
-        assert row["mark"] == row["reward"] / 2 and row["failed"] == pytest.approx((3 - row["reward"]) / 4)
+        assert row["mark"] == row["reward"] / 2 and row["failed"] == pytest.approx(
+            (3 - row["reward"]) / 4
+        )
     valid = {row["t"]: row["valid/mark"] for row in rows if "valid/mark" in row}
     assert step_of(RunDirectory(out).best()) == max(valid, key=lambda t: (valid[t], -t))
     assert summary["tools"] == [] and summary["ledger"]["tool_calls"] == 0
-    assert summary["start"] == {k.removeprefix("test/"): x for k, x in rows[0].items() if k.startswith("test/")}
+    assert summary["start"] == {
+        k.removeprefix("test/"): x for k, x in rows[0].items() if k.startswith("test/")
+    }
     for name, means in summary["held_out"].items():
-        with gzip.open(out / "trajectories" / f"test-{name.replace(', ', '-').replace(' ', '_')}.jsonl.gz", "rt") as f:
+        with gzip.open(
+            out / "trajectories" / f"test-{name.replace(', ', '-').replace(' ', '_')}.jsonl.gz",
+            "rt",
+        ) as f:
             kept = [json.loads(line) for line in f]
         marks = [row["metrics"]["mark"] for row in kept]
         one = [row["metrics"]["mark"] for row in kept if row["source"] == "s1"]
@@ -223,8 +270,12 @@ def test_everything_is_measured_in_the_task_s_own_metrics(whole):
         assert summary["spread"][name] == pytest.approx(statistics.pstdev(marks))
         cells = [means[k] for k in ("mark", "letters")]
         assert " ".join([name, *(f"{x:.3f}" for x in cells)]) in re.sub(" +", " ", stdout)
-    assert re.search(r"^mark [+-]\d", stdout, re.M) and not re.search(r"\b(EM|F1|em|f1|searches)\b", stdout)
-    prompts = [row["call"]["prompt"] for row in read_jsonl(out / "reflections.jsonl") if "call" in row]
+    assert re.search(r"^mark [+-]\d", stdout, re.M) and not re.search(
+        r"\b(EM|F1|em|f1|searches)\b", stdout
+    )
+    prompts = [
+        row["call"]["prompt"] for row in read_jsonl(out / "reflections.jsonl") if "call" in row
+    ]
     assert any("Response: Question: Which" in prompt for prompt in prompts)
     assert not any("Correct answer" in prompt for prompt in prompts)
 
@@ -242,18 +293,23 @@ def test_stopped_at_any_call_and_resumed_a_run_leaves_the_same(whole, tmp_path, 
     files, names, _, _ = whole
     for n in (k + 1 for k in range(len(names)) if k % 3 in places):
         out = tmp_path / f"r{n}"
-        with pytest.raises((Fault, SystemExit, KeyError)) as end, contextlib.redirect_stderr(io.StringIO()) as stderr:
+        with (
+            pytest.raises((Fault, SystemExit, KeyError)) as end,
+            contextlib.redirect_stderr(io.StringIO()) as stderr,
+        ):
             play(out, Calls(n, fault))
         lines = str(end.value) if isinstance(end.value, Fault) else stderr.getvalue().strip()
         assert str(fault) in str(end.value)
         assert not out.exists() or lines.endswith(f"with --out {out} --resume"), names[n - 1]
         last = RunDirectory(out).checkpoints()
-        done = int(names[n - 1].split()[0].lstrip("t")) - 1  # steps that were complete; no more than one is repeated
+        # steps that were complete; no more than one is repeated
+        done = int(names[n - 1].split()[0].lstrip("t")) - 1
         assert done < 1 or step_of(last[-1]) >= done, names[n - 1]
         again = Calls()
         play(out, again)
         assert left(out) == files, names[n - 1]
-        assert len(again.names) <= len(names) - n + 6, names[n - 1]  # an evaluation, or an evolution, is done again
+        # an evaluation, or an evolution, is done again
+        assert len(again.names) <= len(names) - n + 6, names[n - 1]
 
 
 class Careless(Judged):
@@ -274,10 +330,15 @@ class Careless(Judged):
 
 
 @pytest.mark.parametrize("broken", ["raises", "renames", "shows"])
-def test_a_task_s_own_code_that_fails_costs_no_step_that_was_trained(whole, tmp_path, monkeypatch, broken):
+def test_a_task_s_own_code_that_fails_costs_no_step_that_was_trained(
+    whole, tmp_path, monkeypatch, broken
+):
     monkeypatch.setattr("test_resume.Judged", Careless)
     monkeypatch.setattr(Careless, "broken", broken)
-    with pytest.raises((KeyError, Fault, RuntimeError)), contextlib.redirect_stderr(io.StringIO()) as stderr:
+    with (
+        pytest.raises((KeyError, Fault, RuntimeError)),
+        contextlib.redirect_stderr(io.StringIO()) as stderr,
+    ):
         play(tmp_path / "r", Calls())
     assert step_of(RunDirectory(tmp_path / "r").checkpoints()[-1]) == 5
     assert broken == "renames" or f"resume from step 5 with --out {tmp_path}/r" in stderr.getvalue()
@@ -287,14 +348,19 @@ def test_a_task_s_own_code_that_fails_costs_no_step_that_was_trained(whole, tmp_
 
 
 def test_without_room_for_a_copy_training_waits_until_a_checkpoint_is_written(monkeypatch):
-    """What is written is no copy then: a slow disk would get the weights of a later step. 4 bytes thrice a weight."""
+    """What is written is no copy then: a slow disk would get the weights of a later step. 4 bytes
+    thrice a weight."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     mine = Policy(Calls(), Judged(CFG, Calls()))
     mine.learner.model = torch.nn.Linear(10, 80, bias=False)
     mine.write = lambda state, path: time.sleep(0.2) or {"__0_0": "digest"}
-    mine.ranks = SimpleNamespace(rank=0, size=8, broadcast=lambda x=None: x, gather=lambda x: [x])  # 4 on this node,
-    for free, copied in ((0.55 * 9600 / 0.8, True), (0.45 * 9600 / 0.8, False)):  # and so half of the 9,600 bytes
-        monkeypatch.setattr(policy.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+    # 4 on this node,
+    mine.ranks = SimpleNamespace(rank=0, size=8, broadcast=lambda x=None: x, gather=lambda x: [x])
+    # and so half of the 9,600 bytes
+    for free, copied in ((0.55 * 9600 / 0.8, True), (0.45 * 9600 / 0.8, False)):
+        monkeypatch.setattr(
+            policy.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free)
+        )
         mine.save(Path("step-1"))
         assert mine.written.done() is not copied and mine.written.result() == {"__0_0": "digest"}
 
@@ -313,32 +379,52 @@ def test_stopped_at_every_call_again_and_again_a_run_still_ends_the_same(whole, 
 
 
 def test_seconds_add_up_over_all_resumes_of_a_run(tmp_path):
-    """Every process counts from its own start, and goes on from what the last row of a step says."""
+    """Every process counts from its own start, and goes on from what the last row of a step
+    says."""
     with pytest.raises(Fault):
         play(tmp_path / "r", Calls(30, stop.Stopped("stopped")))
     last = read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]
-    with open(tmp_path / "r" / "metrics.jsonl", "a", encoding="utf-8") as f:  # of a step that a killed process has done
+    # of a step that a killed process has done
+    with open(tmp_path / "r" / "metrics.jsonl", "a", encoding="utf-8") as f:
         f.write(json.dumps({"t": last["t"] + 1, "time/total": last["time/total"] + 1000}) + "\n")
     began = time.perf_counter()
     play(tmp_path / "r", Calls())
     seconds = json.loads((tmp_path / "r" / "summary.json").read_text())["seconds"]
-    assert 0 <= seconds + 0.05 - last["time/total"] - 1000 <= time.perf_counter() - began + 0.1  # it is rounded
+    # it is rounded
+    assert 0 <= seconds + 0.05 - last["time/total"] - 1000 <= time.perf_counter() - began + 0.1
 
 
 # ---- every death, and every death after it
 
 # Steps 1 and 2 prune and evolve, and step 2 is evaluated; step 3 is the last one.
-STEPS = dict(batch=2, mini=2, T=3, K_p=1, T_e=3, K_e=1, D_B=2, N_P=3, rounds=1, eval_every=2, save_every=9, seed=4)
+STEPS = dict(
+    batch=2,
+    mini=2,
+    T=3,
+    K_p=1,
+    T_e=3,
+    K_e=1,
+    D_B=2,
+    N_P=3,
+    rounds=1,
+    eval_every=2,
+    save_every=9,
+    seed=4,
+)
 
 
 class Deaths(Calls):
-    """Plays runs, and keeps the directory that each death leaves: a kill at any place, or a fault in the n-th call."""
+    """Plays runs, and keeps the directory that each death leaves: a kill at any place, or a fault
+    in the n-th call."""
 
     def __init__(self, folder: Path, **kind):
         self.folder, self.kind, self.out = folder, kind, folder / "run"
 
-    def live(self, source: Path | None, n: int = 0, fault: BaseException | None = None, left=None) -> list[str]:
-        """Plays the rest of the run in `source`; returns its places. `left` gets what kills would leave there."""
+    def live(
+        self, source: Path | None, n: int = 0, fault: BaseException | None = None, left=None
+    ) -> list[str]:
+        """Plays the rest of the run in `source`; returns its places. `left` gets what kills would
+        leave there."""
         super().__init__(n, fault)
         self.left = left
         shutil.rmtree(self.out, ignore_errors=True)
@@ -357,20 +443,25 @@ class Deaths(Calls):
             self.keep(f"killed at {place}", self.left)
 
     def keep(self, death: str, found: dict[str, tuple[str, Path]]) -> None:
-        """Copies the directory to `found`, by what a resumed run knows: rows, and checkpoints with their marks."""
+        """Copies the directory to `found`, by what a resumed run knows: rows, and checkpoints with
+        their marks."""
         files = sorted([*self.out.glob("*.jsonl"), *self.out.glob("checkpoints/**/*")])
         texts = [file.read_bytes() if file.suffix in (".jsonl", ".pt") else b"" for file in files]
         key = hashlib.sha256(b"".join([*map(bytes, files), *texts])).hexdigest()
         if key not in found:
             found[key] = death, shutil.copytree(self.out, self.folder / f"{time.monotonic_ns()}")
 
-    def after(self, source: Path | None, faults) -> tuple[dict[str, object], dict[str, tuple[str, Path]]]:
-        """Returns what the rest of a run leaves in the end, and what every death in it would leave."""
+    def after(
+        self, source: Path | None, faults
+    ) -> tuple[dict[str, object], dict[str, tuple[str, Path]]]:
+        """Returns what the rest of a run leaves in the end, and what every death in it would
+        leave."""
         found = {}
         names = self.live(source, left=found)
         whole = left(self.out)
         for n, name in enumerate(names, 1):
-            for fault in faults if "judge" not in name else ():  # a judge is asked right after rollouts
+            # a judge is asked right after rollouts
+            for fault in faults if "judge" not in name else ():
                 with contextlib.suppress(SystemExit, Fault, KeyboardInterrupt):
                     self.live(source, n, fault)
                 if self.out.exists():
@@ -381,7 +472,9 @@ class Deaths(Calls):
 def deaths_of(tmp_path, monkeypatch, **kind) -> Deaths:
     """Returns the Deaths of runs in which no clock and no thread makes a difference."""
     monkeypatch.setattr("page.html.write", lambda runs, out: out)
-    monkeypatch.setattr("journal.log.time", SimpleNamespace(perf_counter=lambda: 0.0, time=lambda: 0.0))
+    monkeypatch.setattr(
+        "journal.log.time", SimpleNamespace(perf_counter=lambda: 0.0, time=lambda: 0.0)
+    )
     monkeypatch.setattr("journal.log.versions", dict)
     monkeypatch.setattr("journal.directory.describe_run", lambda *_: {})
     monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 8)
@@ -418,7 +511,8 @@ class Inline:
 
 
 def check_deaths(deaths: Deaths, every: int) -> None:
-    """Asserts that after two deaths a run leaves what it leaves undisturbed, for one in `every` of the first ones."""
+    """Asserts that after two deaths a run leaves what it leaves undisturbed, for one in `every` of
+    the first ones."""
     stopped = [stop.Stopped("stopped")]
     whole, first = deaths.after(None, stopped if every > 1 else [*stopped, KeyboardInterrupt()])
     proven = set(first)

@@ -38,14 +38,20 @@ def random_rows(n, seed=0):
         key = draw.choice([i, f"p{i}", -i, ""])
         both = {"id": key, "title": draw.choice(WORDS), "text": text}
         untitled = [{"id": key, "text": text}, {"id": key, "title": None, "text": text}]
-        rows.append(draw.choice([{"id": key, "contents": text}, both, both | {"contents": text}, *untitled]))
+        rows.append(
+            draw.choice([{"id": key, "contents": text}, both, both | {"contents": text}, *untitled])
+        )
     return rows
 
 
 def as_passages(rows):
     """Returns the passages that the rows stand for, computed independently."""
-    contents = [row.get("contents", f'"{row.get("title") or ""}"\n{row.get("text")}') for row in rows]
-    return [{"id": str(row["id"]), "contents": text} for row, text in zip(rows, contents, strict=True)]
+    contents = [
+        row.get("contents", f'"{row.get("title") or ""}"\n{row.get("text")}') for row in rows
+    ]
+    return [
+        {"id": str(row["id"]), "contents": text} for row, text in zip(rows, contents, strict=True)
+    ]
 
 
 # --- rows ---
@@ -91,7 +97,10 @@ def test_concurrent_threads_get_their_own_rows(tmp_path):
         (b'{"id": "1", "content": "x"}', "KeyError: 'contents'"),
         (b'{"id": "1", "title": "x", "text": null}', "TypeError: "),
         (b'{"id": "1", "title": 5, "text": "x"}', "TypeError: "),
-        (b'{"id": "1", "contents": null}', "TypeError: sequence item 1: expected str instance, NoneType"),
+        (
+            b'{"id": "1", "contents": null}',
+            "TypeError: sequence item 1: expected str instance, NoneType",
+        ),
         (b'{"id": "1", "contents": 5}', "TypeError: sequence item 1: expected str instance, int"),
         (b'{"id": "\\udc00", "contents": "x"}', "UnicodeEncodeError: 'utf-8' codec can't encode"),
         (b"[" * 100_000, "RecursionError: maximum recursion depth"),
@@ -106,7 +115,10 @@ def test_a_bad_row_is_named_by_file_and_number(tmp_path, line, complaint):
         assert refusal(read).startswith(f"{path}, row 2: not a passage ({complaint}")
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, lambda text: b"wiki.jsonl".ljust(512, b"\0") + text])  # tar: a header
+# tar: a header
+@pytest.mark.parametrize(
+    "pack", [gzip.compress, lambda text: b"wiki.jsonl".ljust(512, b"\0") + text]
+)
 def test_packed_passages_are_refused(tmp_path, pack):
     path = tmp_path / "wiki-18.jsonl"
     path.write_bytes(pack(b"".join(b'{"id": %d, "contents": "x"}\n' % k for k in range(50))))
@@ -123,11 +135,14 @@ def test_without_passages_or_a_file_it_does_not_start(tmp_path, make):
 # --- a changing file ---
 
 
-@pytest.mark.parametrize("change", [lambda rows: rows[:3], lambda rows: [b"one more\n", *rows], lambda rows: []])
+@pytest.mark.parametrize(
+    "change", [lambda rows: rows[:3], lambda rows: [b"one more\n", *rows], lambda rows: []]
+)
 def test_a_file_changed_after_opening_gives_no_wrong_text(tmp_path, change):
     path = tmp_path / "c"
     corpus = Corpus(write_corpus(path, [{"id": i, "contents": "abc" * (i + 1)} for i in range(20)]))
-    path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))  # in place, like an editor or `cp`
+    # in place, like an editor or `cp`
+    path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
     assert f"{path}, row 20: not a passage" in refusal(lambda: corpus[19])
 
 
@@ -148,4 +163,5 @@ def test_passages_cost_no_memory(tmp_path):
         assert corpus[row]["id"] == str(row)
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(corpus) == n and used < 20 * n  # 8 bytes a row; all texts would take 600, a list of int objects 40
+    # 8 bytes a row; all texts would take 600, a list of int objects 40
+    assert len(corpus) == n and used < 20 * n

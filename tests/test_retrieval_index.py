@@ -1,4 +1,5 @@
-"""Encoders and indexes against independent computations; builds killed, resumed and refused. MiniLM is real."""
+"""Encoders and indexes against independent computations; builds killed, resumed and refused. MiniLM
+is real."""
 
 import json
 import os
@@ -51,14 +52,26 @@ N, D = 500, 384  # passages and numbers of a vector in the corpus that an encode
 
 
 def make_bert(folder, d=24):
-    """Makes a one-layer BERT over characters with random weights, which encodes thousands of passages per second."""
+    """Makes a one-layer BERT over characters with random weights, which encodes thousands of
+    passages per second."""
     vocabulary = ["[PAD]", "[UNK]", *map(chr, range(32, 127))]
-    tokens = Tokenizer(models.WordLevel({c: k for k, c in enumerate(vocabulary)}, unk_token="[UNK]"))
+    tokens = Tokenizer(
+        models.WordLevel({c: k for k, c in enumerate(vocabulary)}, unk_token="[UNK]")
+    )
     tokens.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokens, pad_token="[PAD]", unk_token="[UNK]"
+    ).save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = {"num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 48, "max_position_embeddings": 64}
-    BertModel(BertConfig(vocab_size=len(vocabulary), hidden_size=d, **sizes)).save_pretrained(folder)
+    sizes = {
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+    }
+    BertModel(BertConfig(vocab_size=len(vocabulary), hidden_size=d, **sizes)).save_pretrained(
+        folder
+    )
     return str(folder)
 
 
@@ -74,7 +87,9 @@ def shallow(tmp_path_factory):
     """The directory of MiniLM's first layer: an encoder that is six times as fast."""
     path = shutil.copytree(MINILM, tmp_path_factory.mktemp("encoder") / "shallow")
     weights = load_file(path / "model.safetensors")
-    weights = {name: w for name, w in weights.items() if not re.match(r"encoder\.layer\.[1-5]", name)}
+    weights = {
+        name: w for name, w in weights.items() if not re.match(r"encoder\.layer\.[1-5]", name)
+    }
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
@@ -86,7 +101,9 @@ def folder(shallow, tmp_path_factory):
     """Holds `corpus`, and `flat`, built from it with the shallow encoder."""
     folder = tmp_path_factory.mktemp("index")
     make_corpus(folder / "corpus", N)
-    build.main(["--corpus", str(folder / "corpus"), "--encoder", shallow, "--index", str(folder / "flat")])
+    build.main(
+        ["--corpus", str(folder / "corpus"), "--encoder", shallow, "--index", str(folder / "flat")]
+    )
     return folder
 
 
@@ -106,14 +123,20 @@ def X(folder, shallow):
     from sentence_transformers import SentenceTransformer  # here: it takes seconds to import
 
     texts = list(Corpus(folder / "corpus").texts())
-    return SentenceTransformer(shallow).encode(texts, normalize_embeddings=True, batch_size=64).astype(np.float64)
+    return (
+        SentenceTransformer(shallow)
+        .encode(texts, normalize_embeddings=True, batch_size=64)
+        .astype(np.float64)
+    )
 
 
 @pytest.fixture(scope="module")
 def Q(flat):
     """Vectors of 200 queries (200, D)."""
     draw = random.Random(1)
-    return flat.encoder.queries([f"which {draw.choice(KINDS)} is in {draw.choice(SYLLABLES)} ?" for _ in range(200)])
+    return flat.encoder.queries(
+        [f"which {draw.choice(KINDS)} is in {draw.choice(SYLLABLES)} ?" for _ in range(200)]
+    )
 
 
 # --- encoders ---
@@ -132,8 +155,12 @@ def test_vectors_equal_those_of_sentence_transformers(shallow, family, pooling, 
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
     draw = random.Random(0)
-    texts = [" ".join(draw.choices(KINDS + SYLLABLES, k=draw.randint(0, 150))) for _ in range(13)] + ["", "naïve 日本 "]
-    peer = SentenceTransformer(modules=[Transformer(shallow, max_seq_length=128), Pooling(D, pooling)], device="cpu")
+    texts = [
+        " ".join(draw.choices(KINDS + SYLLABLES, k=draw.randint(0, 150))) for _ in range(13)
+    ] + ["", "naïve 日本 "]
+    peer = SentenceTransformer(
+        modules=[Transformer(shallow, max_seq_length=128), Pooling(D, pooling)], device="cpu"
+    )
     ours = Encoder(shallow, family, max_length=128)
     for encode, prefix in ((ours.queries, query), (ours.passages, passage)):
         expected = peer.encode([prefix + text for text in texts], normalize_embeddings=True)
@@ -144,7 +171,11 @@ def test_vectors_equal_those_of_sentence_transformers(shallow, family, pooling, 
 
 
 def test_the_family_follows_from_the_name():
-    names = {"intfloat/e5-base-v2": "e5", "intfloat/multilingual-e5-large/": "e5", "BAAI/bge-base-en-v1.5": "bge"}
+    names = {
+        "intfloat/e5-base-v2": "e5",
+        "intfloat/multilingual-e5-large/": "e5",
+        "BAAI/bge-base-en-v1.5": "bge",
+    }
     names |= {"sentence-transformers/all-MiniLM-L6-v2": "plain", "/e5/models/mpnet": "plain"}
     assert {name: infer_family(name) for name in names} == names
 
@@ -152,9 +183,19 @@ def test_the_family_follows_from_the_name():
 def test_other_models_of_the_bert_type(bert, tmp_path):
     sizes = {"num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 99, "hidden_size": 24}
     more = {"intermediate_size": 32, "max_position_embeddings": 66}
-    small = {"dim": 24, "n_heads": 2, "n_layers": 1, "hidden_dim": 32, "vocab_size": 99, "max_position_embeddings": 64}
+    small = {
+        "dim": 24,
+        "n_heads": 2,
+        "n_layers": 1,
+        "hidden_dim": 32,
+        "vocab_size": 99,
+        "max_position_embeddings": 64,
+    }
     shutil.copytree(bert, tmp_path / "m")  # its tokenizer
-    for model in (MPNetModel(MPNetConfig(**sizes, **more)), DistilBertModel(DistilBertConfig(**small))):
+    for model in (
+        MPNetModel(MPNetConfig(**sizes, **more)),
+        DistilBertModel(DistilBertConfig(**small)),
+    ):
         model.save_pretrained(tmp_path / "m")
         vectors = Encoder(str(tmp_path / "m")).passages(["a river", "a novel in a mountain"])
         assert vectors.shape == (2, 24) and np.allclose(np.linalg.norm(vectors, axis=1), 1)
@@ -184,7 +225,11 @@ def test_a_model_that_is_not_an_encoder_is_refused(tmp_path):
         assert f"{kind} is not a BERT-type encoder" in refusal(Encoder, str(tmp_path / kind))
     for device in ("cuda:x", "cuda")[: 1 + (not torch.cuda.is_available())]:
         message = refusal(Encoder, MINILM, device=device)
-        assert message.startswith(f"--encoder {MINILM}: ") and "cuda" in message.lower() and "a device of" in message
+        assert (
+            message.startswith(f"--encoder {MINILM}: ")
+            and "cuda" in message.lower()
+            and "a device of" in message
+        )
     (tmp_path / "empty").mkdir()
     assert refusal(Encoder, str(tmp_path / "empty")).startswith(f"--encoder {tmp_path / 'empty'}: ")
 
@@ -201,7 +246,8 @@ def test_the_built_file_equals_the_one_faiss_writes(folder, X, tmp_path):
     theirs.add(vectors)
     faiss.write_index(theirs, str(tmp_path / "theirs"))
     assert (tmp_path / "theirs").read_bytes() == (folder / "flat/index.faiss").read_bytes()
-    assert sorted(os.listdir(folder / "flat")) == ["index.faiss", "index.json"]  # and no partial file
+    # and no partial file
+    assert sorted(os.listdir(folder / "flat")) == ["index.faiss", "index.json"]
     assert not (folder / "flat.partial").exists()
 
 
@@ -219,7 +265,9 @@ def test_k_beyond_the_passages_and_no_queries(flat):
     assert len(flat.search(["river"], 10 * N)[0]) == N and flat.search([], 3) == []
 
 
-@pytest.mark.skipif(hasattr(faiss, "get_num_gpus") and faiss.get_num_gpus(), reason="needs a FAISS without GPUs")
+@pytest.mark.skipif(
+    hasattr(faiss, "get_num_gpus") and faiss.get_num_gpus(), reason="needs a FAISS without GPUs"
+)
 def test_an_index_is_not_split_over_no_gpus(flat):
     assert "--shard_gpus: this FAISS sees no GPU" in refusal(flat.shard)
 
@@ -238,7 +286,8 @@ def test_an_index_is_not_split_over_no_gpus(flat):
 def test_files_of_faiss_find_more_with_the_width_of_the_search(
     folder, flat, X, Q, tmp_path, shallow, kind, widths, least
 ):
-    """Written like Search-R1's index_builder: index_factory(d, name, inner product), train, add, write_index."""
+    """Written like Search-R1's index_builder: index_factory(d, name, inner product), train, add,
+    write_index."""
     metric = faiss.METRIC_L2 if kind == "L2" else faiss.METRIC_INNER_PRODUCT
     index = fill(faiss.index_factory(D, kind.replace("L2", "Flat"), metric), X.astype(np.float32))
     faiss.write_index(index, str(tmp_path / "e5.index"))
@@ -247,7 +296,9 @@ def test_files_of_faiss_find_more_with_the_width_of_the_search(
     for width in widths:
         opened.set_width(width, width)
         results = opened.nearest(Q, 10)
-        common = [len(dict(hits).keys() & dict(best)) for hits, best in zip(results, truth, strict=True)]
+        common = [
+            len(dict(hits).keys() & dict(best)) for hits, best in zip(results, truth, strict=True)
+        ]
         recalls.append(np.mean(common) / 10)
         for hits in results:  # best first, whatever the metric
             assert [s for _, s in hits] == sorted((s for _, s in hits), reverse=True)
@@ -265,8 +316,14 @@ def test_files_of_faiss_find_more_with_the_width_of_the_search(
 
 def test_bm25_keeps_its_ranking_on_disk(tmp_path):
     draw = random.Random(0)
-    texts = [" ".join(draw.choices([f"W{k}" for k in range(400)], k=draw.randint(0, 40))) for _ in range(1000)]
-    queries = [" ".join(draw.choices([f"w{k}" for k in range(500)], k=draw.randint(0, 8))) for _ in range(100)]
+    texts = [
+        " ".join(draw.choices([f"W{k}" for k in range(400)], k=draw.randint(0, 40)))
+        for _ in range(1000)
+    ]
+    queries = [
+        " ".join(draw.choices([f"w{k}" for k in range(500)], k=draw.randint(0, 8)))
+        for _ in range(100)
+    ]
     built = BM25.build(texts)
     built.index.save(tmp_path, show_progress=False)
     opened = BM25(bm25s.BM25.load(tmp_path, mmap=True))
@@ -296,7 +353,9 @@ def test_widths_reach_what_an_index_wraps(name, tmp_path):
         part = faiss.downcast_index(inside.pop())
         widths |= {("ef", part.hnsw.efSearch)} if hasattr(part, "hnsw") else set()
         widths |= {("nprobe", part.nprobe)} if hasattr(part, "nprobe") else set()
-        inside += [getattr(part, at) for at in ("index", "base_index", "quantizer") if hasattr(part, at)]
+        inside += [
+            getattr(part, at) for at in ("index", "base_index", "quantizer") if hasattr(part, at)
+        ]
     assert widths == {(width, {"ef": 77, "nprobe": 5}[width]) for width in WRAPPED[name].split()}
 
 
@@ -316,7 +375,9 @@ def test_an_index_made_with_another_idea_of_a_word_is_refused(folder, tmp_path, 
 def test_an_index_of_another_corpus_or_encoder_is_refused(folder, tmp_path, shallow, bert):
     corpus, other = Corpus(folder / "corpus"), Corpus(make_corpus(tmp_path / "c", N - 1))
     flat, file = str(folder / "flat"), str(folder / "flat/index.faiss")
-    assert f"built from {N:,} other passages than the {N - 1:,} of {other.path}" in refusal(open_index, flat, other)
+    assert f"built from {N:,} other passages than the {N - 1:,} of {other.path}" in refusal(
+        open_index, flat, other
+    )
     assert "other passages" in refusal(open_index, flat, reversed_corpus(folder, tmp_path))
     assert f"{N:,} vectors" in refusal(open_index, file, other, encoder=shallow)
     assert "vectors of 384" in refusal(open_index, file, corpus, encoder=bert)
@@ -329,8 +390,13 @@ def test_an_index_of_another_corpus_or_encoder_is_refused(folder, tmp_path, shal
 
 def test_an_index_and_its_model_may_move(folder, bert, tmp_path, capsys):
     corpus, model = Corpus(folder / "corpus"), shutil.copytree(bert, tmp_path / "bert")
-    for index, *more in (("words", "bm25"), ("ivf", str(model), "--type", "IVF8,Flat", "--family", "bge")):
-        build.main(["--corpus", corpus.path, "--index", f"{tmp_path / 'made'}/", "--encoder", *more])
+    for index, *more in (
+        ("words", "bm25"),
+        ("ivf", str(model), "--type", "IVF8,Flat", "--family", "bge"),
+    ):
+        build.main(
+            ["--corpus", corpus.path, "--index", f"{tmp_path / 'made'}/", "--encoder", *more]
+        )
         moved = tmp_path / index
         os.replace(tmp_path / "made", moved)
         open_index(str(moved), corpus)
@@ -349,7 +415,8 @@ def test_vectors_of_another_prefix_or_order_cause_a_warning(folder, tmp_path, ca
     corpus, file = Corpus(folder / "corpus"), str(folder / "flat/index.faiss")
     open_index(file, corpus, encoder=shallow)
     assert capsys.readouterr().out == ""
-    open_index(file, corpus, encoder=shallow, family="bge")  # CLS pooling, where the index has mean pooling
+    # CLS pooling, where the index has mean pooling
+    open_index(file, corpus, encoder=shallow, family="bge")
     out = capsys.readouterr().out
     assert out.startswith("warning: ") and "--family" in out and out.count("\n") == 1
     open_index(file, reversed_corpus(folder, tmp_path), encoder=shallow)
@@ -357,7 +424,8 @@ def test_vectors_of_another_prefix_or_order_cause_a_warning(folder, tmp_path, ca
 
 
 def test_passages_that_an_encoder_cannot_distinguish_are_no_fault(bert, tmp_path):
-    twins = [{"id": k, "contents": f"{'a river since 1900 ' * 4}{k}"} for k in range(90)]  # alike for 64 tokens
+    # alike for 64 tokens
+    twins = [{"id": k, "contents": f"{'a river since 1900 ' * 4}{k}"} for k in range(90)]
     (tmp_path / "c").write_text("".join(json.dumps(row) + "\n" for row in twins))
     build.main(["--corpus", str(tmp_path / "c"), "--encoder", bert, "--index", str(tmp_path / "i")])
     assert (tmp_path / "i/index.faiss").exists()
@@ -366,7 +434,9 @@ def test_passages_that_an_encoder_cannot_distinguish_are_no_fault(bert, tmp_path
 # --- the command: faults and kills ---
 
 
-def test_a_build_compares_vectors_with_passages(folder, flat, shallow, tmp_path, monkeypatch, capsys):
+def test_a_build_compares_vectors_with_passages(
+    folder, flat, shallow, tmp_path, monkeypatch, capsys
+):
     vectors = flat.index.reconstruct_n(0, N)
     monkeypatch.setattr(build, "encode", lambda *_: np.roll(vectors, shift, axis=0))
     for kind in ("Flat", "IVF8,Flat"):  # which cannot return its vectors
@@ -395,11 +465,21 @@ def test_an_impossible_build_is_refused(folder, bert, tmp_path, more, complaint)
     (tmp_path / "begun.partial" / "index.json").touch()
     shutil.copytree(bert, tmp_path / "bert")
     bert, more = str(tmp_path / "bert"), [x.format(tmp_path=tmp_path) for x in more]
-    argv = ["--corpus", str(folder / "corpus"), "--encoder", bert, "--index", str(tmp_path / "i"), *more]
+    argv = [
+        "--corpus",
+        str(folder / "corpus"),
+        "--encoder",
+        bert,
+        "--index",
+        str(tmp_path / "i"),
+        *more,
+    ]
     assert refusal(build.main, argv).startswith(complaint.format(tmp_path=tmp_path))
 
 
-def test_what_cannot_be_indexed_keeps_its_vectors_for_another_type(folder, bert, tmp_path, monkeypatch):
+def test_what_cannot_be_indexed_keeps_its_vectors_for_another_type(
+    folder, bert, tmp_path, monkeypatch
+):
     argv = ["--corpus", str(folder / "corpus"), "--encoder", bert, "--index", str(tmp_path / "i")]
     message = refusal(build.main, [*argv, "--type", "IVF4096,Flat"])  # more cells than passages
     assert "4096" in message and "resumes with what is there" in message
@@ -410,10 +490,15 @@ def test_what_cannot_be_indexed_keeps_its_vectors_for_another_type(folder, bert,
 
 
 def test_a_disk_too_small_is_reported_before_encoding(folder, bert, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 100 - path.exists(), 1))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 100 - path.exists(), 1)
+    )
     monkeypatch.setattr(Encoder, "_encode", lambda *_: pytest.fail("encoded"))
     argv = ["--corpus", str(folder / "corpus"), "--encoder", bert, "--index", str(tmp_path / "i")]
-    assert "no room for 0.00 GB of vectors" in refusal(build.main, argv) and not (tmp_path / "i").exists()
+    assert (
+        "no room for 0.00 GB of vectors" in refusal(build.main, argv)
+        and not (tmp_path / "i").exists()
+    )
 
 
 def test_encoders_share_the_chunks_and_one_that_fails_ends_all(bert, tmp_path, monkeypatch):
@@ -428,7 +513,9 @@ def test_encoders_share_the_chunks_and_one_that_fails_ends_all(bert, tmp_path, m
     np.testing.assert_allclose(vectors, expected, atol=1e-5)
     file.unlink()
     encoders[1].passages = lambda _: 1 / 0
-    encoders[0].passages = lambda texts: time.sleep(0.2) or np.zeros((len(texts), 24), dtype=np.float32)
+    encoders[0].passages = lambda texts: (
+        time.sleep(0.2) or np.zeros((len(texts), 24), dtype=np.float32)
+    )
     with pytest.raises(ZeroDivisionError):
         build.encode(corpus, encoders, file)
     assert file.stat().st_size < 4 * 24 * 4 * 32  # of 5 chunks: nobody goes on alone
@@ -447,7 +534,9 @@ def test_a_killed_build_resumes(bert, tmp_path):
     def interrupted(number):
         before, end = chunks(), time.monotonic() + 300
         command = [sys.executable, "-m", "retrieval.build", *argv]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         while chunks() < before + 3:
             assert process.poll() is None and time.monotonic() < end, process.communicate()
             time.sleep(0.002)
@@ -462,11 +551,18 @@ def test_a_killed_build_resumes(bert, tmp_path):
     rows = written.stat().st_size // (4 * 24)
     vectors = np.fromfile(written, np.float32, count=rows * 24).reshape(rows, 24)
     np.testing.assert_allclose(vectors, expected[:rows], atol=1e-5)
-    assert "begun with another encoder, --family, --max_length" in refusal(build.main, [*argv, "--max_length", "32"])
+    assert "begun with another encoder, --family, --max_length" in refusal(
+        build.main, [*argv, "--max_length", "32"]
+    )
     printed = interrupted(signal.SIGINT)
-    assert "stopped; the same command resumes with the vectors" in printed and "Traceback" not in printed
+    assert (
+        "stopped; the same command resumes with the vectors" in printed
+        and "Traceback" not in printed
+    )
 
     build.main(argv)
     assert not partial.exists() and sorted(os.listdir(out)) == ["index.faiss", "index.json"]
-    np.testing.assert_allclose(faiss.read_index(str(out / "index.faiss")).reconstruct_n(0, n), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        faiss.read_index(str(out / "index.faiss")).reconstruct_n(0, n), expected, atol=1e-5
+    )
     assert "already exists; remove it" in refusal(build.main, argv)

@@ -1,4 +1,5 @@
-"""The retrieval server as its clients see it: HTTP, ranking against a BM25 written here, faults, processes' ends."""
+"""The retrieval server as its clients see it: HTTP, ranking against a BM25 written here, faults,
+processes' ends."""
 
 import http.client
 import json
@@ -40,7 +41,8 @@ def random_corpus(n):
     passages = [{"id": f"p{i}", "contents": f'"Title {i}"\n{t}'} for i, t in enumerate(texts)]
     for copy, original in [(250, 3), (40, 120), (251, 3)]:  # repeated texts: ties
         passages[copy]["contents"] = passages[original]["contents"]
-    # Equal scores by the formula, but their terms are added in another order, and so round differently.
+    # Equal scores by the formula, but their terms are added in another order, and so round
+    # differently.
     for i, counts in enumerate([(3, 2, 1, 4), (1, 2, 3, 4), (3, 4, 2, 1), (2, 1, 4, 3)]):
         text = " ".join(f"x{j} " * count for j, count in enumerate(counts))
         passages[200 + i]["contents"] = f'"Zz {i}"\n{text}'
@@ -51,7 +53,8 @@ PASSAGES = random_corpus(300)
 
 
 def lucene_scores(query, passages, k1=1.5, b=0.75):
-    """Returns Lucene's BM25 scores in fp64: idf = ln(1 + (N - df + 0.5) / (df + 0.5)), no factor k1 + 1."""
+    """Returns Lucene's BM25 scores in fp64: idf = ln(1 + (N - df + 0.5) / (df + 0.5)), no factor k1
+    + 1."""
     documents = [re.findall(r"\w+", p["contents"].lower()) for p in passages]
     average = sum(map(len, documents)) / len(documents)
     df = Counter(word for d in documents for word in set(d))
@@ -61,7 +64,9 @@ def lucene_scores(query, passages, k1=1.5, b=0.75):
         for word in re.findall(r"\w+", query.lower()):
             if word in tf:
                 idf = math.log(1 + (len(documents) - df[word] + 0.5) / (df[word] + 0.5))
-                scores[i] += idf * tf[word] / (tf[word] + k1 * (1 - b + b * len(document) / average))
+                scores[i] += (
+                    idf * tf[word] / (tf[word] + k1 * (1 - b + b * len(document) / average))
+                )
     return scores
 
 
@@ -86,12 +91,18 @@ def test_hits_with_and_without_scores(url):
     result = retrieve(url, queries=queries, topk=4, return_scores=True)
     assert [len(hits) for hits in result] == [4, 4]
     best = result[0][0]
-    assert best["document"] == PASSAGES[7] and best["document"]["contents"].startswith('"Title 7"\n')
+    assert best["document"] == PASSAGES[7] and best["document"]["contents"].startswith(
+        '"Title 7"\n'
+    )
     assert best.keys() == {"document", "score"} and type(best["score"]) is float
     assert best["score"] > result[0][1]["score"] > 0
-    assert retrieve(url, queries=queries, topk=4) == [[hit["document"] for hit in hits] for hits in result]
+    assert retrieve(url, queries=queries, topk=4) == [
+        [hit["document"] for hit in hits] for hits in result
+    ]
     for topk in ({}, {"topk": None}):
-        assert retrieve(url, queries=queries, **topk) == [[hit["document"] for hit in hits[:3]] for hits in result]
+        assert retrieve(url, queries=queries, **topk) == [
+            [hit["document"] for hit in hits[:3]] for hits in result
+        ]
 
 
 def test_health(url):
@@ -115,7 +126,9 @@ def test_a_short_response_does_not_wait_for_a_delayed_acknowledgement(url):
 
 def test_ranking_equals_bm25_by_lucenes_formula(url):
     draw = random.Random(1)
-    queries = [" ".join(f"W{draw.randint(0, 220)}" for _ in range(draw.randint(1, 8))) for _ in range(60)]
+    queries = [
+        " ".join(f"W{draw.randint(0, 220)}" for _ in range(draw.randint(1, 8))) for _ in range(60)
+    ]
     queries += ["w1 w1 w2", "Title 12, w5?", "the title: w9 unknown", "", "?!", "nowhere"]
     result = retrieve(url, queries=queries, topk=100, return_scores=True)
     for query, hits in zip(queries, result, strict=True):
@@ -130,7 +143,9 @@ def test_ranking_equals_bm25_by_lucenes_formula(url):
 def test_ties_keep_the_order_of_the_corpus(url):
     everywhere = retrieve(url, queries=["title"], topk=100, return_scores=True)[0]
     assert len(everywhere) == 100 > len({h["score"] for h in everywhere})
-    assert everywhere == sorted(everywhere, key=lambda h: (-h["score"], int(h["document"]["id"][1:])))
+    assert everywhere == sorted(
+        everywhere, key=lambda h: (-h["score"], int(h["document"]["id"][1:]))
+    )
     words = PASSAGES[3]["contents"]
     assert [p["id"] for p in retrieve(url, queries=[words], topk=3)[0]] == ["p3", "p250", "p251"]
     # A cut through a tie keeps its first members.
@@ -240,12 +255,18 @@ values = st.recursive(
 )
 bodies = st.fixed_dictionaries(
     {},
-    optional={"queries": st.lists(st.text(), max_size=4) | values, "topk": values, "return_scores": values},
+    optional={
+        "queries": st.lists(st.text(), max_size=4) | values,
+        "topk": values,
+        "return_scores": values,
+    },
 )
 
 
 @settings(max_examples=80, deadline=None, database=None)
-@given(body=st.binary(max_size=60) | (bodies | values).map(lambda value: json.dumps(value).encode()))
+@given(
+    body=st.binary(max_size=60) | (bodies | values).map(lambda value: json.dumps(value).encode())
+)
 def test_no_body_makes_the_server_fail(url, body):
     status, text = post_bytes(url, body)
     assert status in (200, 400, 422), text
@@ -270,7 +291,9 @@ def test_no_body_makes_the_server_fail(url, body):
         (["build"], "unrecognized arguments: build"),
     ],
 )
-def test_a_bad_command_line_is_refused_in_one_line(tmp_path, monkeypatch, capsys, arguments, complaint):
+def test_a_bad_command_line_is_refused_in_one_line(
+    tmp_path, monkeypatch, capsys, arguments, complaint
+):
     corpus = write_corpus(tmp_path / "c", [{"id": "1", "contents": "?!"}])
     monkeypatch.setattr(sys, "argv", [SERVER, "--corpus", corpus, "--port", "0", *arguments])
     with pytest.raises((Fault, SystemExit)) as refused:
@@ -283,7 +306,9 @@ def test_a_bad_command_line_is_refused_in_one_line(tmp_path, monkeypatch, capsys
 def test_a_port_in_use_is_named(url):
     port = urlsplit(url).port
     message = refusal(listen, "127.0.0.1", port)
-    assert f"127.0.0.1:{port}" in message and "already in use" in message and "a free port" in message
+    assert (
+        f"127.0.0.1:{port}" in message and "already in use" in message and "a free port" in message
+    )
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no such host", "a..b", "fe80::bad::1"])
@@ -302,7 +327,9 @@ def test_an_empty_host_does_not_publish_the_server():
 
 def gone(pid):
     """Returns whether the process has ended; a zombie counts as ended."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+    state = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True
+    ).stdout
     return not state.strip() or state.strip().startswith("Z")
 
 
@@ -323,24 +350,37 @@ def test_ctrl_c_is_for_the_parent_and_stop_leaves_no_process(tmp_path):
 def test_ctrl_c_ends_a_server_started_by_hand(tmp_path):
     corpus = write_corpus(tmp_path / "c", PASSAGES[:5])
     command = [sys.executable, SERVER, "--corpus", corpus, "--port", "0", "--topk", "2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == f"5 passages of {corpus}, bm25\n"
-        url = re.fullmatch(r"listening on (http://127\.0\.0\.1:\d+)\n", process.stdout.readline())[1]
+        url = re.fullmatch(r"listening on (http://127\.0\.0\.1:\d+)\n", process.stdout.readline())[
+            1
+        ]
         assert [len(hits) for hits in retrieve(url, queries=["title"])] == [2]
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=10)
     assert (process.returncode, out, err) == (0, "", "")
 
 
-@pytest.mark.parametrize("number, code, line", [(signal.SIGTERM, 1, "stopped by SIGTERM\n"), (signal.SIGINT, 0, "")])
+@pytest.mark.parametrize(
+    "number, code, line", [(signal.SIGTERM, 1, "stopped by SIGTERM\n"), (signal.SIGINT, 0, "")]
+)
 @pytest.mark.parametrize("sent", [b"", b"POST /retr", b"HALF", b"WHOLE"])
 def test_a_server_ends_at_once_whatever_its_clients_do(tmp_path, number, code, line, sent):
     corpus = write_corpus(tmp_path / "c", PASSAGES)
     command = [sys.executable, SERVER, "--corpus", corpus, "--port", "0"]
-    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    head = (
+        b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    )
     body = json.dumps({"queries": [f"w{k % 200} w{k}" for k in range(16000)], "topk": 5}).encode()
-    sent = {b"HALF": head + b'100\r\n\r\n{"queries', b"WHOLE": head + b"%d\r\n\r\n" % len(body) + body}.get(sent, sent)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    sent = {
+        b"HALF": head + b'100\r\n\r\n{"queries',
+        b"WHOLE": head + b"%d\r\n\r\n" % len(body) + body,
+    }.get(sent, sent)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         process.stdout.readline()
         where = urlsplit(process.stdout.readline().split()[-1])
         with socket.create_connection((where.hostname, where.port)) as client:
@@ -392,15 +432,20 @@ def test_the_child_ends_however_its_parent_ends(tmp_path, number):
 def test_a_child_that_stops_while_starting_is_explained(tmp_path):
     log = tmp_path / "log"
     log.write_text("an earlier run's last line\n")
-    with pytest.raises(Fault, match="stopped while starting: nowhere.jsonl: No such file") as refused:
+    with pytest.raises(
+        Fault, match="stopped while starting: nowhere.jsonl: No such file"
+    ) as refused:
         Child([SERVER, "--corpus", "nowhere.jsonl"], log)
     assert str(log) not in str(refused.value)  # its caller may delete it
-    assert log.read_text().startswith("an earlier run's last line\nnowhere.jsonl: No such file")  # one line, no more
+    # one line, no more
+    assert log.read_text().startswith("an earlier run's last line\nnowhere.jsonl: No such file")
 
 
 def test_a_child_that_is_never_ready_is_stopped(tmp_path):
     script = tmp_path / "slow.py"
-    script.write_text("import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)")
+    script.write_text(
+        "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+    )
     with pytest.raises(Fault, match=r"not ready after 0.5 s: it printed no error$"):
         Child([str(script), str(tmp_path / "pid")], tmp_path / "log", deadline=0.5)
     assert gone((tmp_path / "pid").read_text())

@@ -1,6 +1,8 @@
-"""The retrieval server under load and in trouble: batches, cache, limits, many clients, kills. Real HTTP throughout.
+"""The retrieval server under load and in trouble: batches, cache, limits, many clients, kills. Real
+HTTP throughout.
 
-Where a test has to hold a search up, to see what queues behind it, the index is a gate; everything else is real.
+Where a test has to hold a search up, to see what queues behind it, the index is a gate; everything
+else is real.
 """
 
 import gc
@@ -30,7 +32,8 @@ SERVER = str(Path(__file__).parents[1] / "retrieval_server.py")
 
 
 class Gate:
-    """An index in which query "7" finds rows 7, 8, ...; searches wait while `open` is clear. Records its batches."""
+    """An index in which query "7" finds rows 7, 8, ...; searches wait while `open` is clear.
+    Records its batches."""
 
     name = "gate"
 
@@ -90,7 +93,9 @@ def hold(gate, pool, url):
 def test_queued_queries_are_searched_together_and_duplicates_once(gate, corpus, pool):
     with serving(gate, corpus) as url:
         first = hold(gate, pool, url)
-        rest = [pool.submit(ask, url, q) for q in "2 3 4 2 3 2 0".split()] + [pool.submit(ask, url, "5", "2", "5")]
+        rest = [pool.submit(ask, url, q) for q in "2 3 4 2 3 2 0".split()] + [
+            pool.submit(ask, url, "5", "2", "5")
+        ]
         until(lambda: counts(url)["queries"] == 11)  # /health answers meanwhile
         assert not first.done()
         gate.open.set()
@@ -113,7 +118,9 @@ def test_a_batch_is_bounded(gate, corpus, pool):
         assert [len(queries) for queries, _ in gate.batches] == [1, 4, 4, 2]
 
 
-def test_the_first_query_waits_for_others_but_not_beyond_a_full_batch(gate, corpus, pool, monkeypatch):
+def test_the_first_query_waits_for_others_but_not_beyond_a_full_batch(
+    gate, corpus, pool, monkeypatch
+):
     monkeypatch.setattr(retrieval_server, "MAX_WAIT", 1.0)
     with serving(gate, corpus, max_batch=3) as url:
         start = time.monotonic()
@@ -140,7 +147,8 @@ def test_an_answer_does_not_depend_on_its_neighbours_topk_or_scores(gate, corpus
         assert ids(a.result()) == [["p1", "p2"]] and ids(b.result()) == [["p1", "p2", "p3", "p4"]]
         hits = c.result().json()["result"][0]
         assert [(h["document"]["id"], h["score"]) for h in hits] == [("p1", 1.0), ("p2", 0.0)]
-        assert sorted(gate.batches[1:]) == [(["1"], 2), (["1"], 4)]  # with and without scores: one search
+        # with and without scores: one search
+        assert sorted(gate.batches[1:]) == [(["1"], 2), (["1"], 4)]
 
 
 def test_an_answer_is_cached_until_others_evict_it(gate, corpus):
@@ -182,7 +190,8 @@ def test_a_failed_search_is_a_500_and_the_next_one_succeeds(gate, corpus, caplog
         gate.fault = None
         assert ids(ask(url, "1")) == [["p1", "p2", "p3"]]  # the failure was not cached
     gc.collect()
-    assert not [row for row in caplog.records if row.name == "asyncio"]  # it logs exceptions that nobody has read
+    # it logs exceptions that nobody has read
+    assert not [row for row in caplog.records if row.name == "asyncio"]
 
 
 def test_an_unreadable_row_fails_its_request_and_not_the_next_one(gate, tmp_path):
@@ -203,7 +212,9 @@ def test_a_client_that_hangs_up_does_not_affect_others(gate, corpus, pool):
         gate.open.clear()
         body = json.dumps({"queries": ["1"]}).encode()
         with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port)) as gone:
-            gone.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+            gone.sendall(
+                b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            )
             gone.sendall(f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
             until(lambda: gate.batches)
             other = pool.submit(ask, url, "1")
@@ -228,27 +239,37 @@ def test_64_clients_at_once_get_the_results_of_a_direct_computation(tmp_path):
     titles = [corpus[row]["contents"].split("\n")[0].strip('"') for row in range(len(corpus))]
     queries = [f"where is {title} ?" for title in titles[:128]]
     X = np.stack([index.index.reconstruct(row) for row in range(len(corpus))]).astype(np.float64)
-    S = np.concatenate([index.encoder.queries([q]) for q in queries]).astype(np.float64) @ X.T  # one at a time
+    # one at a time
+    S = np.concatenate([index.encoder.queries([q]) for q in queries]).astype(np.float64) @ X.T
     with Child([SERVER, "--corpus", corpus.path, "--index", vectors], tmp_path / "log") as server:
         assert counts(server.url)["index"].startswith("FlatIP ")
         with ThreadPoolExecutor(64) as clients:
-            answers = list(clients.map(lambda q: ask(server.url, q, topk=10, return_scores=True), queries))
+            answers = list(
+                clients.map(lambda q: ask(server.url, q, topk=10, return_scores=True), queries)
+            )
         results = [answer.json()["result"][0] for answer in answers]
         for q, hits in enumerate(results):
             rows = [int(hit["document"]["id"][1:]) for hit in hits]
             assert [hit["document"] for hit in hits] == [corpus[row] for row in rows]
-            np.testing.assert_allclose([hit["score"] for hit in hits], np.sort(S[q])[::-1][:10], atol=1e-5)
-            np.testing.assert_allclose(S[q, rows], np.sort(S[q])[::-1][:10], atol=1e-5)  # order, up to rounding
+            np.testing.assert_allclose(
+                [hit["score"] for hit in hits], np.sort(S[q])[::-1][:10], atol=1e-5
+            )
+            # order, up to rounding
+            np.testing.assert_allclose(S[q, rows], np.sort(S[q])[::-1][:10], atol=1e-5)
         assert sum(hits[0]["document"]["id"] == f"p{q}" for q, hits in enumerate(results)) > 110
         counted = counts(server.url)
         assert counted["queries"] == 128 and counted["batches"] < 64
-    assert len((tmp_path / "log").read_text().splitlines()) == 2  # what it serves and where: no error
+    # what it serves and where: no error
+    assert len((tmp_path / "log").read_text().splitlines()) == 2
 
 
 def test_killing_one_of_two_servers_costs_the_client_nothing(tmp_path):
     corpus = Corpus(make_corpus(tmp_path / "c", 400))
     index = BM25.build(corpus.texts())
-    with Child([SERVER, "--corpus", corpus.path], tmp_path / "log") as killed, serving(index, corpus) as url:
+    with (
+        Child([SERVER, "--corpus", corpus.path], tmp_path / "log") as killed,
+        serving(index, corpus) as url,
+    ):
         search = Search(f"{killed.url},{url}", topk=3)
         queries = list(corpus.texts())
         futures = []
@@ -259,5 +280,7 @@ def test_killing_one_of_two_servers_costs_the_client_nothing(tmp_path):
                 os.kill(killed._process.pid, signal.SIGKILL)
             time.sleep(0.001)
         for query, future in zip(queries, futures, strict=True):
-            assert future.result(20) == [corpus[row]["contents"] for row, _ in index.search([query], 3)[0]]
+            assert future.result(20) == [
+                corpus[row]["contents"] for row, _ in index.search([query], 3)[0]
+            ]
         assert search.faults >= 1 and search.urls[0] == url

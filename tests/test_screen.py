@@ -13,7 +13,15 @@ from journal.screen import Screen
 from journal.summary import line
 
 ROOT = Path(__file__).parent.parent
-ROW = {"reward": 0.25, "searches": 1.5, "kl": 0.01, "w_best": 0.4, "entropy": float("nan"), "answered": 1.0, "P": 4}
+ROW = {
+    "reward": 0.25,
+    "searches": 1.5,
+    "kl": 0.01,
+    "w_best": 0.4,
+    "entropy": float("nan"),
+    "answered": 1.0,
+    "P": 4,
+}
 
 
 def test_without_a_terminal_lines_are_plain(capsys):
@@ -24,7 +32,10 @@ def test_without_a_terminal_lines_are_plain(capsys):
     screen.close()
     assert capsys.readouterr().out.splitlines() == [
         "a note\\x1b[2J",
-        *(f"step {t:3d}  reward 0.25  searches 1.50  KL 0.0100  |P| 4  best w 0.40" for t in (5, 10)),
+        *(
+            f"step {t:3d}  reward 0.25  searches 1.50  KL 0.0100  |P| 4  best w 0.40"
+            for t in (5, 10)
+        ),
     ]
 
 
@@ -40,7 +51,9 @@ def test_in_a_real_terminal_a_bar_is_drawn_below_the_lines_and_left_standing():
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     env = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=theirs, stdout=theirs, env=env)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=theirs, stdout=theirs, env=env
+    )
     os.close(theirs)
     text = b""
     while True:

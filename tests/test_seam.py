@@ -1,4 +1,5 @@
-"""The seam between a task and all else: what a task may be and return, the questions of a step, a fair sample."""
+"""The seam between a task and all else: what a task may be and return, the questions of a step, a
+fair sample."""
 
 import math
 import random
@@ -91,7 +92,12 @@ def game(tmp_path, monkeypatch):
 def test_a_task_is_a_class_of_any_module(game):
     cfg = Config(task="my_game:Toolless")
     task = load_task(cfg)
-    assert isinstance(task, Task) and type(task).__name__ == "Toolless" and task.cfg is cfg and list(task.tools) == []
+    assert (
+        isinstance(task, Task)
+        and type(task).__name__ == "Toolless"
+        and task.cfg is cfg
+        and list(task.tools) == []
+    )
     assert type(load_task(Config())) is SearchQA
 
 
@@ -110,7 +116,10 @@ def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch)
         (".my_game:Game", "give it as module:name"),
         ("my_game:Game:x", "Game:x is not a class in my_game"),
         ("my_gane:Game", "my_gane cannot be imported (No module named 'my_gane')"),
-        ("needs:Game", "needs cannot be imported (No module named 'a_package_that_is_not_installed')"),
+        (
+            "needs:Game",
+            "needs cannot be imported (No module named 'a_package_that_is_not_installed')",
+        ),
         ("my_game:Chess", "Chess is not a class in my_game"),
         ("my_game:Stranger", "it neither extends tasks.Task nor has a reset()"),
         ("my_game:function", "function is not a class in my_game"),
@@ -139,7 +148,8 @@ def test_a_task_without_questions_or_with_an_id_twice_is_refused(split, ids, say
 
     assert says in refused(check_questions, Asking())
     split, ids = "valid", []
-    check_questions(Asking())  # without validation questions a run has no best checkpoint, and needs none
+    # without validation questions a run has no best checkpoint, and needs none
+    check_questions(Asking())
 
 
 @pytest.mark.parametrize(
@@ -152,7 +162,9 @@ def test_what_is_no_question_with_golds_is_shown(question):
         def questions(self, split):
             return [question] if split == "test" else [Question("1", "Who?")]
 
-    assert f"of test it has {question!r}; return Question(id, text, [gold" in refused(check_questions, Asking())
+    assert f"of test it has {question!r}; return Question(id, text, [gold" in refused(
+        check_questions, Asking()
+    )
 
 
 # ---- its instruction
@@ -164,7 +176,8 @@ def test_a_task_s_own_instruction_beats_a_preset_s_and_not_a_flag_s(game, tmp_pa
     flags = ["--task", "my_game:Instructed", "--instruction", str(tmp_path / "mine.txt")]
     assert choose_instruction(load_task(parse(flags[:2]))) == "Play."
     assert choose_instruction(load_task(parse(flags))) == "Win."
-    assert choose_instruction(load_task(parse(["--task", "my_game:Game"]))) == preset  # it says nothing of its own
+    # it says nothing of its own
+    assert choose_instruction(load_task(parse(["--task", "my_game:Game"]))) == preset
     assert choose_instruction(load_task(parse([]))) == preset
     assert choose_instruction(load_task(Config())) == SEARCH_R1
 
@@ -219,7 +232,8 @@ def test_a_function_scores_in_place_of_the_task(grades, function, rewards, faile
     reward(task, played)
     assert [tau.reward for tau in played] == rewards and [tau.failed for tau in played] == failed
     assert load_task(Config(task="my_game:Game")).reward(played) == [0.0] * 3
-    load_task(Config(task="my_game:Half", reward=f"my_grades:{function}"))  # all the reward that a task needs
+    # all the reward that a task needs
+    load_task(Config(task="my_game:Half", reward=f"my_grades:{function}"))
 
 
 @pytest.mark.parametrize(
@@ -233,12 +247,16 @@ def test_a_function_scores_in_place_of_the_task(grades, function, rewards, faile
     ],
 )
 def test_what_is_no_function_is_refused_by_name(grades, name, says):
-    assert refused(load_task, Config(task="my_game:Game", reward=name)).startswith(f"--reward {name}: {says}")
+    assert refused(load_task, Config(task="my_game:Game", reward=name)).startswith(
+        f"--reward {name}: {says}"
+    )
 
 
 def test_a_function_that_does_not_score_each_is_named(grades):
     task = load_task(Config(task="my_game:Game", reward="my_grades:short"))
-    assert refused(reward, task, taus(2)).startswith("--reward my_grades:short: the reward returned 1 for 2")
+    assert refused(reward, task, taus(2)).startswith(
+        "--reward my_grades:short: the reward returned 1 for 2"
+    )
 
 
 # ---- rewards and metrics
@@ -270,7 +288,12 @@ def taus(n=3, source="data"):
 def test_a_reward_is_any_number_and_a_failure_what_is_below_the_best():
     played = taus(4)
     reward(Returning([1, True, np.float32(0.5), -2.5]), played)
-    assert [(tau.reward, tau.failed) for tau in played] == [(1.0, False), (1.0, False), (0.5, True), (-2.5, True)]
+    assert [(tau.reward, tau.failed) for tau in played] == [
+        (1.0, False),
+        (1.0, False),
+        (0.5, True),
+        (-2.5, True),
+    ]
     assert all(type(tau.reward) is float for tau in played)
 
     class Golf(Returning):
@@ -295,8 +318,14 @@ def test_a_failure_is_what_the_task_says_of_a_rewarded_trajectory():
     [
         ([1.0, 0.0], "its reward returned 2 for 3 trajectories; return a number for each"),
         (None, "its reward returned None for 3 trajectories; return a number for each"),
-        (np.array(1.0), "its reward returned array(1.) for 3 trajectories; return a number for each"),
-        (torch.tensor(1.0), "its reward returned tensor(1.) for 3 trajectories; return a number for each"),
+        (
+            np.array(1.0),
+            "its reward returned array(1.) for 3 trajectories; return a number for each",
+        ),
+        (
+            torch.tensor(1.0),
+            "its reward returned tensor(1.) for 3 trajectories; return a number for each",
+        ),
         (3, "its reward returned 3 for 3 trajectories; return a number for each"),
         ([0.0, math.nan, 0.0], "its reward of question 1 is nan; return a finite number"),
         ([0.0, 0.0, -math.inf], "its reward of question 2 is -inf; return"),
@@ -307,7 +336,10 @@ def test_a_failure_is_what_the_task_says_of_a_rewarded_trajectory():
         ([0.0, [1.0], 0.0], "its reward of question 1 is [1.0]; return"),
         ({0: 1.0, 1: 0.0, 2: 1.0}, "its reward returned a dict; return a list of numbers"),
         (Counter({2: 1, 0: 3, 1: 2}), "its reward returned a Counter; return a list of numbers"),
-        (MappingProxyType({0: 1.0, 1: 0.0, 2: 1.0}), "its reward returned a mappingproxy; return a list of numbers"),
+        (
+            MappingProxyType({0: 1.0, 1: 0.0, 2: 1.0}),
+            "its reward returned a mappingproxy; return a list of numbers",
+        ),
         ({0.0, 0.5, 1.0}, "its reward returned a set; return a list of numbers"),
         (frozenset({0.0, 0.5, 1.0}), "its reward returned a frozenset; return a list of numbers"),
         ({0: 1, 1: 0, 2: 1}.keys(), "its reward returned a dict_keys; return a list of numbers"),
@@ -319,7 +351,9 @@ def test_what_is_no_reward_for_each_is_refused_by_name(rewards, says):
     assert refused(reward, Returning(rewards), taus()).startswith(f"--task mine:Returning: {says}")
 
 
-@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor, lambda x: dict(enumerate(x)).values()])
+@pytest.mark.parametrize(
+    "kind", [tuple, np.array, torch.tensor, lambda x: dict(enumerate(x)).values()]
+)
 def test_rewards_in_an_order_are_read_whatever_holds_them(kind):
     reward(Returning(kind([0.0, 1.0, 0.5])), played := taus())
     assert [tau.reward for tau in played] == [0.0, 1.0, 0.5]
@@ -379,19 +413,31 @@ def test_questions_are_asked_once_a_split_in_whatever_holds_them(tmp_path, monke
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("Drawn", "Yielding", "Shuffling", "Untested"):
         task = load_task(Config(task=f"drawn:{name}"))
-        first = {split: [q.id for q in task.questions(split)] for split in ("train", "valid", "test")}
+        first = {
+            split: [q.id for q in task.questions(split)] for split in ("train", "valid", "test")
+        }
         check_questions(task)
         assert first == {split: [q.id for q in task.questions(split)] for split in first}, name
         assert len(first["train"]) >= 20 and bool(first["valid"]) == (name != "Untested")
-        assert {q.golds for q in task.questions("test")} == {() if name == "Shuffling" else ("Ann",)}
+        assert {q.golds for q in task.questions("test")} == {
+            () if name == "Shuffling" else ("Ann",)
+        }
         assert len({*task.questions("test")}) >= 20  # they can be hashed
-    assert "return Question(id, text, [gold" in refused(check_questions, load_task(Config(task="drawn:Odd")))
+    assert "return Question(id, text, [gold" in refused(
+        check_questions, load_task(Config(task="drawn:Odd"))
+    )
 
 
 def test_metrics_are_floats_under_the_names_that_the_task_gives():
-    rows = measure(Returning(metrics=[{"wins": 1, "moves": np.int64(7)}, {"wins": False, "moves": 2.5}]), taus(2))
+    rows = measure(
+        Returning(metrics=[{"wins": 1, "moves": np.int64(7)}, {"wins": False, "moves": 2.5}]),
+        taus(2),
+    )
     assert rows == [{"wins": 1.0, "moves": 7.0}, {"wins": 0.0, "moves": 2.5}]
-    assert all(type(x) is float for row in rows for x in row.values()) and list(rows[0]) == ["wins", "moves"]
+    assert all(type(x) is float for row in rows for x in row.values()) and list(rows[0]) == [
+        "wins",
+        "moves",
+    ]
     assert measure(Returning(), []) == []
     [tau] = played = taus(1)
     tau.reward = 0.25
@@ -401,13 +447,28 @@ def test_metrics_are_floats_under_the_names_that_the_task_gives():
 @pytest.mark.parametrize(
     "rows, says",
     [
-        ([{"wins": 1.0}, {"wins": 0.0, "moves": 3.0}], "question 1 are {'wins': 0.0, 'moves': 3.0}, the first {'wins'"),
-        ([{"a": 1.0, "b": 1.0}, {"b": 1.0, "a": 1.0}], "question 1 are {'b': 1.0, 'a': 1.0}, the first {'a'"),
-        ([{"wins": 1.0}, {}], "question 1 are {}, the first {'wins': 1.0}; return finite numbers of the same names"),
+        (
+            [{"wins": 1.0}, {"wins": 0.0, "moves": 3.0}],
+            "question 1 are {'wins': 0.0, 'moves': 3.0}, the first {'wins'",
+        ),
+        (
+            [{"a": 1.0, "b": 1.0}, {"b": 1.0, "a": 1.0}],
+            "question 1 are {'b': 1.0, 'a': 1.0}, the first {'a'",
+        ),
+        (
+            [{"wins": 1.0}, {}],
+            "question 1 are {}, the first {'wins': 1.0}; return finite numbers of the same names",
+        ),
         ([{"wins": 1.0}, {"wins": math.nan}], "question 1 are {'wins': nan}, the first"),
         ([{"wins": "yes"}, {"wins": "no"}], "question 0 are {'wins': 'yes'}, the first"),
-        ([{"loss": 1.0}, {"loss": 0.0}], "question 0: loss is measured in every run; give it another name"),
-        ([{"calculations": 1.0}, {"calculations": 0.0}], "question 0: calculations is measured in every run; give"),
+        (
+            [{"loss": 1.0}, {"loss": 0.0}],
+            "question 0: loss is measured in every run; give it another name",
+        ),
+        (
+            [{"calculations": 1.0}, {"calculations": 0.0}],
+            "question 0: calculations is measured in every run; give",
+        ),
     ],
 )
 def test_metrics_that_cannot_be_averaged_are_refused_by_name(rows, says):
@@ -434,8 +495,13 @@ def test_an_id_is_a_text_whatever_a_table_holds(id):
 def test_means_are_given_over_all_and_over_every_source():
     rows = [{"em": 1.0, "f1": 1.0}, {"em": 0.0, "f1": 0.5}, {"em": 0.0, "f1": 0.25}]
     assert average_by_source([*taus(1, "nq"), *taus(2, "musique")], rows) == {
-        "em": 1 / 3, "em/musique": 0.0, "em/nq": 1.0, "f1": 1.75 / 3, "f1/musique": 0.375, "f1/nq": 1.0,
-    }  # fmt: skip
+        "em": 1 / 3,
+        "em/musique": 0.0,
+        "em/nq": 1.0,
+        "f1": 1.75 / 3,
+        "f1/musique": 0.375,
+        "f1/nq": 1.0,
+    }
 
 
 # ---- the questions of a step
@@ -449,8 +515,12 @@ def batches(n: int, batch: int, steps: int, seed: int = 0) -> list[list[str]]:
 
 @pytest.mark.parametrize("n, batch", [(7, 3), (6, 3), (4, 9), (1, 1)])
 def test_the_order_of_the_questions_stays_the_same_from_one_version_to_the_next(n, batch):
-    """Each epoch has an order of its own. A run that another version resumes sees no question twice and misses none."""
-    orders = [np.random.default_rng([5, epoch, zlib.crc32(b"epoch")]).permutation(n) for epoch in range(60)]
+    """Each epoch has an order of its own. A run that another version resumes sees no question twice
+    and misses none."""
+    orders = [
+        np.random.default_rng([5, epoch, zlib.crc32(b"epoch")]).permutation(n)
+        for epoch in range(60)
+    ]
     flat = [str(k) for order in orders for k in order]
     assert batches(n, batch, 6, seed=5) == [flat[t * batch : (t + 1) * batch] for t in range(6)]
 
@@ -464,7 +534,9 @@ def test_randomness_depends_on_seed_step_and_purpose_alone():
 @pytest.mark.parametrize("n", [1, 7, 50, 99])
 def test_a_subset_is_the_same_every_time_and_has_every_source_in_its_share(n):
     sizes = {"nq": 70, "musique": 20, "bamboogle": 10}  # one after the other, as in a sorted file
-    questions = [Question(f"{s}-{k}", "Who?", source=s) for s, size in sizes.items() for k in range(size)]
+    questions = [
+        Question(f"{s}-{k}", "Who?", source=s) for s, size in sizes.items() for k in range(size)
+    ]
     found = take_subset(questions, n)
     assert found == take_subset(questions, n) and len(set(found)) == n
     assert found == sorted(found, key=questions.index)
@@ -472,7 +544,8 @@ def test_a_subset_is_the_same_every_time_and_has_every_source_in_its_share(n):
         assert abs(sum(q.source == source for q in found) - n * size / 100) <= 1
     assert [q.id for q in found] != [q.id for q in questions[:n]]
     assert n == 99 or take_subset(questions, n, seed=1) != found
-    order = np.random.default_rng([0, 0, zlib.crc32(b"subset")]).permutation(70)  # the same in every version
+    # the same in every version
+    order = np.random.default_rng([0, 0, zlib.crc32(b"subset")]).permutation(70)
     assert n > 70 or take_subset(questions[:70], n) == [questions[k] for k in sorted(order[:n])]
     for most in (0, 100, 1000):
         assert take_subset(questions, most) == questions
@@ -508,20 +581,30 @@ FOREIGN = "Quarks zwitschern xylophon. "
         (f"{WORLD} <calculate>" + FOREIGN * 50, "", ["of the tokens of the instruction are unknown"]),
     ],
 )  # fmt: skip
-def test_tags_that_no_prompt_mentions_and_texts_that_a_model_does_not_know_are_said(instruction, text, says):
+def test_tags_that_no_prompt_mentions_and_texts_that_a_model_does_not_know_are_said(
+    instruction, text, says
+):
     task = Said(Config(**PRESETS["world"]))
     task.instruction, task.text = instruction, text
     doubts = list(find_doubts(task, load_tokenizer(task.cfg.model)))
     if WORLD not in instruction:
         doubts = [doubt for doubt in doubts if "unknown" not in doubt]
-    assert len(doubts) == len(says) and all(x in doubt for x, doubt in zip(says, doubts, strict=True))
+    assert len(doubts) == len(says) and all(
+        x in doubt for x, doubt in zip(says, doubts, strict=True)
+    )
 
 
-@pytest.mark.parametrize("format, tools", [("hermes", "search"), ("tags", "none"), ("tags", "search")])
+@pytest.mark.parametrize(
+    "format, tools", [("hermes", "search"), ("tags", "none"), ("tags", "search")]
+)
 def test_the_default_instructions_leave_no_doubt(format, tools):
-    task = load_task(Config(**PRESETS["world"] | {"format": format, "tools": tools, "instruction": ""}))
+    task = load_task(
+        Config(**PRESETS["world"] | {"format": format, "tools": tools, "instruction": ""})
+    )
     task.instruction = choose_instruction(task)
-    assert not [doubt for doubt in find_doubts(task, load_tokenizer(task.cfg.model)) if "no prompt" in doubt]
+    assert not [
+        doubt for doubt in find_doubts(task, load_tokenizer(task.cfg.model)) if "no prompt" in doubt
+    ]
 
 
 def test_the_world_leaves_no_doubt():
@@ -537,11 +620,18 @@ def test_a_state_that_cannot_be_sent_to_rank_0_is_named(monkeypatch, state, says
     played = Trajectory(0, Question("q7", "Who?"), 0, [], 0, state=state)
     monkeypatch.setattr("training.policy.rollout", lambda *args, **kwargs: [played])
     policy = SimpleNamespace(
-        cfg=Config(task="mine:Own"), ranks=SimpleNamespace(rank=0, size=2), sync=lambda: None, progress=None,
+        cfg=Config(task="mine:Own"),
+        ranks=SimpleNamespace(rank=0, size=2),
+        sync=lambda: None,
+        progress=None,
         engine=None,
-        tokenizer=None, task=None,
-    )  # fmt: skip
-    play = lambda: Policy.rollout.__wrapped__(policy, 1, "rollout", [Job(0, "I", played.question, 0)])  # noqa: E731
+        tokenizer=None,
+        task=None,
+    )
+
+    def play():
+        return Policy.rollout.__wrapped__(policy, 1, "rollout", [Job(0, "I", played.question, 0)])
+
     if not says:
         assert play() == {0: played}
         return

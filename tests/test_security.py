@@ -29,7 +29,8 @@ from retrieval.encoder import Encoder
 
 @pytest.fixture
 def with_code(tmp_path, monkeypatch):
-    """Makes a copy of the world's policy whose own code writes a file; whoever is asked whether to run it says yes."""
+    """Makes a copy of the world's policy whose own code writes a file; whoever is asked whether to
+    run it says yes."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     path = shutil.copytree(WORLD / "policy", tmp_path / "policy")
     (path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: pass\n")
@@ -45,7 +46,11 @@ def with_code(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("load", [load_config, load_tokenizer, load_model, Encoder])
 def test_an_unknown_family_s_code_is_not_run(with_code, load):
-    with_code("tokenizer_config.json", tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Own", None]})
+    with_code(
+        "tokenizer_config.json",
+        tokenizer_class="Own",
+        auto_map={"AutoTokenizer": ["own.Own", None]},
+    )
     auto_map = {name: "own.Own" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")}
     path = with_code("config.json", model_type="unheard", auto_map=auto_map)
     with pytest.raises(Fault, match="code of its own") as fault:
@@ -61,7 +66,9 @@ def test_a_known_family_s_code_for_a_causal_lm_is_not_run(with_code, load):
 
 
 def test_a_known_family_needs_no_code(with_code):
-    path = with_code("config.json", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
+    path = with_code(
+        "config.json", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    )
     assert load_model(path).config.model_type == load_config(str(WORLD / "policy")).model_type
 
 
@@ -76,7 +83,8 @@ def test_connections_that_ask_nothing_or_break_off_keep_nobody_waiting(capfd):
         with socket.create_connection(address) as gone:  # asks, reads nothing, closes abruptly
             gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             gone.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:80\r\n\r\n")
-        slow = stack.enter_context(socket.create_connection(address, timeout=10))  # asks, and reads nothing for long
+        # asks, and reads nothing for long
+        slow = stack.enter_context(socket.create_connection(address, timeout=10))
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:80\r\n\r\n")
         assert requests.get(url, timeout=10).text.startswith("<!doctype html>")
@@ -87,7 +95,14 @@ def test_connections_that_ask_nothing_or_break_off_keep_nobody_waiting(capfd):
 
 
 def test_a_server_that_we_start_does_not_see_our_keys(tmp_path, monkeypatch):
-    secrets = ("OPENAI_API_KEY", "JUDGE_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "https_proxy")
+    secrets = (
+        "OPENAI_API_KEY",
+        "JUDGE_API_KEY",
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "https_proxy",
+    )
     for name in secrets:
         monkeypatch.setenv(name, "s3cr3t-of-mine")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -113,8 +128,14 @@ SECRET = "ann:Gehe%2Fim42@{}/v1?key=Geheim4711&v=2"
         ("http://ann:Geheim@host:8000/v1", "http://host:8000/v1"),
         ("https://Geheim@host/v1?key=Geheim: HTTP 401", "https://host/v1: HTTP 401"),
         ("http://ann:Geh@eim@[::1]:8000", "http://[::1]:8000"),
-        ("http://a:1,http://ann:Geh,eim@b:2/x?k=Geheim,https://c", "http://a:1,http://b:2/x,https://c"),
-        ("(http://h/?k=Geheim) 'http://h:80/?Geheim#Geheim', then", "(http://h/) 'http://h:80/', then"),
+        (
+            "http://a:1,http://ann:Geh,eim@b:2/x?k=Geheim,https://c",
+            "http://a:1,http://b:2/x,https://c",
+        ),
+        (
+            "(http://h/?k=Geheim) 'http://h:80/?Geheim#Geheim', then",
+            "(http://h/) 'http://h:80/', then",
+        ),
         ("Invalid URL 'ann:Geheim@host/retrieve'", "Invalid URL 'host/retrieve'"),
         ("https://a.org/x,y. Done: 3:4", "https://a.org/x,y. Done: 3:4"),
     ],
@@ -128,12 +149,15 @@ def test_a_path_goes_before_the_query_and_what_the_address_hides_is_not_shown():
         server = serve((401, {}, "no such key"), {"data": [{"id": "m"}]})
         url = "http://" + SECRET.format(f"127.0.0.1:{server.server_port}")
         optimizer = Optimizer(url, "m", retries=0)
-        with pytest.raises(OptimizerDown, match=f"^{server.url}/v1/chat/completions: HTTP 401: no such key") as fault:
+        with pytest.raises(
+            OptimizerDown, match=f"^{server.url}/v1/chat/completions: HTTP 401: no such key"
+        ) as fault:
             optimizer.ask("Why?", "t0")
         with pytest.raises(Fault, match="--served_model") as other:
             ChatEngine(url, "none", Words(), ())
         assert [request[0] for request in server.requests] == [
-            f"/v1/{path}?key=Geheim4711&v=2" for path in ("chat/completions", "models", "chat/completions")
+            f"/v1/{path}?key=Geheim4711&v=2"
+            for path in ("chat/completions", "models", "chat/completions")
         ]
         sent = base64.b64encode(b"ann:Gehe/im42").decode()
         assert server.requests[0][1]["Authorization"] == f"Basic {sent}"

@@ -25,7 +25,8 @@ from tasks.questions import load_questions
 
 @pytest.fixture
 def damaged(tiny_path, tmp_path):
-    """A function that changes the weights of a copy of the tiny policy, and returns its directory."""
+    """A function that changes the weights of a copy of the tiny policy, and returns its
+    directory."""
 
     def change(edit) -> str:
         path = shutil.copytree(tiny_path, tmp_path / "policy")
@@ -76,7 +77,9 @@ def test_saving_before_the_first_step_leaves_the_optimizer_unstepped(tiny):
     ("Search\u2060 first.\x85\x0c", "Search first."),
     ("One.\r\nTwo.\u2028Three.\x85Four.", "One.\nTwo.\nThree.\nFour."),
 ])  # fmt: skip
-def test_invisible_characters_are_taken_out_and_line_ends_of_all_kinds_are_line_ends(tmp_path, text, clean):
+def test_invisible_characters_are_taken_out_and_line_ends_of_all_kinds_are_line_ends(
+    tmp_path, text, clean
+):
     (tmp_path / "i.txt").write_bytes(text.encode())
     assert read_instruction("instruction", str(tmp_path / "i.txt")) == clean
 
@@ -112,14 +115,19 @@ def read(path, *rows):
 
 @pytest.mark.parametrize("answers", [{"value": "Vienna", "aliases": ["Wien"]}, {"a": 1, "b": 2}])
 def test_answers_in_a_dictionary_are_refused(tmp_path, answers):
-    with pytest.raises(Fault, match=r"q\.jsonl:1: gold answers \{.* are neither a text nor a list of texts"):
+    with pytest.raises(
+        Fault, match=r"q\.jsonl:1: gold answers \{.* are neither a text nor a list of texts"
+    ):
         read(tmp_path / "q.jsonl", {"question": "What?", "golden_answers": answers})
 
 
 def test_ids_that_collide_with_their_source_before_them_are_refused(tmp_path):
     rows = [("1", "nq"), ("1", "hotpotqa"), ("nq-1", "popqa")]
     with pytest.raises(Fault, match="make the ids unique"):
-        read(tmp_path / "q.jsonl", *[dict(id=i, question="What?", golden_answers="x", data_source=s) for i, s in rows])
+        read(
+            tmp_path / "q.jsonl",
+            *[dict(id=i, question="What?", golden_answers="x", data_source=s) for i, s in rows],
+        )
 
 
 # ---- runs that come to nothing
@@ -149,7 +157,10 @@ def test_one_empty_tool_of_two_is_no_silence():
     assert not heard([FINE | {"searches/empty": 1.0, "calculations/empty": 0.0}] * 9)
 
 
-MUTED, ALIKE = FINE | {"answered": 0.0, "zero_variance_groups": 1.0}, FINE | {"zero_variance_groups": 1.0}
+MUTED, ALIKE = (
+    FINE | {"answered": 0.0, "zero_variance_groups": 1.0},
+    FINE | {"zero_variance_groups": 1.0},
+)
 BROKEN = FINE | {"forecast_calls/empty": 0.0, "forecast_calls/failed": 1.0}
 QUIET = {name: x for name, x in FINE.items() if "/" not in name}  # nothing was called
 NONE, SAME, TOOL = "no trajectory ended", "every group were alike", "all forecast_calls failed"
@@ -164,7 +175,8 @@ NONE, SAME, TOOL = "no trajectory ended", "every group were alike", "all forecas
     ([BROKEN, QUIET] * 5, [(9, TOOL)], [TOOL]),  # steps without a call say nothing of a tool
     ([BROKEN | {"zero_variance_groups": 1.0}] * 6, [(5, TOOL)], [TOOL]),  # which may be why
     (([BROKEN] * 4 + [BROKEN | {"forecast_calls/failed": 0.9}]) * 5, [], []),
-    ([BROKEN | {"adds/empty": 0.0}] * 6, [(5, TOOL)], [TOOL]),  # another tool that does what it should
+    # another tool that does what it should
+    ([BROKEN | {"adds/empty": 0.0}] * 6, [(5, TOOL)], [TOOL]),
     ([BROKEN] * 5 + [FINE | {"forecast_calls/empty": 0.0}] + [BROKEN] * 5, [(5, TOOL), (11, TOOL)], [TOOL]),
 ])  # fmt: skip
 def test_signs_are_counted_apart_and_one_with_its_cause_is_not_told(rows, told, lasting):
@@ -172,7 +184,9 @@ def test_signs_are_counted_apart_and_one_with_its_cause_is_not_told(rows, told, 
     for row in rows:
         silence.step(row)
     ended = [text for _, _, text in silence.lasting()]
-    assert [(t, next(x for x in (NONE, SAME, TOOL) if x in text)) for t, text in heard(rows)] == told
+    assert [
+        (t, next(x for x in (NONE, SAME, TOOL) if x in text)) for t, text in heard(rows)
+    ] == told
     assert len(ended) == len(lasting) and all(any(x in text for text in ended) for x in lasting)
 
 
@@ -192,9 +206,15 @@ def test_a_run_whose_policy_writes_no_tag_says_so(tmp_path, capsys):
         torch.nn.init.normal_(p, std=0.02)
     model.save_pretrained(tmp_path / "babbler")
     AutoTokenizer.from_pretrained(PRESETS["world"]["model"]).save_pretrained(tmp_path / "babbler")
-    small = "--T 6 --batch 1 --mini 1 --G 2 --eval_n 1 --eval_every 0 --max_response 4 --max_turns 1"
+    small = (
+        "--T 6 --batch 1 --mini 1 --G 2 --eval_n 1 --eval_every 0 --max_response 4 --max_turns 1"
+    )
     flags = f"--max_prompt 900 --mode static --out {tmp_path}/run --save_every 9".split()
-    world = [x for name in ("train", "valid", "test", "corpus") for x in (f"--{name}", PRESETS["world"][name])]
+    world = [
+        x
+        for name in ("train", "valid", "test", "corpus")
+        for x in (f"--{name}", PRESETS["world"][name])
+    ]
     inspo.main(["--model", str(tmp_path / "babbler"), *world, *small.split(), *flags])
     out = capsys.readouterr().out
     assert out.count("WARNING") == 2 and "for 5 steps in a row no turn called a tool" in out
@@ -207,9 +227,16 @@ def test_a_run_whose_policy_writes_no_tag_says_so(tmp_path, capsys):
 def test_measuring_the_rollouts_is_no_part_of_the_reward_s_seconds(monkeypatch):
     order, logged = [], []
     monkeypatch.setattr("journal.log.step_metrics", lambda *args: order.append("metrics") or {})
-    monkeypatch.setattr("journal.log.time", SimpleNamespace(perf_counter=lambda: order.append("clock") or 6.0))
+    monkeypatch.setattr(
+        "journal.log.time", SimpleNamespace(perf_counter=lambda: order.append("clock") or 6.0)
+    )
     log = object.__new__(Log)
-    log.ledger, log.task, log.cfg, log.clock = Ledger(), SimpleNamespace(tools=[]), SimpleNamespace(G=2), 1.5
+    log.ledger, log.task, log.cfg, log.clock = (
+        Ledger(),
+        SimpleNamespace(tools=[]),
+        SimpleNamespace(G=2),
+        1.5,
+    )
     log.updated, log.metrics = lambda *args: logged.append(args), []
     P = Population(0.5, 5)
     P.join("x", None, 0)

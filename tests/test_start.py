@@ -31,9 +31,14 @@ from training.checks import check, check_device, check_disk, disk
 from world.optimizer import reply_to
 
 QWEN = Qwen2Config(  # 0.5B's, with 2 of its 24 blocks
-    hidden_size=896, intermediate_size=4864, num_hidden_layers=2, num_attention_heads=14, num_key_value_heads=2,
-    vocab_size=151936, tie_word_embeddings=True,
-)  # fmt: skip
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=2,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    vocab_size=151936,
+    tie_word_embeddings=True,
+)
 ROOT = Path(__file__).parent.parent
 QUESTIONS = [Question(str(k), f"Who is number {k}?", (f"Person {k}",), "x") for k in range(5)]
 
@@ -43,8 +48,12 @@ def test_searches_are_timed_and_gold_answers_counted(serve):
     texts = {1: "A\nIt was the person 1!", 2: "A\nPerson, 2.", 3: "A\nPerson 12", 4: "A\nperson"}
     url = serve(passages(lambda query: [texts.get(int(query.split()[-1][:-1]), "A\nnothing")])).url
     line = try_search(Search(url, 3), QUESTIONS)
-    seconds, thousand = map(float, re.search(r"5 questions took (.*) s, 1,000 searches .* take (.*) s;", line).groups())
-    assert thousand == pytest.approx(200 * seconds, abs=1.1) and line.endswith("in the passages of 2 of them")
+    seconds, thousand = map(
+        float, re.search(r"5 questions took (.*) s, 1,000 searches .* take (.*) s;", line).groups()
+    )
+    assert thousand == pytest.approx(200 * seconds, abs=1.1) and line.endswith(
+        "in the passages of 2 of them"
+    )
 
 
 class Usage:
@@ -53,15 +62,19 @@ class Usage:
 
 
 @pytest.mark.parametrize("rank, trained", [(0, 165_960_320), (8, 366_592)])
-def test_checkpoints_that_will_not_fit_are_refused_before_the_run(monkeypatch, tmp_path, rank, trained):
-    """All weights, or rank times in + out of 2 blocks' 7 matrices; with two moments, 12 bytes each."""
+def test_checkpoints_that_will_not_fit_are_refused_before_the_run(
+    monkeypatch, tmp_path, rank, trained
+):
+    """All weights, or rank times in + out of 2 blocks' 7 matrices; with two moments, 12 bytes
+    each."""
     assert rank == 0 or trained == 2 * 8 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864))
     cfg = Config(model="Qwen/Qwen2.5-0.5B", lora_rank=rank, keep=2, out=str(tmp_path / "a/run"))
     size, most = disk(cfg, QWEN)
     policy = 4 * (165_960_320 + trained * (rank > 0))
     whole = 12 * trained + 4 * 896 * 151936 * (rank == 0)  # the tied head stands in it twice
     assert size == pytest.approx(whole / 1e9)
-    assert most == pytest.approx((4 * whole + policy) / 1e9)  # two newest, one that is being written, the best
+    # two newest, one that is being written, the best
+    assert most == pytest.approx((4 * whole + policy) / 1e9)
     monkeypatch.setattr(checks, "shapes", lambda _: QWEN)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Usage(most * 1e9 - 1))
     with pytest.raises(Fault, match=f"{tmp_path}: .*--keep") as e:
@@ -70,8 +83,10 @@ def test_checkpoints_that_will_not_fit_are_refused_before_the_run(monkeypatch, t
     (tmp_path / "a/run/checkpoints/step-000001").mkdir(parents=True)
     (tmp_path / "a/run/checkpoints/step-000001/x").write_bytes(b"xx")
     check_disk(cfg)  # what a resumed run has written is room
-    assert disk(replace(cfg, eval_every=0), QWEN)[1] == pytest.approx(most - size)  # nothing is the best
-    assert disk(replace(cfg, T=25, save_every=25, eval_every=0), QWEN)[1] < most - size  # two are all it ever writes
+    # nothing is the best
+    assert disk(replace(cfg, eval_every=0), QWEN)[1] == pytest.approx(most - size)
+    # two are all it ever writes
+    assert disk(replace(cfg, T=25, save_every=25, eval_every=0), QWEN)[1] < most - size
 
 
 @pytest.mark.parametrize("found", [[], ["", " \n"]], ids=["none", "empty"])
@@ -92,19 +107,28 @@ def test_a_refused_topk_is_named(serve):
         try_search(Search(serve((422, {}, "too many")).url, 1000), QUESTIONS)
 
 
-@pytest.mark.parametrize("reply", [{"results": [[]]}, {"result": [[{"content": "x"}]]}, {"result": []}])
+@pytest.mark.parametrize(
+    "reply", [{"results": [[]]}, {"result": [[{"content": "x"}]]}, {"result": []}]
+)
 def test_a_server_with_other_field_names_ends_the_run_at_its_start(serve, reply):
     url = serve(reply).url
-    with pytest.raises(Fault, match=rf"--retriever: .*{url}/retrieve: malformed answer \((Key|Value)Error"):
+    with pytest.raises(
+        Fault, match=rf"--retriever: .*{url}/retrieve: malformed answer \((Key|Value)Error"
+    ):
         SearchQA(Config(retriever=url)).start(None)
 
 
 def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start():
     cfg = parse(["--mode", "static"])
     task, tokenizer = SearchQA(cfg), load_tokenizer(str(WORLD / "policy"))
-    shortest = min(len(encode_prompt(tokenizer, task, task.instruction, q)) for q in task.questions("train")[:64])
+    shortest = min(
+        len(encode_prompt(tokenizer, task, task.instruction, q))
+        for q in task.questions("train")[:64]
+    )
     assert check(replace(cfg, max_prompt=shortest), "cpu", task)[0].engine == "torch"
-    with pytest.raises(Fault, match=f"--max_prompt 10: .* are {shortest} tokens at least, .*; raise it"):
+    with pytest.raises(
+        Fault, match=f"--max_prompt 10: .* are {shortest} tokens at least, .*; raise it"
+    ):
         check(replace(cfg, max_prompt=10), "cpu", task)
     with pytest.raises(Fault, match="--max_prompt 1000 .*: the model ends at 1024"):
         check(replace(cfg, max_prompt=1000), "cpu", task)
@@ -124,9 +148,20 @@ def test_a_large_model_is_not_trained_on_a_cpu_that_nobody_asked_for():
 @pytest.mark.ranks
 def test_under_torchrun_the_list_of_what_is_missing_comes_last_and_has_the_gpu(tmp_path):
     """The paper's command on a machine without a hub, passages, a key or a GPU."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "inspo.py"]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("OPENAI")} | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([*command, "--model", "qwen2.5-3b"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        ROOT / "inspo.py",
+    ]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("OPENAI")} | {
+        "HF_HUB_OFFLINE": "1"
+    }
+    done = subprocess.run(
+        [*command, "--model", "qwen2.5-3b"], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert done.returncode != 0 and "Traceback" not in done.stderr.split("Root Cause")[1]
     *_, last = done.stderr.split("traceback : ")
     for missing in ("--model", "--train", "--test", "search", "optimizer"):
@@ -136,7 +171,9 @@ def test_under_torchrun_the_list_of_what_is_missing_comes_last_and_has_the_gpu(t
 
 def test_why_there_is_no_cuda_device(monkeypatch):
     def init():
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nMore.")
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040).\nMore."
+        )
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
@@ -147,14 +184,18 @@ def test_why_there_is_no_cuda_device(monkeypatch):
 
 def test_a_full_gpu_is_told_in_one_line_that_names_a_remedy(monkeypatch, tmp_path):
     def update(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ...")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ..."
+        )
 
     monkeypatch.setattr(Learner, "update", update)
     with pytest.raises(SystemExit) as ended:
         flags = f"--mode static --tools none --T 1 --batch 2 --mini 2 --G 2 --eval_n 2 --out {tmp_path / 'run'}"
         inspo.main(flags.split())
     line = str(ended.value).strip().splitlines()[0]
-    assert re.match("update: CUDA out of memory; resume with .*--recompute 1.*--micro_tokens", line), line
+    assert re.match(
+        "update: CUDA out of memory; resume with .*--recompute 1.*--micro_tokens", line
+    ), line
 
 
 def test_a_gpu_that_is_full_when_vllm_wakes_is_out_of_memory():
@@ -181,14 +222,20 @@ def test_two_nodes_need_a_search_server_that_both_can_reach(monkeypatch, url):
     SearchQA(cfg).check()
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(Fault, match="2 nodes: give --retriever with an address that all of them can reach"):
+    with pytest.raises(
+        Fault, match="2 nodes: give --retriever with an address that all of them can reach"
+    ):
         SearchQA(cfg).check()
     SearchQA(replace(cfg, retriever="http://node-0:8000")).check()
     SearchQA(replace(cfg, tools="none")).check()
 
 
-def test_the_world_s_optimizer_is_the_one_that_was_named_and_comes_back_when_it_was_killed(tmp_path):
-    prompt = reflection_prompt(SEARCH_R1, [("Question: who?\n<answer> x </answer>", ("y",))], 6, 1000)
+def test_the_world_s_optimizer_is_the_one_that_was_named_and_comes_back_when_it_was_killed(
+    tmp_path,
+):
+    prompt = reflection_prompt(
+        SEARCH_R1, [("Question: who?\n<answer> x </answer>", ("y",))], 6, 1000
+    )
     guesses = reply_to(prompt, 3, guess=True)
     cfg = replace(parse(["--seed", "3", "--optimizer_model", "guessing"]), optimizer_retries=1)
     with Servers(tmp_path / "log") as serve:

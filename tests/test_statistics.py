@@ -1,4 +1,5 @@
-"""Intervals, paired tests and power against formulas worked out by hand, tables of textbooks, and simulation."""
+"""Intervals, paired tests and power against formulas worked out by hand, tables of textbooks, and
+simulation."""
 
 import math
 import statistics
@@ -27,14 +28,20 @@ T4 = 2.7764451  # Student's t, 4 degrees of freedom, 97.5 %
 def test_of_zeros_and_ones_the_interval_is_wilsons():
     found = interval([1] * 7 + [0] * 3)
     z, p, n = 1.959964, 0.7, 10
-    centre, half = (p + z * z / (2 * n)) / (1 + z * z / n), math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    centre, half = (
+        (p + z * z / (2 * n)) / (1 + z * z / n),
+        math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)),
+    )
     half *= z / (1 + z * z / n)
     assert found.mean == pytest.approx(0.7) and (found.low, found.high) == pytest.approx(
         (centre - half, centre + half), abs=1e-6
     )
-    assert (found.low, found.high) == pytest.approx((0.39677, 0.89221), abs=1e-4)  # Wilson's, worked out
+    # Wilson's, worked out
+    assert (found.low, found.high) == pytest.approx((0.39677, 0.89221), abs=1e-4)
     none = interval([0.0] * 125)  # no right answer in Bamboogle is no proof of an accuracy of 0
-    assert (none.mean, none.low) == (0.0, 0.0) and none.high == pytest.approx(z * z / (125 + z * z), abs=1e-6)
+    assert (none.mean, none.low) == (0.0, 0.0) and none.high == pytest.approx(
+        z * z / (125 + z * z), abs=1e-6
+    )
 
 
 def test_of_other_values_it_is_students():
@@ -54,11 +61,13 @@ def test_seeds_are_students_even_at_zero_and_one_and_a_single_one_has_no_interva
 @pytest.mark.parametrize(
     "x, least, most, low, high",
     [
-        ([1.0, 1.0, 0.7], 0, 1, 0.9 - 4.302653 * 0.1, 1.0),  # t of 2 degrees of freedom, standard error 0.1
+        # t of 2 degrees of freedom, standard error 0.1
+        ([1.0, 1.0, 0.7], 0, 1, 0.9 - 4.302653 * 0.1, 1.0),
         ([0.0, 0.0, 0.3], 0, 1, 0.0, 0.1 + 4.302653 * 0.1),
         ([0.6, 0.4], 0, 1, 0.0, 1.0),  # t is 12.7: nothing is known
         ([-0.9, -1.0], -1, 1, -1.0, -0.95 + 12.7062 * 0.05),
-        ([90, 100, 80], 0, 1, 90 - 4.302653 * 10 / 3**0.5, 90 + 4.302653 * 10 / 3**0.5),  # percentages
+        # percentages
+        ([90, 100, 80], 0, 1, 90 - 4.302653 * 10 / 3**0.5, 90 + 4.302653 * 10 / 3**0.5),
         ([3.0, 5.0], 0, math.inf, 0.0, 4 + 12.7062),
     ],
 )
@@ -79,11 +88,15 @@ def test_an_interval_that_is_cut_covers_as_often():
 
 
 def test_paired_differences():
-    a, b = [2, 1, 1, 1, 1], [1, 0, 2, 0, 0]  # d = 1, 1, -1, 1, 1: mean 0.6, variance 0.8, standard error 0.4, t = 1.5
+    # d = 1, 1, -1, 1, 1: mean 0.6, variance 0.8, standard error 0.4, t = 1.5
+    a, b = [2, 1, 1, 1, 1], [1, 0, 2, 0, 0]
     found = paired(a, b)
     assert (found.interval.mean, found.interval.se) == pytest.approx((0.6, 0.4))
-    assert (found.interval.low, found.interval.high) == pytest.approx((0.6 - T4 * 0.4, 0.6 + T4 * 0.4), abs=1e-6)
-    assert found.p == pytest.approx(0.2080000, abs=1e-6)  # two-sided, t = 1.5 with 4 degrees of freedom
+    assert (found.interval.low, found.interval.high) == pytest.approx(
+        (0.6 - T4 * 0.4, 0.6 + T4 * 0.4), abs=1e-6
+    )
+    # two-sided, t = 1.5 with 4 degrees of freedom
+    assert found.p == pytest.approx(0.2080000, abs=1e-6)
 
 
 @pytest.mark.parametrize("n", [1, 3, 5, 6, 40])
@@ -105,7 +118,8 @@ def test_the_interval_of_right_and_wrong_covers_the_true_difference():
 
 
 def test_differences_that_are_one_number_have_the_sign_test_and_no_interval():
-    tenths = np.array([1, 2, 3, 4, 5, 6]) / 10  # whose differences from those shifted by 0.1 differ by rounding
+    # whose differences from those shifted by 0.1 differ by rounding
+    tenths = np.array([1, 2, 3, 4, 5, 6]) / 10
     found = paired(tenths + 0.1, tenths)
     assert len({*(tenths + 0.1 - tenths).tolist()}) > 1 and found.p == 2 * 0.5**6
     assert (found.interval.low, found.visible) == (-math.inf, math.inf)
@@ -114,7 +128,11 @@ def test_differences_that_are_one_number_have_the_sign_test_and_no_interval():
 
 def test_seeds_that_differ_by_rounding_alone_have_no_test():
     assert np.std([57 / 300] * 3, ddof=1) > 0  # numpy's mean of them is another number
-    for a, b in (([57 / 300] * 3, [56 / 300] * 3), ([0.19] * 3, [57 / 300] * 3), ([0.6, 0.6], [0.5, 0.5])):
+    for a, b in (
+        ([57 / 300] * 3, [56 / 300] * 3),
+        ([0.19] * 3, [57 / 300] * 3),
+        ([0.6, 0.6], [0.5, 0.5]),
+    ):
         found = between_seeds(a, b)
         assert math.isnan(found.p) and found.interval.low == -math.inf and found.visible == math.inf
     assert over_seeds([57 / 300] * 3).se == 0
@@ -147,7 +165,8 @@ def test_the_macro_average_adds_squared_errors_and_weighs_benchmarks_alike():
 
 
 def test_the_macro_average_covers_the_truth_near_0_and_1():
-    """Two small sets of which a policy knows nearly nothing, and one of which it knows nearly all."""
+    """Two small sets of which a policy knows nearly nothing, and one of which it knows nearly
+    all."""
     rng, rates, hits = np.random.default_rng(0), (0.01, 0.02, 0.98), 0
     for _ in range(500):
         found = macro([interval((rng.random(60) < p) * 1.0) for p in rates])
@@ -171,12 +190,18 @@ def test_the_macro_average_agrees_with_a_bootstrap_by_benchmark():
 def test_welch_between_seeds():
     found = between_seeds([2, 4, 6, 8], [1, 2, 3])  # means 5 and 2; squared errors 5/3 and 1/3
     df = 4 / ((5 / 3) ** 2 / 3 + (1 / 3) ** 2 / 2)
-    assert (found.interval.mean, found.interval.se, found.interval.n) == pytest.approx((3, math.sqrt(2), 7))
+    assert (found.interval.mean, found.interval.se, found.interval.n) == pytest.approx(
+        (3, math.sqrt(2), 7)
+    )
     t = stats.t.ppf(0.975, df)
     assert found.interval.low == pytest.approx(3 - t * math.sqrt(2))
     assert found.p == pytest.approx(2 * stats.t.sf(3 / math.sqrt(2), df))
     one = between_seeds([0.9], [0.2, 0.2])
-    assert math.isnan(one.p) and one.interval.low == -math.inf and one.interval.mean == pytest.approx(0.7)
+    assert (
+        math.isnan(one.p)
+        and one.interval.low == -math.inf
+        and one.interval.mean == pytest.approx(0.7)
+    )
 
 
 def holm(p):
@@ -190,7 +215,8 @@ def test_holm():
     assert holm([0.5, 0.001, 0.4, 0.9]) == pytest.approx([1.0, 0.004, 1.0, 1.0])
     assert holm([]) == []
     nan = math.nan
-    for p in ([nan, 0.01, 0.04, 0.03], [0.01, nan, 0.04, 0.03], [0.01, 0.04, 0.03, nan]):  # none of the family of 3
+    # none of the family of 3
+    for p in ([nan, 0.01, 0.04, 0.03], [0.01, nan, 0.04, 0.03], [0.01, 0.04, 0.03, nan]):
         assert holm(p) == pytest.approx([0.03, 0.06, 0.06])
 
 
@@ -214,13 +240,17 @@ def test_seeds_that_end_alike_on_one_side_have_a_test():
     found = between_seeds([0.9, 0.92, 0.97], [0.19, 0.19, 0.19])
     se = statistics.stdev([0.9, 0.92, 0.97]) / math.sqrt(3)
     assert found.interval.se == pytest.approx(se) and found.interval.mean == pytest.approx(0.74)
-    assert found.interval.high - found.interval.mean == pytest.approx(4.302653 * se, rel=1e-6)  # t of 2 at 97.5 %
+    # t of 2 at 97.5 %
+    assert found.interval.high - found.interval.mean == pytest.approx(4.302653 * se, rel=1e-6)
     assert 0 < found.p < 0.001
 
 
 def test_an_interval_in_words_and_holm_over_those_that_have_a_p():
     assert f"{over_seeds([0.4, 0.6])}" == "0.500 [-0.771, 1.771]"  # 12.7062 x 0.1
-    assert f"{Interval(0.25, 0.1, 0.4, 0.05, 9):+}" == "+0.250 [+0.100, +0.400]" and f"{over_seeds([0.5])}" == "0.500"
+    assert (
+        f"{Interval(0.25, 0.1, 0.4, 0.05, 9):+}" == "+0.250 [+0.100, +0.400]"
+        and f"{over_seeds([0.5])}" == "0.500"
+    )
     assert f"{Interval(2500, 1000, 4000.4, 5, 9):+,.0f}" == "+2,500 [+1,000, +4,000]"
     parts = {"a": 0.01, "b": math.nan, "c": 0.04}
     told = adjust({name: Difference(Interval(0, 0, 0, 0, 2), p, 0.0) for name, p in parts.items()})

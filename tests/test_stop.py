@@ -25,7 +25,9 @@ def mapped(process, library: str) -> bool:
 
 
 def has_child(process) -> bool:
-    return bool(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split())
+    return bool(
+        Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
+    )
 
 
 MOMENTS = {  # when it is signalled -> how the moment is known
@@ -35,8 +37,12 @@ MOMENTS = {  # when it is signalled -> how the moment is known
 }
 
 
-@pytest.mark.parametrize("moment", ["importing numpy", *(pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS)])
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "moment", ["importing numpy", *(pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS)]
+)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_signal_at_the_start_is_one_line_and_leaves_nothing(tmp_path, moment, number):
     process = start("--out", tmp_path / "r", *SMALL)
     while not MOMENTS[moment](process):
@@ -44,7 +50,9 @@ def test_a_signal_at_the_start_is_one_line_and_leaves_nothing(tmp_path, moment, 
     time.sleep(0.1)
     process.send_signal(number)
     code, stdout, stderr = finish(process)
-    assert (code, stdout, stderr) == (1, "", f"stopped by {number.name}\n") and not (tmp_path / "r").exists()
+    assert (code, stdout, stderr) == (1, "", f"stopped by {number.name}\n") and not (
+        tmp_path / "r"
+    ).exists()
 
 
 PROGRAMS = {
@@ -63,7 +71,8 @@ def test_a_ctrl_c_is_one_line_in_programs_that_are_still_importing(tmp_path, pro
     argv = [str(tmp_path / "out") if arg == "OUT" else arg for arg in PROGRAMS[program]]
     process = popen([sys.executable, "-X", "importtime", *argv], ENV)
     for line in process.stderr:
-        assert line.split()[-1] not in ("numpy", "torch", "pydantic")  # before it, in which a signal is a traceback
+        # before it, in which a signal is a traceback
+        assert line.split()[-1] not in ("numpy", "torch", "pydantic")
         if line.endswith("plumbing.stop\n"):
             break
     process.send_signal(signal.SIGINT)
@@ -89,7 +98,9 @@ def test_a_run_that_has_shown_its_result_ends_well_whatever_comes(tmp_path, seco
 def test_a_terminal_shows_what_a_run_does_before_its_first_line(tmp_path):
     terminal, side = pty.openpty()
     command = [sys.executable, "inspo.py", "--out", str(tmp_path / "r"), *SMALL]
-    process = subprocess.Popen(command, cwd=ROOT, env=ENV, stderr=side, stdout=side, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=ENV, stderr=side, stdout=side, start_new_session=True
+    )
     os.close(side)
     shown = b""
     while b"importing torch ..." not in shown:
@@ -99,7 +110,8 @@ def test_a_terminal_shows_what_a_run_does_before_its_first_line(tmp_path):
         while True:
             shown += os.read(terminal, 1000)
     os.close(terminal)
-    assert process.wait(60) == 1 and shown.endswith(b"\r\x1b[Kstopped by SIGTERM\r\n")  # in the place of that line
+    # in the place of that line
+    assert process.wait(60) == 1 and shown.endswith(b"\r\x1b[Kstopped by SIGTERM\r\n")
 
 
 def test_without_a_terminal_rollouts_are_a_line_now_and_then(capsys):
@@ -128,12 +140,15 @@ def listening():
 
 def test_a_request_waits_until_it_is_granted_where_the_run_may_stop(listening, capfd):
     reached = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # under torchrun a signal comes twice
+    # under torchrun a signal comes twice
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(os.getpid(), number)
     reached.append("update")
     with pytest.raises(stop.Stopped, match="stopped by SIGTERM"), stop.may_stop():
         reached.append("rollout")
-    assert reached == ["update"] and capfd.readouterr().err.count("SIGTERM: stopping as soon as") == 1
+    assert (
+        reached == ["update"] and capfd.readouterr().err.count("SIGTERM: stopping as soon as") == 1
+    )
 
 
 def test_where_it_may_a_request_ends_a_wait_at_once(listening):
@@ -161,7 +176,8 @@ def test_a_request_inside_a_del_is_granted_at_the_next_place(listening):
 
 
 def signal_in(monkeypatch, owner, name: str, n: int, when, number: int) -> None:
-    """Sends this process a signal in the n-th of those calls of a method of Policy or of the optimizer."""
+    """Sends this process a signal in the n-th of those calls of a method of Policy or of the
+    optimizer."""
     inner, calls = getattr(owner, name), itertools.count(1)
 
     def method(*args, **kwargs):
@@ -188,14 +204,30 @@ def whole(tmp_path_factory):
 
 
 ANY = lambda *args, **kwargs: True  # noqa: E731
-CASES = {  # the call in which a signal comes, which, and the checkpoint that the run leaves; has its step ended?
+# the call in which a signal comes, which, and the checkpoint that the run leaves; has its step
+# ended?
+CASES = {
     "rollout": (Policy, "rollout", 1, purposes("3 rollout"), signal.SIGINT, (2, True)),
     # The update is finished; the evolution of step 3 waits.
     "update": (Policy, "update", 3, ANY, signal.SIGTERM, (3, False)),
-    "verify": (Policy, "rollout", 1, purposes("3 verify 0", "3 verify 1"), signal.SIGHUP, (3, False)),
+    "verify": (
+        Policy,
+        "rollout",
+        1,
+        purposes("3 verify 0", "3 verify 1"),
+        signal.SIGHUP,
+        (3, False),
+    ),
     "evaluate": (Policy, "rollout", 1, purposes("2 evaluate"), signal.SIGINT, (2, False)),
     "optimizer": (reflect.Optimizer, "ask", 2, ANY, signal.SIGTERM, (3, False)),
-    "save": (Policy, "save", 1, lambda policy, path: "000004" in path.name, signal.SIGHUP, (4, True)),
+    "save": (
+        Policy,
+        "save",
+        1,
+        lambda policy, path: "000004" in path.name,
+        signal.SIGHUP,
+        (4, True),
+    ),
 }
 
 
@@ -207,7 +239,10 @@ def test_a_signal_at_any_moment_is_resumed_to_the_bit(whole, tmp_path, moment):
         signal_in(patch, *call, number)
         said, _, stderr = run_here("--out", out, *SHORT)
     lines = str(said).strip().splitlines()
-    assert lines[0] == f"stopped by {number.name}" and len(lines) == 2 and "--resume" in lines[1], (said, stderr)
+    assert lines[0] == f"stopped by {number.name}" and len(lines) == 2 and "--resume" in lines[1], (
+        said,
+        stderr,
+    )
     mark = RunDirectory(out).load_state(RunDirectory(out).checkpoints()[-1])
     assert (mark["t"], mark["ended"]) == saved
     code, _, stderr = run_here("--out", out, "--resume")
@@ -215,7 +250,10 @@ def test_a_signal_at_any_moment_is_resumed_to_the_bit(whole, tmp_path, moment):
     assert metrics(out) == metrics(whole)
     for name in ("population.jsonl", "I_star.txt", "policy/model.safetensors"):
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
-    rows = [[r for r in read_jsonl(path / "reflections.jsonl") if "call" not in r] for path in (out, whole)]
+    rows = [
+        [r for r in read_jsonl(path / "reflections.jsonl") if "call" not in r]
+        for path in (out, whole)
+    ]
     assert rows[0] == rows[1]
 
 

@@ -1,4 +1,5 @@
-"""Eq. 3's advantages and Eq. 2's averages on numbers computed by hand, without a model (test_grpo.py has one)."""
+"""Eq. 3's advantages and Eq. 2's averages on numbers computed by hand, without a model
+(test_grpo.py has one)."""
 
 import numpy as np
 import pytest
@@ -27,8 +28,12 @@ def test_an_advantage_is_the_distance_to_the_group_s_mean_in_units_of_its_spread
     """Rewards 1, 0, 0, 0, 1: mean 0.4 and unbiased standard deviation sqrt(1.2 / 4)."""
     A = advantages(*[(3, r) for r in (1.0, 0.0, 0.0, 0.0, 1.0)])
     sd = 0.3**0.5
-    assert A == pytest.approx([0.6 / (sd + 1e-6) if k in (0, 4) else -0.4 / (sd + 1e-6) for k in range(5)], rel=1e-12)
-    assert group_advantages(np.array([0.0, 1e-6])) == pytest.approx([-0.5e-6 / (1e-6 / 2**0.5 + 1e-6), 0.2928932])
+    assert A == pytest.approx(
+        [0.6 / (sd + 1e-6) if k in (0, 4) else -0.4 / (sd + 1e-6) for k in range(5)], rel=1e-12
+    )
+    assert group_advantages(np.array([0.0, 1e-6])) == pytest.approx(
+        [-0.5e-6 / (1e-6 / 2**0.5 + 1e-6), 0.2928932]
+    )
 
 
 def test_who_is_alone_or_like_the_others_stands_out_nowhere():
@@ -50,7 +55,8 @@ def test_groups_may_come_in_any_order():
 
 
 def test_every_trajectory_weighs_the_same_and_every_token_of_one():
-    """1/G sum_i 1/|tau_i| sum_t of trajectories with 3, 0, 2 and 1 action tokens, one of them without a turn."""
+    """1/G sum_i 1/|tau_i| sum_t of trajectories with 3, 0, 2 and 1 action tokens, one of them
+    without a turn."""
     taus = []
     for A, turns in [(0.5, [2, 1]), (9.0, []), (-2.0, [2]), (4.0, [1])]:
         taus.append(tau := Trajectory(0, QUESTION, 0, [], 0, advantage=A))

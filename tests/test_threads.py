@@ -17,7 +17,9 @@ from plumbing import threads
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """As a program starts: nothing measured, nothing set."""
-    monkeypatch.setattr(threads, "count_idle_cores", functools.cache(threads.count_idle_cores.__wrapped__))
+    monkeypatch.setattr(
+        threads, "count_idle_cores", functools.cache(threads.count_idle_cores.__wrapped__)
+    )
     monkeypatch.setattr(threads, "_chosen", "")
     for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
         monkeypatch.setenv(name, "0")  # so that what the test leaves there goes
@@ -26,14 +28,23 @@ def fresh(monkeypatch):
 
 def cores(monkeypatch, *busy):
     """As many cores, each busy for so many per cent of the time that is measured."""
-    monkeypatch.setattr(psutil, "cpu_percent", lambda interval, percpu: list(busy) if interval and percpu else None)
+    monkeypatch.setattr(
+        psutil, "cpu_percent", lambda interval, percpu: list(busy) if interval and percpu else None
+    )
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: len(busy))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(len(busy))), raising=False)
 
 
 @pytest.mark.parametrize(
     ("busy", "most", "number"),
-    [((2, 9), 0, 2), ((2, 9), 2, 2), ((97, 9), 2, 1), ((97, 99), 2, 1), ((1,) * 16, 2, 2), ((1,) * 15 + (80,), 0, 15)],
+    [
+        ((2, 9), 0, 2),
+        ((2, 9), 2, 2),
+        ((97, 9), 2, 1),
+        ((97, 99), 2, 1),
+        ((1,) * 16, 2, 2),
+        ((1,) * 15 + (80,), 0, 15),
+    ],
 )
 def test_a_thread_per_idle_core(monkeypatch, busy, most, number):
     cores(monkeypatch, *busy)
@@ -41,7 +52,9 @@ def test_a_thread_per_idle_core(monkeypatch, busy, most, number):
 
 
 @pytest.mark.parametrize(("busy", "spin"), [((2, 9), "10000"), ((97, 9), "1000")])
-def test_a_run_keeps_to_what_the_user_says_and_waits_longer_for_threads_on_idle_cores(monkeypatch, busy, spin):
+def test_a_run_keeps_to_what_the_user_says_and_waits_longer_for_threads_on_idle_cores(
+    monkeypatch, busy, spin
+):
     cores(monkeypatch, *busy)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert threads.choose_threads(1) == parse([]).threads == 2
@@ -64,7 +77,8 @@ def test_torch_computes_with_the_number_that_the_run_has(monkeypatch, tmp_path):
     before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", str(before + 1))
     try:
-        refused, _, _ = run_here("--lora_rank", 4096, "--out", tmp_path / "r")  # by its model, before it costs anything
+        # by its model, before it costs anything
+        refused, _, _ = run_here("--lora_rank", 4096, "--out", tmp_path / "r")
         assert "--lora_rank 4096" in refused and torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)

@@ -1,4 +1,5 @@
-"""What an agent can call: the texts that derive from a task's tools, the calculator, and the search client."""
+"""What an agent can call: the texts that derive from a task's tools, the calculator, and the search
+client."""
 
 import json
 import re
@@ -36,7 +37,14 @@ def test_tags_and_messages_name_every_tool():
     assert list_stop_strings([SEARCH]) == ("</search>", "</answer>")
     assert list_stop_strings([SEARCH, CALCULATOR]) == ("</search>", "</calculate>", "</answer>")
     assert Tags.words([]) == ("think", "answer")
-    assert Tags.words([SEARCH, CALCULATOR]) == ("think", "answer", "search", "information", "calculate", "result")
+    assert Tags.words([SEARCH, CALCULATOR]) == (
+        "think",
+        "answer",
+        "search",
+        "information",
+        "calculate",
+        "result",
+    )
     assert explain_invalid_action([SEARCH]) == (
         "\n\nThat was neither a search nor an answer. Write <search> query </search> or <answer> answer </answer>.\n\n"
     )
@@ -47,7 +55,8 @@ def test_tags_and_messages_name_every_tool():
 
 
 @pytest.mark.parametrize(
-    "names, tags", [("search", ["search"]), ("calculator,search", ["calculate", "search"]), ("none", [])]
+    "names, tags",
+    [("search", ["search"]), ("calculator,search", ["calculate", "search"]), ("none", [])],
 )
 def test_search_qa_has_the_tools_that_are_named_in_their_order(names, tags):
     assert [tool.tag for tool in SearchQA(Config(tools=names)).tools] == tags
@@ -56,7 +65,10 @@ def test_search_qa_has_the_tools_that_are_named_in_their_order(names, tags):
 @pytest.mark.parametrize(
     "names, says",
     [
-        ("search,browser", "--tools search,browser: choose search, search with calculator, none, or module:function"),
+        (
+            "search,browser",
+            "--tools search,browser: choose search, search with calculator, none, or module:function",
+        ),
         ("search,,calculator", "--tools search,,calculator: choose"),
         ("calculator", "--tools calculator: choose"),
         ("none,search", "--tools none,search: choose"),
@@ -69,7 +81,13 @@ def test_a_tool_that_does_not_exist_is_one_line(names, says):
 
 def test_a_tool_of_ones_own_is_five_words_and_a_function():
     class Clock(Function):
-        tag, noun, argument, plural, result_tag = "clock", "a look at the clock", "city", "looks", "time"
+        tag, noun, argument, plural, result_tag = (
+            "clock",
+            "a look at the clock",
+            "city",
+            "looks",
+            "time",
+        )
 
         def run(self, city):
             return {"Rome": "12:00"}[city]
@@ -77,7 +95,9 @@ def test_a_tool_of_ones_own_is_five_words_and_a_function():
     clock = Clock()
     assert list_stop_strings([clock]) == ("</clock>", "</answer>")
     message = explain_invalid_action([clock])
-    assert "neither a look at the clock nor an answer. Write <clock> city </clock> or <ans" in message
+    assert (
+        "neither a look at the clock nor an answer. Write <clock> city </clock> or <ans" in message
+    )
     tool, argument = find_call("<clock>\nRome </clock>", [SEARCH, clock])
     assert tool is clock and tool.show(tool.submit(argument).result()) == "12:00"
     assert tool.faults == 0 and tool.of(None) is tool
@@ -127,7 +147,8 @@ def test_tools_may_share_the_tag_of_their_results():
     "text, query",
     [
         ("<search> who </search>", "who"),
-        ("<think>x</think><search>two\nlines</search>\n\n", "two\nlines"),  # a token may hold more than the tag's end
+        # a token may hold more than the tag's end
+        ("<think>x</think><search>two\nlines</search>\n\n", "two\nlines"),
         ("<search>a <search>b</search>", "b"),  # the innermost
         ("<search> <b> 1 < 2 & </b> </search>", "<b> 1 < 2 & </b>"),
         ("<answer>x <search>q</search>", "q"),
@@ -158,7 +179,11 @@ def test_a_degenerate_turn_is_read_in_linear_time(text):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from(["<search>", "</search>", "<calculate>", "</calculate>", "a", " ", "\n"])).map("".join))
+@given(
+    st.lists(
+        st.sampled_from(["<search>", "</search>", "<calculate>", "</calculate>", "a", " ", "\n"])
+    ).map("".join)
+)
 def test_a_call_is_an_opening_tag_and_its_closing_tag_with_no_opening_tag_between(text):
     calls = []
     for tool in (SEARCH, CALCULATOR):
@@ -261,10 +286,16 @@ def test_a_query_brings_as_many_passages_as_were_asked_for(serve):
     search = Search(server.url + "/", topk=2)
     assert [search.submit("who").result(10) for _ in range(3)] == [['"who"\nText.'], ["a", "b"], []]
     path, _, body = server.requests[0]
-    assert path == "/retrieve" and json.loads(body) == {"queries": ["who"], "topk": 2, "return_scores": True}
+    assert path == "/retrieve" and json.loads(body) == {
+        "queries": ["who"],
+        "topk": 2,
+        "return_scores": True,
+    }
 
 
-def test_queries_that_wait_leave_together_in_bounded_batches_and_a_duplicate_among_them_is_sent_once(serve):
+def test_queries_that_wait_leave_together_in_bounded_batches_and_a_duplicate_among_them_is_sent_once(
+    serve,
+):
     began, gate = threading.Event(), threading.Event()
 
     def first(handler):
@@ -282,8 +313,11 @@ def test_queries_that_wait_leave_together_in_bounded_batches_and_a_duplicate_amo
     assert [future.result(10) for future in futures] == [[f'"{query}"\nText.'] for query in queries]
     search.submit("a").result(10)  # it keeps no answers
     assert [(batch[:4], len(batch)) for batch in batches(server)] == [
-        (["a"], 1), (["b", "c", "d", "q0"], 254), (["q251", "q252", "q253", "q254"], 49), (["a"], 1)
-    ]  # fmt: skip
+        (["a"], 1),
+        (["b", "c", "d", "q0"], 254),
+        (["q251", "q252", "q253", "q254"], 49),
+        (["a"], 1),
+    ]
 
 
 def test_a_transient_fault_is_repeated_and_counted(serve, naps):
@@ -333,7 +367,9 @@ def test_a_connection_is_kept(serve, monkeypatch):
     ],
 )
 def test_a_hit_is_a_document_or_has_one_with_contents_or_title_and_text(serve, hit, contents):
-    assert Search(serve({"result": [[hit]]}).url, topk=3, retries=0).submit("who").result(10) == [contents]
+    assert Search(serve({"result": [[hit]]}).url, topk=3, retries=0).submit("who").result(10) == [
+        contents
+    ]
 
 
 @pytest.mark.parametrize(
@@ -375,7 +411,8 @@ def test_before_a_retry_the_server_is_revived_and_its_new_url_used(serve):
 
 def test_a_server_that_cannot_be_revived_is_search_down():
     def revive():
-        raise Outage("retrieval_server.py stopped while starting: no memory")  # as plumbing.servers.Servers does
+        # as plumbing.servers.Servers does
+        raise Outage("retrieval_server.py stopped while starting: no memory")
 
     search = Search("", topk=3)
     search.connect("http://127.0.0.1:9", revive)

@@ -1,4 +1,5 @@
-"""Trackers: what wandb, trackio and tensorboard are told, and that a resumed run goes on where it was."""
+"""Trackers: what wandb, trackio and tensorboard are told, and that a resumed run goes on where it
+was."""
 
 import json
 import sys
@@ -18,14 +19,17 @@ assert no_page  # a fixture
 
 @pytest.fixture(params=["wandb", "trackio"])
 def tracker(request, monkeypatch):
-    """A tracker's name and a module in its place, which notes its calls; only trackio has traces."""
+    """A tracker's name and a module in its place, which notes its calls; only trackio has
+    traces."""
     api = Mock(spec=["init", "log", "Table", *["Trace"] * (request.param == "trackio")])
     api.Table = lambda columns, data: [dict(zip(columns, row, strict=True)) for row in data]
     monkeypatch.setitem(sys.modules, request.param, api)
     return request.param, api
 
 
-def test_a_tracker_has_every_number_and_instruction_in_one_run_however_often_it_is_resumed(tracker, tmp_path):
+def test_a_tracker_has_every_number_and_instruction_in_one_run_however_often_it_is_resumed(
+    tracker, tmp_path
+):
     name, api = tracker
     out = tmp_path / "r"
     for n in (16, 17):
@@ -34,7 +38,9 @@ def test_a_tracker_has_every_number_and_instruction_in_one_run_however_often_it_
     play(out, Calls(), tracker=name)
     id = json.loads((out / "config.json").read_text())["id"]
     which = {"wandb": {"id": id, "name": "r", "dir": out}, "trackio": {"name": f"r-{id}"}}[name]
-    assert api.init.call_args_list == [call(project="inspo", resume="allow", config=ANY, **which)] * 3
+    assert (
+        api.init.call_args_list == [call(project="inspo", resume="allow", config=ANY, **which)] * 3
+    )
     rows = [(logged.kwargs["step"], logged.args[0]) for logged in api.log.call_args_list]
     numbers = {t: row for t, row in rows if "loss" in row}
     for row in read_jsonl(out / "metrics.jsonl")[1:]:
@@ -50,12 +56,17 @@ def test_a_tracker_has_every_number_and_instruction_in_one_run_however_often_it_
     assert best["text"] == (out / "I_star.txt").read_text().strip()
     final = {k: v for _, row in rows for k, v in row.items() if k.startswith("final/")}
     held_out = json.loads((out / "summary.json").read_text())["held_out"]
-    assert final == {f"final/{name}/{k}": v for name, row in held_out.items() for k, v in row.items()}
+    assert final == {
+        f"final/{name}/{k}": v for name, row in held_out.items() for k, v in row.items()
+    }
 
 
 def test_trackio_has_the_watched_trajectories_as_traces(tracker, tmp_path):
     name, api = tracker
-    taus = [Trajectory(3, Question("q1", "Who?", ("y",)), 5, [], 0, response=f"{k} y", prediction="y") for k in (0, 1)]
+    taus = [
+        Trajectory(3, Question("q1", "Who?", ("y",)), 5, [], 0, response=f"{k} y", prediction="y")
+        for k in (0, 1)
+    ]
     taus[1].tokens = {"logp": [-0.5]}
     Tracker(name, tmp_path, "id", {}).trajectories(taus, 7)
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "1 y"}]
@@ -68,4 +79,7 @@ def test_tensorboard_has_numbers_and_texts(tmp_path, monkeypatch):
     Tracker("tensorboard", tmp_path, "id", {}).log({"loss": 0.5, "instructions": "Think."}, 3)
     module.SummaryWriter.assert_called_once_with(tmp_path / "tensorboard")
     writer = module.SummaryWriter.return_value
-    assert writer.mock_calls == [call.add_scalar("loss", 0.5, 3), call.add_text("instructions", "Think.", 3)]
+    assert writer.mock_calls == [
+        call.add_scalar("loss", 0.5, 3),
+        call.add_text("instructions", "Think.", 3),
+    ]

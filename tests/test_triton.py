@@ -27,14 +27,19 @@ on_gpu = torch.cuda.is_available()
 
 @pytest.mark.skipif(on_gpu, reason="Triton's interpreter is off where there is a GPU")
 def test_each_kernel_equals_rows_torch():
-    """Every result on the same rows: one launch as grpo.py's lines, the passes as rows_torch's; bf16 is rounded."""
+    """Every result on the same rows: one launch as grpo.py's lines, the passes as rows_torch's;
+    bf16 is rounded."""
     g = torch.Generator().manual_seed(0)
     z = 3 * torch.randn(12, 5000, generator=g)
     y = torch.randint(5000, (12,), generator=g)
     z[0, y[0]], z[1, y[1]] = 40, -40
     logp = torch.log_softmax(z.double(), 1)[torch.arange(12), y].float()
     noise = [0.3 * torch.randn(12, generator=g) for _ in "12"]
-    tokens = {"adv": torch.randn(12, generator=g), "w": torch.rand(12, generator=g), "old": logp + noise[0]}
+    tokens = {
+        "adv": torch.randn(12, generator=g),
+        "w": torch.rand(12, generator=g),
+        "old": logp + noise[0],
+    }
     tokens |= {"ref": logp + noise[1] * torch.tensor([1e-3, 1, 20]).repeat(4)}
     tokens |= {"eps_low": torch.full((12,), 0.2), "eps_high": torch.linspace(0.1, 0.4, 12)}
     c, a = (torch.randn(12, generator=g) for _ in "ca")
@@ -56,13 +61,15 @@ def test_each_kernel_equals_rows_torch():
         assert rounded.dtype == torch.bfloat16 and error(rounded, ours[-1]) < 2**-8
         half = passes(rows_triton, z.bfloat16(), torch.bfloat16)
         again = passes(rows_triton, z.bfloat16().float(), torch.bfloat16)
-        assert all(torch.equal(a_, b_) for a_, b_ in zip(half, again, strict=True))  # bf16 logits need no conversion
+        # bf16 logits need no conversion
+        assert all(torch.equal(a_, b_) for a_, b_ in zip(half, again, strict=True))
     assert fused(rows_triton, z, None)[-1] is None
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Registers and memory accesses of every variant of the kernel on an A100 and on an H100 or H200."""
+    """Registers and memory accesses of every variant of the kernel on an A100 and on an H100 or
+    H200."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": "."}
     script = [sys.executable, "tests/compile_kernel.py"]
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=300)
@@ -78,23 +85,31 @@ def test_it_compiles_without_spills_and_moves_16_bytes_at_once(compiled):
         assert 0 < c["registers"] <= 128, c
         if c["setting"] == "V = 1187":
             continue
-        assert c["loads"] == ["v4.b32"] * (c["passes"] * (2 if "bf16 logits" in c["setting"] else 4)), c
-        assert len(c["stores"]) == (0 if not c["writes"] else 4 if "fp32 gradient" in c["setting"] else 2), c
+        assert c["loads"] == ["v4.b32"] * (
+            c["passes"] * (2 if "bf16 logits" in c["setting"] else 4)
+        ), c
+        assert len(c["stores"]) == (
+            0 if not c["writes"] else 4 if "fp32 gradient" in c["setting"] else 2
+        ), c
         assert set(c["stores"]) <= {"v4.b32"}, c
         # dL/dz overwrites the logits: all threads must have read a block before any of them writes
         assert not c["writes"] or re.search("(^|B)L+BS+$", c["steps"]), c
 
 
 @pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize(
+    "dtype", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)]
+)
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("N, H, V", [(37, 64, 1187), (130, 128, 151_936), (5, 128, 152_064)])
 def test_on_the_gpu(setting, dtype, N, H, V):
-    """float32 as on the CPU; bf16 logits to 2e-5, gradients to the rounding of dL/dz; bitwise repeatable."""
+    """float32 as on the CPU; bf16 logits to 2e-5, gradients to the rounding of dL/dz; bitwise
+    repeatable."""
     (hidden, weight, targets), kw = batch(N, H, V)
     hidden, weight = hidden.to(dtype[0]), weight.to(dtype[1])
     kw |= {k: v[:1].expand(N) if torch.is_tensor(v) else v for k, v in setting.items()}
-    want = differentiate(eq2, hidden.double(), weight.to(dtype[0]).double(), targets, **kw)  # so it is multiplied
+    # so it is multiplied
+    want = differentiate(eq2, hidden.double(), weight.to(dtype[0]).double(), targets, **kw)
     args = [v.cuda() for v in (hidden, weight, targets)]
     kw = {k: v.cuda() if torch.is_tensor(v) else v for k, v in kw.items()}
     torch.cuda.set_sync_debug_mode("error")  # no step waits for the GPU
@@ -106,27 +121,51 @@ def test_on_the_gpu(setting, dtype, N, H, V):
     bound = 3e-5 if dtype[0] == torch.float32 else 5e-3
     for one in (got, cut):
         one = {k: v.cpu() for k, v in one.items()}
-        assert same(one["logp"], want["logp"], rtol=0, atol=2e-5) and same(one["loss"], want["loss"], rtol=1e-4)
-        assert same(one["entropy"], want["entropy"], atol=2e-5) and torch.equal(one["clipped"], want["clipped"])
+        assert same(one["logp"], want["logp"], rtol=0, atol=2e-5) and same(
+            one["loss"], want["loss"], rtol=1e-4
+        )
+        assert same(one["entropy"], want["entropy"], atol=2e-5) and torch.equal(
+            one["clipped"], want["clipped"]
+        )
         assert error(one["dX"], want["dX"]) < bound and error(one["dW"], want["dW"]) < bound
 
 
 @pytest.mark.slow
 def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
-    """A copied folder, with the peers that are installed: all of them agree with float64; JSON, CSV and a plot."""
-    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    """A copied folder, with the peers that are installed: all of them agree with float64; JSON, CSV
+    and a plot."""
+    shutil.copytree(
+        ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__")
+    )
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    command = [sys.executable, "-m", "kernels.bench", "--tokens", "16", "--shapes", "32x512", "--masked", "0", "50"]
+    command = [
+        sys.executable,
+        "-m",
+        "kernels.bench",
+        "--tokens",
+        "16",
+        "--shapes",
+        "32x512",
+        "--masked",
+        "0",
+        "50",
+    ]
     done = subprocess.run(
         [*command, "--seconds", "0.01", "--csv", "head.csv", "--plot", "head.png"],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
     assert len(rows) == 34 and {row["masked"] for row in rows} == {0, 50}
     for row in rows:
         if row["name"].startswith(("ours", "torch", "TRL", "Liger fused")):
-            assert row["error"] < (2e-2 if on_gpu else 1e-5) and row["ms"] > 0 and not row["note"], row
+            assert (
+                row["error"] < (2e-2 if on_gpu else 1e-5) and row["ms"] > 0 and not row["note"]
+            ), row
         assert row["note"] or row["ms"] > 0
     with open(tmp_path / "head.csv", newline="", encoding="utf-8") as file:
         assert [{"name": r["name"], "ms": float(r["ms"] or 0)} for r in csv.DictReader(file)] == [
@@ -137,9 +176,22 @@ def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_measures_the_peers_that_are_named_alone():
-    command = [sys.executable, "-m", "kernels.bench", "--tokens", "16", "--shapes", "32x512", "--masked", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "kernels.bench",
+        "--tokens",
+        "16",
+        "--shapes",
+        "32x512",
+        "--masked",
+        "0",
+    ]
     done = subprocess.run(
-        [*command, "--seconds", "0.01", "--peers", "TRL", "torch,"], cwd=ROOT, capture_output=True, text=True
+        [*command, "--seconds", "0.01", "--peers", "TRL", "torch,"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     names = [row["name"] for row in json.loads(done.stdout.splitlines()[-1])["rows"]]
     assert names == ["TRL", "TRL, one tile", "torch, forward only"]

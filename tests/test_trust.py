@@ -14,14 +14,16 @@ from plumbing.faults import Fault
 from plumbing.trust import check_origin, is_ours, remember
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = {  # module -> its command line for a run; every program that reads a config.json to play or to train
+# module -> its command line for a run; every program that reads a config.json to play or to train
+PROGRAMS = {
     "inspo": ["--resume", "--out", "RUN"],
     "ask": ["a question?", "--run", "RUN"],
     "evaluate": ["RUN", "--n", "1"],
     "extras.table1": ["RUN", "--n", "1"],
     "extras.collect": ["RUN", "--out", "demos.jsonl"],
 }
-HOSTILE = {  # knob -> a value that would leave a trace, in a run directory that lies in the working directory
+# knob -> a value that would leave a trace, in a run directory that lies in the working directory
+HOSTILE = {
     "task": "helper:Task",
     "tools": "search,mcp:touch ran",
     "reward": "runs.stranger.helper:score",
@@ -49,12 +51,16 @@ def change(run, **knobs):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_what_a_stranger_s_config_names_is_refused(stranger, tmp_path, monkeypatch, capsys, program):
+def test_what_a_stranger_s_config_names_is_refused(
+    stranger, tmp_path, monkeypatch, capsys, program
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     change(stranger, **HOSTILE)
     with pytest.raises(SystemExit) as end:
-        importlib.import_module(program).main([flag.replace("RUN", str(stranger)) for flag in PROGRAMS[program]])
+        importlib.import_module(program).main(
+            [flag.replace("RUN", str(stranger)) for flag in PROGRAMS[program]]
+        )
     message = capsys.readouterr().err.strip() or str(end.value)
     assert end.value.code and "\n" not in message
     assert all(f"--{knob}" in message and value in message for knob, value in HOSTILE.items())
@@ -63,9 +69,20 @@ def test_what_a_stranger_s_config_names_is_refused(stranger, tmp_path, monkeypat
 
 def test_a_flag_that_is_given_again_is_followed(stranger, tmp_path):
     change(stranger, task="helper:Task", retriever="http://127.0.0.1:9")
-    flags = ["inspo.py", "--resume", "--out", stranger, "--task", "helper:Task", "--retriever", "http://127.0.0.1:9"]
+    flags = [
+        "inspo.py",
+        "--resume",
+        "--out",
+        stranger,
+        "--task",
+        "helper:Task",
+        "--retriever",
+        "http://127.0.0.1:9",
+    ]
     script, *flags = map(str, flags)
-    done = subprocess.run([sys.executable, ROOT / script, *flags], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / script, *flags], cwd=tmp_path, capture_output=True, text=True
+    )
     assert (tmp_path / "ran").exists()  # and then the module turns out to hold no task
     assert "not started by you" not in done.stderr
 
@@ -100,7 +117,9 @@ def nowhere(monkeypatch, folder):
 
 
 @pytest.mark.parametrize("home", [not_writable, nowhere])
-def test_without_a_home_a_run_can_be_started_and_is_not_remembered(stranger, tmp_path, monkeypatch, home):
+def test_without_a_home_a_run_can_be_started_and_is_not_remembered(
+    stranger, tmp_path, monkeypatch, home
+):
     change(stranger, task="helper:Task")
     home(monkeypatch, tmp_path)
     remember(stranger)

@@ -1,4 +1,5 @@
-"""vLLM in the process and behind `vllm serve`, on the CPU, against TorchEngine and transformers' own forward pass.
+"""vLLM in the process and behind `vllm serve`, on the CPU, against TorchEngine and transformers'
+own forward pass.
 
 .venv-vllm/bin/python -m pytest tests/test_vllm.py
 """
@@ -36,13 +37,18 @@ from plumbing.faults import Fault, Outage
 
 pytest.importorskip("vllm")
 ROOT = Path(__file__).parent.parent
-ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ENV = os.environ | {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 MAX_LEN = 500
 
 
 @pytest.fixture(scope="module", autouse=True)
 def starting(tiny_path):
-    """(url, process) of two `vllm serve` of the tiny policy; they start while the tests of the engine run."""
+    """(url, process) of two `vllm serve` of the tiny policy; they start while the tests of the
+    engine run."""
     command = [
         sys.executable, "tests/store_transfer.py", "serve", tiny_path, "--host", "127.0.0.1", "--dtype", "float32",
         "--max-model-len", str(MAX_LEN), "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
@@ -57,7 +63,9 @@ def starting(tiny_path):
                 s.bind(("127.0.0.1", 0))
                 port = s.getsockname()[1]
             own = [*command, "--port", str(port)]
-            process = subprocess.Popen(own, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
+            process = subprocess.Popen(
+                own, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, start_new_session=True
+            )
             started.append((f"http://127.0.0.1:{port}", process))
         yield started
     finally:
@@ -82,7 +90,8 @@ def more(engine, contexts, max_new, temperature):
 
 
 def off(model, contexts, ended, temperature):
-    """Returns the largest difference of the log-probs from transformers'; asserts that greedy tokens are likeliest."""
+    """Returns the largest difference of the log-probs from transformers'; asserts that greedy
+    tokens are likeliest."""
     worst = 0.0
     for key, (ids, logps) in ended.items():
         wanted = plain_logprobs(model, contexts[key], ids, temperature)
@@ -111,7 +120,9 @@ def pair(request, tiny_path):
     path = {"world": str(WORLD / "policy"), "tiny": tiny_path}[request.param]
     model, tokenizer = load_policy(path)
     assert model.config.tie_word_embeddings == (request.param == "world")
-    engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0)
+    engine = VllmEngine(
+        path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0
+    )
     engine.load(weights(model))
     yield engine, model, tokenizer
     engine.close()
@@ -131,17 +142,25 @@ def test_greedy_turns_are_the_torch_engine_s_token_by_token(pair, engine):
     contexts = contexts_of(tokenizer)
     # Its text contains no stop string, so use pieces of the text as stop strings.
     texts = [tokenizer.decode(ids) for ids, _ in turns(engine, contexts, 30, 0.0).values()]
-    engine.stop = stop = tuple({text[k : k + 3] for text, k in zip(texts, (8, 14, 20, 30, 40), strict=False)})
+    engine.stop = stop = tuple(
+        {text[k : k + 3] for text, k in zip(texts, (8, 14, 20, 30, 40), strict=False)}
+    )
     twin = TorchEngine(model, tokenizer, stop)
     engine.begin(0)
     lengths = set()
     for turn in range(3):
         ours, theirs = more(engine, contexts, 20, 0.0), more(twin, contexts, 20, 0.0)
-        assert {key: ids for key, (ids, _) in ours.items()} == {key: ids for key, (ids, _) in theirs.items()}
-        torch.testing.assert_close([lp for _, lp in ours.values()], [theirs[k][1] for k in ours], atol=1e-4, rtol=0)
+        assert {key: ids for key, (ids, _) in ours.items()} == {
+            key: ids for key, (ids, _) in theirs.items()
+        }
+        torch.testing.assert_close(
+            [lp for _, lp in ours.values()], [theirs[k][1] for k in ours], atol=1e-4, rtol=0
+        )
         lengths |= {len(ids) for ids, _ in ours.values()}
         seen = {row: tokenizer("the city is " * (1 + row % 3))["input_ids"] for row in contexts}
-        contexts = {row: contexts[row] + ours[row][0] + seen[row] for row in contexts if row != turn}
+        contexts = {
+            row: contexts[row] + ours[row][0] + seen[row] for row in contexts if row != turn
+        }
     assert len(lengths) > 3  # some turns ended at a stop string
 
 
@@ -266,7 +285,9 @@ def test_a_weight_that_differs_in_the_engine_is_named(pair, engine, name, monkey
         engine.load(weights(pair[1]))
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.self_attn.o_proj.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.self_attn.o_proj.weight"]
+)
 def test_a_weight_that_was_not_sent_is_named(pair, engine, name):
     with pytest.raises(StaleWeights, match=f"^{name} was not sent"):
         engine.load((key, tensor) for key, tensor in weights(pair[1]) if key != name)
@@ -281,19 +302,29 @@ def test_a_tied_head_that_vllm_did_not_pack_again_is_named(pair, engine, monkeyp
 
 @pytest.mark.parametrize("renamed", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", ""])
 def test_a_weight_without_a_known_place_is_named(pair, engine, renamed):
-    """Under a name or as a pack of which the engine knows nothing: its layer may compute with another weight."""
+    """Under a name or as a pack of which the engine knows nothing: its layer may compute with
+    another weight."""
     proof = vllm_engine.Proof(engine.dtype)
     pairs = list(weights(pair[1]))
-    list(proof.record((f"elsewhere.{name}" if renamed in (name, "") else name, tensor) for name, tensor in pairs))
+    list(
+        proof.record(
+            (f"elsewhere.{name}" if renamed in (name, "") else name, tensor)
+            for name, tensor in pairs
+        )
+    )
     [model] = engine.engine.collective_rpc("get_model")
-    with pytest.raises(StaleWeights, match=f"^elsewhere.{renamed or pairs[0][0]} was sent and not found"):
+    with pytest.raises(
+        StaleWeights, match=f"^elsewhere.{renamed or pairs[0][0]} was sent and not found"
+    ):
         proof.check(model)
 
 
 @pytest.mark.parametrize("pair", ["tiny"], indirect=True)
 def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeypatch):
     _, model, tokenizer = pair
-    engine = VllmEngine(tiny_path, tokenizer, STOP, max_len=MAX_LEN, dtype="bfloat16", memory=0.02, seed=0)
+    engine = VllmEngine(
+        tiny_path, tokenizer, STOP, max_len=MAX_LEN, dtype="bfloat16", memory=0.02, seed=0
+    )
     try:
         engine.load(weights(model))
         contexts = contexts_of(tokenizer)
@@ -302,7 +333,10 @@ def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeyp
 
         def one_update_old(self, named):
             for key, tensor in record(self, named):
-                yield key, tensor + 1e-5 * torch.randn_like(tensor).sign() if key == name else tensor
+                yield (
+                    key,
+                    tensor + 1e-5 * torch.randn_like(tensor).sign() if key == name else tensor,
+                )
 
         monkeypatch.setattr(vllm_engine.Proof, "record", one_update_old)
         with pytest.raises(StaleWeights, match=name):
@@ -315,10 +349,14 @@ def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeyp
     ("Granite", {"logits_scaling": 0.3}), ("Cohere", {"logit_scale": 3.0}), ("Glm4", {}), ("Phi3", {}),
     ("Cohere2", {"sliding_window": 8, "logit_scale": 3.0}), ("Mistral", {"sliding_window": 8}),
 ])  # fmt: skip
-def test_a_family_with_a_logit_scale_weights_that_it_packs_itself_or_windows(family, settings, tiny_path, tmp_path):
+def test_a_family_with_a_logit_scale_weights_that_it_packs_itself_or_windows(
+    family, settings, tiny_path, tmp_path
+):
     path = make_family(family, settings, tiny_path, tmp_path / family)
     model, tokenizer = load_model(path), load_tokenizer(path, STOP)
-    engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0)
+    engine = VllmEngine(
+        path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0
+    )
     try:
         for factor in (1.0, 1.2):
             current = changed(model, factor)
@@ -328,7 +366,9 @@ def test_a_family_with_a_logit_scale_weights_that_it_packs_itself_or_windows(fam
             for key, (ids, logps) in turns(engine, contexts, 10, 0.7).items():
                 wanted = own_logps(current, torch.tensor(contexts[key] + ids), 0.7)[-len(ids) :]
                 of_sampled = wanted.gather(1, torch.tensor(ids)[:, None])[:, 0]
-                torch.testing.assert_close(torch.tensor(logps).double(), of_sampled, atol=1e-3, rtol=0)
+                torch.testing.assert_close(
+                    torch.tensor(logps).double(), of_sampled, atol=1e-3, rtol=0
+                )
     finally:
         engine.close()
 
@@ -337,9 +377,15 @@ def test_a_family_with_a_logit_scale_weights_that_it_packs_itself_or_windows(fam
     ("Mixtral", "vLLM does not take the weights .*; take --engine torch"),
     ("Qwen3Moe", r"experts.\w+ was sent and not found in the engine; take --engine torch"),
 ])  # fmt: skip
-def test_experts_that_the_engine_does_not_find_end_the_start_in_a_line(family, says, tiny_path, tmp_path):
-    path = make_family(family, EXPERTS | {"moe_intermediate_size": 64}, tiny_path, tmp_path / family)
-    engine = VllmEngine(path, load_tokenizer(path), STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0)
+def test_experts_that_the_engine_does_not_find_end_the_start_in_a_line(
+    family, says, tiny_path, tmp_path
+):
+    path = make_family(
+        family, EXPERTS | {"moe_intermediate_size": 64}, tiny_path, tmp_path / family
+    )
+    engine = VllmEngine(
+        path, load_tokenizer(path), STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0
+    )
     try:
         with pytest.raises(StaleWeights, match=says) as fault:
             engine.load(weights(load_model(path)))
@@ -353,13 +399,22 @@ def test_experts_that_the_engine_does_not_find_end_the_start_in_a_line(family, s
 
 def run(*argv):
     """Returns what tests/ranks_vllm.py prints in each process; asserts exit code 0."""
-    done = subprocess.run([sys.executable, *map(str, argv)], env=ENV, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)], env=ENV, cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(one) for one in re.findall(r"{.*?}", done.stdout)]
 
 
 def torchrun(*argv):
-    return run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "tests/ranks_vllm.py", *argv)
+    return run(
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "tests/ranks_vllm.py",
+        *argv,
+    )
 
 
 def test_a_process_with_an_engine_ends_well(tiny_path):
@@ -405,15 +460,21 @@ def test_two_servers_are_one_engine(server, tiny):
     model, tokenizer = tiny
     contexts = contexts_of(tokenizer)
     server.stop = (tokenizer.decode(turns(server, {0: contexts[0]}, 10, 0.0)[0][0])[-3:],)
-    ours, theirs = (turns(e, contexts, 20, 0.0) for e in (server, TorchEngine(model, tokenizer, server.stop)))
+    ours, theirs = (
+        turns(e, contexts, 20, 0.0) for e in (server, TorchEngine(model, tokenizer, server.stop))
+    )
     server.stop = STOP
-    assert {key: ids for key, (ids, _) in ours.items()} == {key: ids for key, (ids, _) in theirs.items()}
+    assert {key: ids for key, (ids, _) in ours.items()} == {
+        key: ids for key, (ids, _) in theirs.items()
+    }
     assert len(ours[0][0]) == 10
     for temperature in (0.0, 0.7, 1.0):
         ended = turns(server, contexts, 30, temperature, seed=5)
         assert off(model, contexts, ended, temperature) < 1e-4
         again = turns(server, contexts, 30, temperature, seed=5)
-        assert {key: ids for key, (ids, _) in again.items()} == {key: ids for key, (ids, _) in ended.items()}
+        assert {key: ids for key, (ids, _) in again.items()} == {
+            key: ids for key, (ids, _) in ended.items()
+        }
     assert turns(server, contexts, 30, 1.0, seed=6) != ended
 
 
@@ -431,7 +492,8 @@ def test_new_turns_begin_while_servers_work(server, tiny):
         assert sorted(order) == sorted(contexts) and len(ended[order.index(0)].ids) == longest
         return order[: order.index(0)]
 
-    # Begun later, at the same server. On a busy machine one longest turn may end before the others arrive.
+    # Begun later, at the same server. On a busy machine one longest turn may end before the others
+    # arrive.
     assert any(key % len(server.urls) == 0 for _ in range(5) for key in ended_before_the_longest())
 
 
@@ -471,7 +533,8 @@ def test_a_load_that_fails_leaves_no_rank_waiting(server, tiny, monkeypatch):
 
 def test_a_server_with_other_weights_than_the_last_ones_is_noticed(server, tiny):
     url = server.urls[1]
-    requests.post(f"{url}/update_weight_version", json={"new_version": "default"})  # as after a restart
+    # as after a restart
+    requests.post(f"{url}/update_weight_version", json={"new_version": "default"})
     with pytest.raises(StaleWeights, match=f"{url}.*restarted"):
         turns(server, contexts_of(tiny[1]), 3, 1.0)
     server.load(weights(tiny[0]))
@@ -482,12 +545,16 @@ def test_servers_that_did_not_take_the_weights_are_noticed(server, tiny, monkeyp
     def lost():
         for _ in server.source:
             pass
-        server.request_all("/update_weight_version", *[{"new_version": str(server.loads)}] * len(server.urls))
+        server.request_all(
+            "/update_weight_version", *[{"new_version": str(server.loads)}] * len(server.urls)
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(server.sender, "send_weights", lost)
         server.load(weights(tiny[0]))  # they have these
-        with pytest.raises(StaleWeights, match=f"{server.urls[0]} answers as before, after load {server.loads + 1}"):
+        with pytest.raises(
+            StaleWeights, match=f"{server.urls[0]} answers as before, after load {server.loads + 1}"
+        ):
             server.load(weights(changed(tiny[0])))
     server.load(weights(changed(tiny[0])))
     server.load(weights(tiny[0]))
@@ -495,7 +562,10 @@ def test_servers_that_did_not_take_the_weights_are_noticed(server, tiny, monkeyp
 
 def test_a_request_that_fails_is_sent_again(server, tiny, monkeypatch):
     session = server.clients[server.urls[0]].session
-    request, faults = session.request, iter([requests.ConnectionError(), urllib3.exceptions.ProtocolError()])
+    request, faults = (
+        session.request,
+        iter([requests.ConnectionError(), urllib3.exceptions.ProtocolError()]),
+    )
 
     def flaky(*args, **kwargs):
         for fault in faults:
@@ -528,7 +598,9 @@ def test_a_request_that_the_server_refuses_is_reported_at_once(server):
         (None, "weight_transfer_config", None, "weight transfer None"),
     ],
 )
-def test_a_server_that_was_started_with_other_settings(server, tiny, tiny_path, monkeypatch, part, key, value, says):
+def test_a_server_that_was_started_with_other_settings(
+    server, tiny, tiny_path, monkeypatch, part, key, value, says
+):
     request = type(server).request
 
     def other(self, url, path, *args, **kwargs):
@@ -544,7 +616,10 @@ def test_a_server_that_was_started_with_other_settings(server, tiny, tiny_path, 
     line = str(e.value)
     assert says in line and "\n" not in line
     port = server.urls[0].rpartition(":")[2]
-    assert f"VLLM_SERVER_DEV_MODE=1 vllm serve {tiny_path} --host 127.0.0.1 --port {port} --dtype bfloat16" in line
+    assert (
+        f"VLLM_SERVER_DEV_MODE=1 vllm serve {tiny_path} --host 127.0.0.1 --port {port} --dtype bfloat16"
+        in line
+    )
     assert "--max-model-len 500 --logprobs-mode processed_logprobs --enable-scale-out" in line
 
 
@@ -554,7 +629,8 @@ def test_the_real_client_wants_nccl(server, tiny, tiny_path):
 
 
 @pytest.mark.parametrize(
-    "answers, says", [({"version": "0.31.2"}, "is vLLM 0.31.2"), (None, "/version: HTTP 404: nothing")]
+    "answers, says",
+    [({"version": "0.31.2"}, "is vLLM 0.31.2"), (None, "/version: HTTP 404: nothing")],
 )
 def test_a_server_that_is_something_else(tiny, tiny_path, answers, says):
     with json_servers() as start:
@@ -568,7 +644,9 @@ def test_two_ranks_send_the_sharded_policy_to_the_servers(server, urls, tiny_pat
     assert max(error for one in both for error in one["errors"]) < 1e-4
 
 
-def test_a_server_that_stays_away_ends_the_run_with_one_line(server, starting, tiny, tiny_path, monkeypatch):
+def test_a_server_that_stays_away_ends_the_run_with_one_line(
+    server, starting, tiny, tiny_path, monkeypatch
+):
     url, process = starting[1]
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -578,7 +656,8 @@ def test_a_server_that_stays_away_ends_the_run_with_one_line(server, starting, t
     with pytest.raises(Outage, match=f"^{url}/inference/v1/generate: ConnectionError, 2 times$"):
         turns(server, contexts_of(tiny[1]), 5, 0.0)
     with pytest.raises(
-        Fault, match=f"--vllm {url}/version: ConnectionError, 2 times; start it with: VLLM_SERVER_DEV_MODE"
+        Fault,
+        match=f"--vllm {url}/version: ConnectionError, 2 times; start it with: VLLM_SERVER_DEV_MODE",
     ):
         VllmServer(url, tiny[1], STOP, model=tiny_path, max_len=MAX_LEN)
 
@@ -590,7 +669,9 @@ def test_the_version_is_checked_without_importing_it(monkeypatch):
     check_vllm()
     assert vllm_version()
     monkeypatch.setattr(vllm_engine, "version", lambda package: "0.31.0")
-    with pytest.raises(Fault, match=r"vLLM 0\.32, found 0\.31\.0: pip install vllm==0\.32\.0 .*--engine torch"):
+    with pytest.raises(
+        Fault, match=r"vLLM 0\.32, found 0\.31\.0: pip install vllm==0\.32\.0 .*--engine torch"
+    ):
         check_vllm()
 
     def missing(package):

@@ -1,4 +1,5 @@
-"""Whole runs of inspo.py with vLLM (its CPU build) in every process: one, two, killed and resumed, a stale layer."""
+"""Whole runs of inspo.py with vLLM (its CPU build) in every process: one, two, killed and resumed,
+a stale layer."""
 
 import os
 import random
@@ -24,7 +25,9 @@ def start(n: int, *flags: object) -> subprocess.Popen:
     """inspo.py in one process, or by torchrun in n."""
     torchrun = [] if n == 1 else ["-m", "torch.distributed.run", f"--nproc_per_node={n}"]
     argv, pipe = [sys.executable, *torchrun, "inspo.py", *map(str, flags)], subprocess.PIPE
-    return subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=ENV, cwd=ROOT, start_new_session=True)
+    return subprocess.Popen(
+        argv, stdout=pipe, stderr=pipe, text=True, env=ENV, cwd=ROOT, start_new_session=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,18 @@ def test_and_in_two_processes(tmp_path):
 
 
 def test_a_run_with_embeddings_of_their_own_on_own_data_in_two_processes(tiny, tmp_path):
-    flags = ["--model", tiny, "--mode", "static", "--engine", "vllm", "--out", tmp_path / "r", "--device", "cpu"]
+    flags = [
+        "--model",
+        tiny,
+        "--mode",
+        "static",
+        "--engine",
+        "vllm",
+        "--out",
+        tmp_path / "r",
+        "--device",
+        "cpu",
+    ]
     for name in ("train", "test", "corpus"):
         flags += [f"--{name}", FIXTURE / f"{name}.jsonl"]
     flags += "--T 2 --batch 3 --mini 3 --G 3 --max_response 24 --max_prompt 900 --max_observation 120".split()
@@ -85,7 +99,9 @@ def test_killed_and_resumed_in_two_processes(whole, tmp_path):
     assert saved
     process = start(2, *flags, "--resume")
     wait_for_step(out, 5, process)
-    [victim] = [p for p in children_of(process) if b"RANK=1" in Path(f"/proc/{p}/environ").read_bytes()]
+    [victim] = [
+        p for p in children_of(process) if b"RANK=1" in Path(f"/proc/{p}/environ").read_bytes()
+    ]
     begin = time.time()
     os.kill(int(victim), signal.SIGKILL)
     code, _, _ = finish(process, 60)
@@ -99,12 +115,15 @@ def test_killed_and_resumed_in_two_processes(whole, tmp_path):
 
 
 def test_a_layer_that_stays_as_it_was_stops_the_run_and_is_named(tmp_path):
-    """vLLM's own fault: on the CPU a tied head does not take new weights unless it is packed anew."""
+    """vLLM's own fault: on the CPU a tied head does not take new weights unless it is packed
+    anew."""
     out = tmp_path / "r"
     argv = ["--out", str(out), *map(str, FLAGS)]
     code = "import inspo; from engines import vllm_engine; vllm_engine.rebuild_heads = lambda model: None"
     code += f"; inspo.main({argv})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, cwd=ROOT, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=ENV, cwd=ROOT, timeout=300
+    )
     assert done.returncode == 1
     [line] = [line for line in done.stderr.splitlines() if "lm_head" in line]
     assert "is not what was sent" in line and "Traceback" not in done.stderr

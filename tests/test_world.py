@@ -1,5 +1,5 @@
-"""The embedded default: what its questions need, how its instructions read, and a scripted optimizer that works from
-the text of its prompt alone. tests/extras has how the world was made."""
+"""The embedded default: what its questions need, how its instructions read, and a scripted
+optimizer that works from the text of its prompt alone. tests/extras has how the world was made."""
 
 import json
 import random
@@ -21,20 +21,27 @@ from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, START, read, write
 from world.optimizer import reply_to
 
 SUBJECT = r"(film|person|city|nation|company) (\w+ \w+)\?$"  # the entity a question asks about
-TAGS = [f"<{slash}{tag}>" for tag in ("think", "search", "information", "answer") for slash in ("", "/")]
+TAGS = [
+    f"<{slash}{tag}>" for tag in ("think", "search", "information", "answer") for slash in ("", "/")
+]
 
 
 def rows(name):
     return [json.loads(line) for line in (WORLD / f"{name}.jsonl").open()]
 
 
-# --- questions and passages ---------------------------------------------------------------------------------------
+# --- questions and passages
+# ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("split, hops", [("train", (500, 600, 500)), ("valid", (30, 60, 60)), ("test", (60, 120, 120))])
+@pytest.mark.parametrize(
+    "split, hops", [("train", (500, 600, 500)), ("valid", (30, 60, 60)), ("test", (60, 120, 120))]
+)
 def test_a_split_has_its_declared_questions_each_once(split, hops):
     asked = rows(split)
-    assert Counter(row["data_source"] for row in asked) == {f"world-{k}hop": n for k, n in enumerate(hops, 1)}
+    assert Counter(row["data_source"] for row in asked) == {
+        f"world-{k}hop": n for k, n in enumerate(hops, 1)
+    }
     assert len({row["question"] for row in asked}) == len({row["id"] for row in asked}) == sum(hops)
 
 
@@ -72,7 +79,8 @@ def test_one_search_answers_a_question_of_one_hop_and_hardly_ever_one_of_several
     assert all(found[hops] < 0.05 * asked[hops] for hops in ("world-2hop", "world-3hop"))
 
 
-# --- instructions -------------------------------------------------------------------------------------------------
+# --- instructions
+# -------------------------------------------------------------------------------------------------
 
 
 def some_clauses(rng):
@@ -117,7 +125,8 @@ def test_the_tokenizer_fits_the_policy_and_a_tag_is_one_token():
         assert tokenizer.decode([id], skip_special_tokens=True) == tag
 
 
-# --- the scripted optimizer ---------------------------------------------------------------------------------------
+# --- the scripted optimizer
+# ---------------------------------------------------------------------------------------
 
 
 def failure(*turns, question="What is the birthplace of the director of the film Axx Bth?"):
@@ -144,8 +153,14 @@ NOTE_1, NOTE_2 = think("director of Axx Bth is Cn Ds"), think("birthplace of Cn 
 PLAN = think(" steps: director, birthplace")
 GOOD = failure(PLAN, DIRECTOR, NOTE_1, BIRTHPLACE, NOTE_2, answer("Gl Hford"))
 SYMPTOMS = {  # missing clause: (a failure that shows it, a similar one that does not)
-    "entity": (failure(PLAN, WHOLE, NOTE_1, answer("Cn Ds")), failure(PLAN, DIRECTOR, NOTE_1, answer("Cn Ds"))),
-    "cont": (failure(PLAN, DIRECTOR, NOTE_1, answer("Cn Ds")), failure(PLAN, WHOLE, NOTE_1, answer("Cn Ds"))),
+    "entity": (
+        failure(PLAN, WHOLE, NOTE_1, answer("Cn Ds")),
+        failure(PLAN, DIRECTOR, NOTE_1, answer("Cn Ds")),
+    ),
+    "cont": (
+        failure(PLAN, DIRECTOR, NOTE_1, answer("Cn Ds")),
+        failure(PLAN, WHOLE, NOTE_1, answer("Cn Ds")),
+    ),
     "exact": (failure(PLAN, DIRECTOR, NOTE_1, BIRTHPLACE, NOTE_2, answer("it is Gl Hford")), GOOD),
     "state": (failure(PLAN, DIRECTOR, think(), BIRTHPLACE, answer("Gl Hford")), GOOD),
     "plan": (failure(think(), DIRECTOR, NOTE_1, BIRTHPLACE, NOTE_2, answer("Gl Hford")), GOOD),
@@ -158,7 +173,8 @@ def as_the_policy_s_tokens_decode(text):
 
 
 def proposals(text, clause, n=60):
-    """Returns the share of candidates with `clause` over `n` prompts that show failures like `text`."""
+    """Returns the share of candidates with `clause` over `n` prompts that show failures like
+    `text`."""
     candidates = []
     for k in range(n):
         shown = re.sub(r"Axx", f"A{k}xx", re.sub(r"axx", f"a{k}xx", text))
@@ -180,7 +196,8 @@ def test_the_optimizer_infers_the_missing_clause_from_failures(clause, written):
     "text, clause, proposed",
     [
         (failure(think(), answer("Gl Hford")), "entity", True),  # it never searches
-        (failure(PLAN, DIRECTOR, NOTE_1, BIRTHPLACE, NOTE_2, answer("Nowhere Atallford")), "state", True),  # no result
+        # no result
+        (failure(PLAN, DIRECTOR, NOTE_1, BIRTHPLACE, NOTE_2, answer("Nowhere Atallford")), "state", True),
         (failure(PLAN, DIRECTOR, NOTE_1, answer("Ek Fcorp"), question="Name the director of the film Axx Bth?"),
          "entity", False),  # a question of one hop needs no second search
         (failure(PLAN, DIRECTOR, NOTE_1, answer("Ek Fcorp"), question="Name the director of the film Axx Bth?"),
@@ -217,7 +234,10 @@ def test_a_prompt_not_of_appendix_e_gets_no_candidate(prompt):
 
 
 def test_over_http_from_any_directory_replies_depend_on_the_prompt_alone(tmp_path, monkeypatch):
-    shown = [(text.replace("Axx", f"A{k}xx"), ("Gl Hford",)) for k, (text, _) in enumerate(SYMPTOMS.values())]
+    shown = [
+        (text.replace("Axx", f"A{k}xx"), ("Gl Hford",))
+        for k, (text, _) in enumerate(SYMPTOMS.values())
+    ]
     prompts = [reflection_prompt(START, [pair], 6, 10_000) for pair in shown]
     monkeypatch.chdir(tmp_path)
     with Child(["-m", "world.optimizer"], tmp_path / "log") as server:
@@ -225,7 +245,11 @@ def test_over_http_from_any_directory_replies_depend_on_the_prompt_alone(tmp_pat
         first = [optimizer.ask(prompt, "t9 r0") for prompt in prompts]
         again = [optimizer.ask(prompt, "t18 r1") for prompt in reversed(prompts)]
     texts = [call.reply for call in first]
-    assert texts == [call.reply for call in reversed(again)] == [reply_to(prompt, seed=0) for prompt in prompts]
+    assert (
+        texts
+        == [call.reply for call in reversed(again)]
+        == [reply_to(prompt, seed=0) for prompt in prompts]
+    )
     assert len(set(texts)) == 5
     assert [call.prompt_tokens for call in first] == [len(prompt) // 4 for prompt in prompts]
     assert all(call.completion_tokens > 0 for call in first)

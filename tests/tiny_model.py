@@ -1,4 +1,5 @@
-"""A policy small enough for tests: a Hugging Face directory with Qwen2.5's architecture and tokenizer."""
+"""A policy small enough for tests: a Hugging Face directory with Qwen2.5's architecture and
+tokenizer."""
 
 import json
 from pathlib import Path
@@ -9,7 +10,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 FIXTURE = Path(__file__).parent / "fixture"
 STOP = ("</search>", "</answer>")  # what the tests' engines stop at
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # <search> and its like stay ordinary text
+# <search> and its like stay ordinary text
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = """\
 {%- if messages[0]['role'] != 'system' %}
     {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
@@ -24,7 +26,8 @@ CHAT_TEMPLATE = """\
 
 
 def make_tiny_model(path: str | Path, seed: int = 0) -> str:
-    """Write tokenizer (600 tokens) and random weights (0.15M, fp32) to `path`; return it as a string."""
+    """Write tokenizer (600 tokens) and random weights (0.15M, fp32) to `path`; return it as a
+    string."""
     tokenizer = _train_tokenizer()
     tokenizer.save_pretrained(path)
     eos = tokenizer.eos_token_id
@@ -50,7 +53,9 @@ def make_tiny_model(path: str | Path, seed: int = 0) -> str:
 
 def _train_tokenizer() -> Qwen2Tokenizer:
     """Byte-level BPE as Qwen2.5 has it, trained on the fixture's passages and questions."""
-    lines = [line for file in sorted(FIXTURE.glob("*.jsonl")) for line in file.open(encoding="utf-8")]
+    lines = [
+        line for file in sorted(FIXTURE.glob("*.jsonl")) for line in file.open(encoding="utf-8")
+    ]
     texts = [row.get("contents") or row["question"] for row in map(json.loads, lines)]
     trainer = trainers.BpeTrainer(
         vocab_size=600,

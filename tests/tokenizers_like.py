@@ -1,4 +1,5 @@
-"""Small tokenizers, made as those of large models: they flag, normalize and store their control tokens differently."""
+"""Small tokenizers, made as those of large models: they flag, normalize and store their control
+tokens differently."""
 
 import json
 from functools import cache
@@ -22,7 +23,9 @@ LLAMA_2 = "{% for m in messages %}<s>[INST] {{ m['content'] }} [/INST]{% endfor 
 DEEPSEEK = "{% for m in messages %}<｜User｜>{{ m['content'] }}{% endfor %}<｜Assistant｜><think>\n"
 
 
-def _wrapped(core: Tokenizer, template: str, eos: str, unk: str | None = None) -> PreTrainedTokenizerFast:
+def _wrapped(
+    core: Tokenizer, template: str, eos: str, unk: str | None = None
+) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=eos,
@@ -35,31 +38,55 @@ def _wrapped(core: Tokenizer, template: str, eos: str, unk: str | None = None) -
 
 def _bytes(ignore_merges: bool, added: list[AddedToken]) -> Tokenizer:
     core = Tokenizer(BPE(ignore_merges=ignore_merges))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.pre_tokenizer, core.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    core.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    core.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
     core.add_tokens(added)
     return core
 
 
 def llama_3() -> PreTrainedTokenizerFast:
-    names = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"]
-    return _wrapped(_bytes(True, [AddedToken(x, special=True, normalized=False) for x in names]), LLAMA_3, "<|eot_id|>")
+    names = [
+        "<|begin_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<|python_tag|>",
+    ]
+    return _wrapped(
+        _bytes(True, [AddedToken(x, special=True, normalized=False) for x in names]),
+        LLAMA_3,
+        "<|eot_id|>",
+    )
 
 
 def llama_2() -> PreTrainedTokenizerFast:
     """A vocabulary of sentencepiece that holds its control tokens, matched after normalization."""
     control = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
     core = Tokenizer(BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     special = [*control, *(f"<0x{b:02X}>" for b in range(256))]
-    core.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=450, special_tokens=special, show_progress=False))
+    core.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=450, special_tokens=special, show_progress=False)
+    )
     state = json.loads(core.to_str())
     state["added_tokens"] = []  # the bytes are pieces like any other
     core = Tokenizer.from_str(json.dumps(state))
     core.add_special_tokens([AddedToken(x, special=True, normalized=True) for x in control])
     core.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return _wrapped(core, LLAMA_2, "</s>", "<unk>")
 
@@ -71,7 +98,10 @@ def unigram() -> PreTrainedTokenizerFast:
     core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
     core.train_from_iterator(
-        TEXTS, trainers.UnigramTrainer(vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False)
+        TEXTS,
+        trainers.UnigramTrainer(
+            vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False
+        ),
     )
     core.add_special_tokens([AddedToken(x, special=True, normalized=True) for x in special])
     return _wrapped(core, LLAMA_2, "</s>", "<unk>")
@@ -86,10 +116,15 @@ def deepseek() -> PreTrainedTokenizerFast:
 
 
 def folding() -> PreTrainedTokenizerFast:
-    """Control tokens are looked for in folded text: full-width, capital and split by invisible characters."""
+    """Control tokens are looked for in folded text: full-width, capital and split by invisible
+    characters."""
     core = _bytes(False, [])
     core.normalizer = normalizers.Sequence(
-        [normalizers.NFKC(), normalizers.Replace(Regex("[\u200b\u2060]"), ""), normalizers.Lowercase()]
+        [
+            normalizers.NFKC(),
+            normalizers.Replace(Regex("[\u200b\u2060]"), ""),
+            normalizers.Lowercase(),
+        ]
     )
     names = ["<|im_start|>", "<|im_end|>"]
     core.add_special_tokens([AddedToken(x, special=True, normalized=True) for x in names])
@@ -116,6 +151,9 @@ def made(name: str) -> PreTrainedTokenizerFast:
 
 @cache
 def control_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
-    """Returns the ids that no outside text may become; an unknown word is <unk>, whoever writes it."""
+    """Returns the ids that no outside text may become; an unknown word is <unk>, whoever writes
+    it."""
     added = tokenizer.added_tokens_decoder.items()
-    return {i for i, t in added if t.special or "｜" in t.content or "|" in t.content} - {tokenizer.unk_token_id}
+    return {i for i, t in added if t.special or "｜" in t.content or "|" in t.content} - {
+        tokenizer.unk_token_id
+    }

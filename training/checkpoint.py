@@ -1,6 +1,8 @@
-"""Checkpoints as they are read: the shares of torch.distributed.checkpoint, with a digest of every file.
+"""Checkpoints as they are read: the shares of torch.distributed.checkpoint, with a digest of every
+file.
 
-A checkpoint may come from somebody else: what is pickled in it is read by allowlist, so that no code in it runs.
+A checkpoint may come from somebody else: what is pickled in it is read by allowlist, so that no
+code in it runs.
 """
 
 import io
@@ -25,30 +27,42 @@ DIGESTS = "digests.json"
 TYPES = {  # all that torch.distributed.checkpoint pickles into .metadata
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
-        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
-        "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
     )
 } | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     ("collections", "OrderedDict"),
-}  # fmt: skip
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process saves checkpoints without a group
+}
+# one process saves checkpoints without a group
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 
 def load(state: dict[str, Any], path: Path, alone: bool) -> None:
     """Fills the tensors of `state` with the shares under `path`; raises CheckpointFault."""
     try:
         reader = _Reader(str(path))
-        reader.read_metadata()  # first: torch would log what is raised there, twice, with a traceback
+        # first: torch would log what is raised there, twice, with a traceback
+        reader.read_metadata()
         dcp.load(state, storage_reader=reader, planner=_Planner(), no_dist=alone)
-    except (Exception, CheckpointException) as e:  # a damaged pickle raises anything; torch's is no Exception
+    except (
+        Exception,
+        CheckpointException,
+    ) as e:  # a damaged pickle raises anything; torch's is no Exception
         raise CheckpointFault(f"{path} cannot be loaded ({reason(e)})") from None
 
 
 def digest(path: Path) -> str:
-    """Returns a file's CRC-32, in hexadecimal digits: it notices damage, and costs a fifth of a cryptographic hash."""
+    """Returns a file's CRC-32, in hexadecimal digits: it notices damage, and costs a fifth of a
+    cryptographic hash."""
     crc = 0
     with open(path, "rb") as f:
         while block := f.read(1 << 22):
@@ -57,7 +71,8 @@ def digest(path: Path) -> str:
 
 
 def damage(path: Path, rank: int = 0, size: int = 1) -> list[str]:
-    """Returns what is wrong with a checkpoint's files, of which this rank reads its share; [] if they are whole."""
+    """Returns what is wrong with a checkpoint's files, of which this rank reads its share; [] if
+    they are whole."""
     try:
         digests = decoded((path / DIGESTS).read_bytes())
         names = sorted(digests)
@@ -77,11 +92,15 @@ def damage(path: Path, rank: int = 0, size: int = 1) -> list[str]:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in TYPES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if (module, name) in TYPES or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return super().find_class(module, name)
         if module.startswith("pathlib") and name == "PosixPath":  # where the writer put it
             return PurePosixPath
-        raise pickle.UnpicklingError(f"its .metadata wants to call {module}.{name}: it is not a checkpoint of ours")
+        raise pickle.UnpicklingError(
+            f"its .metadata wants to call {module}.{name}: it is not a checkpoint of ours"
+        )
 
 
 class _Reader(FileSystemReader):
@@ -94,7 +113,9 @@ class _Reader(FileSystemReader):
             raise pickle.UnpicklingError("its .metadata is something else")
         for info in metadata.storage_data.values():
             if Path(info.relative_path).name != info.relative_path:
-                raise pickle.UnpicklingError(f"its .metadata names a file elsewhere: {info.relative_path}")
+                raise pickle.UnpicklingError(
+                    f"its .metadata names a file elsewhere: {info.relative_path}"
+                )
         return metadata
 
 

@@ -1,4 +1,5 @@
-"""What can be known before a run starts: the device, the memory it needs, whether a prompt leaves room for a turn."""
+"""What can be known before a run starts: the device, the memory it needs, whether a prompt leaves
+room for a turn."""
 
 import dataclasses
 import importlib.util
@@ -26,7 +27,8 @@ WIDE = 896  # hidden units of a model whose step takes a CPU hours: the 0.5B's
 
 
 def print_memory(cfg: Config) -> None:
-    """Prints the memory that a run needs on the GPUs of --dry_run; Fault if they have too little."""
+    """Prints the memory that a run needs on the GPUs of --dry_run; Fault if they have too
+    little."""
     gpus, _, card = cfg.dry_run.partition("x")
     config, engine = shapes(cfg.model), "torch" if cfg.engine == "torch" else "vllm"
     cfg, fit = with_room(cfg, config, engine, int(gpus), CARDS[card])
@@ -43,10 +45,11 @@ def print_memory(cfg: Config) -> None:
 
 
 def disk(cfg: Config, config: Any) -> tuple[float, float]:
-    """Returns the GB of a checkpoint, and of all there are at once (the newest, the one that is being written, the best
-    one if there are evaluations) with the policy.
+    """Returns the GB of a checkpoint, and of all there are at once (the newest, the one that is
+    being written, the best one if there are evaluations) with the policy.
 
-    A checkpoint holds what is trained and AdamW's two moments, in float32; a tied head has a name of its own in it.
+    A checkpoint holds what is trained and AdamW's two moments, in float32; a tied head has a name
+    of its own in it.
     """
     model = lora.add(skeleton(config, torch.bfloat16), cfg.lora_rank, cfg.lora_alpha)
     head = model.get_output_embeddings().weight
@@ -59,14 +62,16 @@ def disk(cfg: Config, config: Any) -> tuple[float, float]:
 
 
 def check_disk(cfg: Config) -> None:
-    """Raises Fault if a run's checkpoints will not fit where it writes; those that are there already count as room."""
+    """Raises Fault if a run's checkpoints will not fit where it writes; those that are there
+    already count as room."""
     size, most = disk(cfg, shapes(cfg.model))
     out = Path(cfg.out or "runs").absolute()
     there = sum(file.stat().st_size for file in out.glob("checkpoints/**/*")) / 1e9
     place = next(path for path in (out, *out.parents) if path.exists())
     usage = shutil.disk_usage(place)
     free = usage.free / 1e9
-    if usage.total and most > free + there:  # /proc, for instance, has no size; whoever writes there is told so
+    # /proc, for instance, has no size; whoever writes there is told so
+    if usage.total and most > free + there:
         raise Fault(
             f"{place}: {free:.3g} GB are free, and checkpoints of {size:.3g} GB take {most - there:.3g} more at most:"
             " make room, choose another disk with --out, or lower --keep"
@@ -80,7 +85,10 @@ def find_doubts(task: Task, tokenizer: Any) -> Iterator[str]:
     untold = [tag for end in task.format.stop(task) if (tag := end.replace("/", "")) not in prompt]
     if untold:
         yield f"no prompt mentions {', '.join(untold)}, and nothing else is read: let the instruction name the tags"
-    for what, text in (("instruction", task.instruction), ("questions", " ".join(q.text for q in questions))):
+    for what, text in (
+        ("instruction", task.instruction),
+        ("questions", " ".join(q.text for q in questions)),
+    ):
         ids = encode(tokenizer, text)
         if (unknown := ids.count(tokenizer.unk_token_id)) > len(ids) / 3:
             yield f"{unknown / len(ids):.0%} of the tokens of the {what} are unknown to --model {task.cfg.model}"
@@ -88,15 +96,22 @@ def find_doubts(task: Task, tokenizer: Any) -> Iterator[str]:
 
 def check_device(cfg: Config) -> None:
     """Raises Fault if a CPU that the user did not ask for would have to train a large model."""
-    if not cfg.device and device_of(cfg) == "cpu" and shapes(cfg.model).get_text_config().hidden_size >= WIDE:
-        raise Fault(f"--model {cfg.model}: {without_cuda()}; fix that, or take weeks with --device cpu")
+    if (
+        not cfg.device
+        and device_of(cfg) == "cpu"
+        and shapes(cfg.model).get_text_config().hidden_size >= WIDE
+    ):
+        raise Fault(
+            f"--model {cfg.model}: {without_cuda()}; fix that, or take weeks with --device cpu"
+        )
 
 
 def check(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
-    """Returns `cfg` with --engine and --recompute decided, and why this engine; Fault if the run cannot work.
+    """Returns `cfg` with --engine and --recompute decided, and why this engine; Fault if the run
+    cannot work.
 
-    It cannot with too little memory or disk or too few positions, nor where the first instruction leaves no room for a
-    turn.
+    It cannot with too little memory or disk or too few positions, nor where the first instruction
+    leaves no room for a turn.
     """
     check_device(cfg)
     engine, why = choose_engine(cfg, device)
@@ -107,7 +122,9 @@ def check(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
     if device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
         # torch's layers keep more than Liger's
-        used = dataclasses.replace(cfg, fused_layers=cfg.fused_layers * bool(importlib.util.find_spec("liger_kernel")))
+        used = dataclasses.replace(
+            cfg, fused_layers=cfg.fused_layers * bool(importlib.util.find_spec("liger_kernel"))
+        )
         gpus = int(os.environ.get("WORLD_SIZE", 1))
         used, fit = with_room(used, shapes(cfg.model), engine, gpus, memory)
         if fault := fit.fault():
@@ -115,9 +132,14 @@ def check(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
         cfg = dataclasses.replace(cfg, recompute=used.recompute, micro_tokens=used.micro_tokens)
     longest = getattr(load_config(cfg.model), "max_position_embeddings", None)
     if longest and cfg.max_prompt + cfg.max_response > longest:
-        raise Fault(f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response}: the model ends at {longest}")
+        raise Fault(
+            f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response}: the model ends at {longest}"
+        )
     tokenizer = load_tokenizer(cfg.model, task.format.stop(task))
-    shortest = min(len(encode_prompt(tokenizer, task, task.instruction, q)) for q in task.questions("train")[:64])
+    shortest = min(
+        len(encode_prompt(tokenizer, task, task.instruction, q))
+        for q in task.questions("train")[:64]
+    )
     if shortest > cfg.max_prompt:
         raise Fault(
             f"--max_prompt {cfg.max_prompt}: the first instruction and a question are {shortest} tokens at least, so no"

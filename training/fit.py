@@ -1,7 +1,8 @@
-"""Will it fit? Estimates the memory of one GPU, part by part, from shapes alone, without weights or a GPU.
+"""Will it fit? Estimates the memory of one GPU, part by part, from shapes alone, without weights or
+a GPU.
 
-A rollout needs the engine's weights and KV cache besides the trainer's state. An update needs activations and
-gradients besides that state, while vLLM sleeps. The larger of the two has to fit.
+A rollout needs the engine's weights and KV cache besides the trainer's state. An update needs
+activations and gradients besides that state, while vLLM sleeps. The larger of the two has to fit.
 """
 
 import math
@@ -16,11 +17,15 @@ from models import lora
 from models.layers import fuse_shapes
 from models.model import blocks, load_config, skeleton
 
-RESERVE = 0.06  # share of a GPU that shapes cannot predict: CUDA context, NCCL buffers, fragmentation
+# share of a GPU that shapes cannot predict: CUDA context, NCCL buffers, fragmentation
+RESERVE = 0.06
 GRAPHS = 30e6  # bytes of vLLM's CUDA graphs, a layer: an allowance
-SAMPLER = 4  # float32 matrices (rows, V) of vLLM's V1 sampler: logits, log-probs, probabilities, noise; V2 makes fewer
+# float32 matrices (rows, V) of vLLM's V1 sampler: logits, log-probs, probabilities, noise; V2 makes
+# fewer
+SAMPLER = 4
 SURE = 0.9  # share of what is usable up to which an estimate decides alone: it has been 7 % off
-KEPT = 8192  # tokens of a micro-batch that is worth the smaller size if its activations are then kept
+# tokens of a micro-batch that is worth the smaller size if its activations are then kept
+KEPT = 8192
 CHUNK = 4096  # rows of logits that kernels/head.py allocates at a time
 KNOWN = {  # the presets' models, so that estimating needs no hub
     "Qwen/Qwen2.5-0.5B": dict(
@@ -84,25 +89,43 @@ class Fit:
         """Returns parts, sums and notes as text of at most 100 columns."""
 
         def row(name: str, *columns: float) -> str:
-            return f"{name:<72}" + "".join(f"{x / 1e9:10.1f}" if x else f"{'-':>10}" for x in columns)
+            return f"{name:<72}" + "".join(
+                f"{x / 1e9:10.1f}" if x else f"{'-':>10}" for x in columns
+            )
 
         lines = [f"{self.title}: GB on each GPU, computed from shapes", ""]
         lines += [f"{'part':<72}{'update':>10}{'rollout':>10}"]
-        lines += [row(part.name, part.update, part.rollout) for part in self.parts if part.update or part.rollout]
+        lines += [
+            row(part.name, part.update, part.rollout)
+            for part in self.parts
+            if part.update or part.rollout
+        ]
         lines += ["-" * 92, row("sum", self.update, self.rollout)]
-        lines += [row(f"usable (all but {RESERVE:.0%}: CUDA, NCCL, fragmentation)", self.usable, self.usable), ""]
+        lines += [
+            row(
+                f"usable (all but {RESERVE:.0%}: CUDA, NCCL, fragmentation)",
+                self.usable,
+                self.usable,
+            ),
+            "",
+        ]
         lines += self.notes
         if not self.fault():
-            lines.append(f"It fits, with {(self.usable - max(self.update, self.rollout)) / 1e9:.1f} GB to spare.")
+            lines.append(
+                f"It fits, with {(self.usable - max(self.update, self.rollout)) / 1e9:.1f} GB to spare."
+            )
         return "\n".join(lines)
 
     def fault(self) -> str:
-        """Returns one line with the reason why it does not fit and what to change; "" if it fits."""
+        """Returns one line with the reason why it does not fit and what to change; "" if it
+        fits."""
         phase = max("update", "rollout", key=lambda phase: getattr(self, phase))
         need = getattr(self, phase)
         if need <= self.usable:
             return self.starved
-        parts = sorted(((getattr(part, phase), part) for part in self.parts), key=lambda pair: -pair[0])
+        parts = sorted(
+            ((getattr(part, phase), part) for part in self.parts), key=lambda pair: -pair[0]
+        )
         largest = ", ".join(f"{part.name} {size / 1e9:.1f}" for size, part in parts[:3])
         cures = dict.fromkeys(part.cure for size, part in parts if part.cure and size > need / 20)
         return (
@@ -112,7 +135,8 @@ class Fit:
 
 
 def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -> Fit:
-    """Returns the memory of each of `gpus` GPUs of `gpu_mem` GB (1e9 bytes), for a model with this config."""
+    """Returns the memory of each of `gpus` GPUs of `gpu_mem` GB (1e9 bytes), for a model with this
+    config."""
     cfg = replace(cfg, dtype=cfg.dtype or "bfloat16")
     model = lora.add(skeleton(config, getattr(torch, cfg.dtype)), cfg.lora_rank, cfg.lora_alpha)
     moment, working = of_update(cfg, model, gpus)
@@ -127,14 +151,19 @@ def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -
 
 
 def parameters(model: Any) -> int:
-    """Returns the policy's parameters; a tied head is the embedding and counts once, adapters do not count."""
+    """Returns the policy's parameters; a tied head is the embedding and counts once, adapters do
+    not count."""
     return sum(p.numel() for name, p in model.named_parameters() if not lora.is_adapter(name))
 
 
 def of_state(cfg: Config, model: Any, gpus: int) -> list[Part]:
     """Returns what a rank holds all the time; FSDP2 pads dim 0 of what it cuts."""
     share, frozen = (
-        sum(math.ceil(len(p) / gpus) * (p.numel() // len(p)) for p in model.parameters() if p.requires_grad == trained)
+        sum(
+            math.ceil(len(p) / gpus) * (p.numel() // len(p))
+            for p in model.parameters()
+            if p.requires_grad == trained
+        )
         for trained in (True, False)
     )
     size = model.dtype.itemsize
@@ -142,33 +171,44 @@ def of_state(cfg: Config, model: Any, gpus: int) -> list[Part]:
     parts = [
         Part(f"policy (frozen, {cfg.dtype} shards)", size * frozen, size * frozen, more),
         Part(f"{trained} (float32 shards)", 4 * share, 4 * share, more),
-        Part("moments of AdamW (float32 shards)", 8 * share, 8 * share, more if cfg.lora_rank else "--lora_rank 32"),
+        Part(
+            "moments of AdamW (float32 shards)",
+            8 * share,
+            8 * share,
+            more if cfg.lora_rank else "--lora_rank 32",
+        ),
         Part("gradients (float32 shards)", 4 * share, 0, more),
     ]
     if cfg.beta and not cfg.lora_rank:
         reference = 0 if cfg.offload_reference else size * share
-        parts.append(Part(f"reference ({cfg.dtype} shards)", reference, reference, "--offload_reference"))
+        parts.append(
+            Part(f"reference ({cfg.dtype} shards)", reference, reference, "--offload_reference")
+        )
     return parts
 
 
 def of_update(cfg: Config, model: Any, gpus: int) -> tuple[str, list[Part]]:
     """Returns when the update needs most, and what it needs then."""
-    # A turn may start at max_prompt and be followed by its observation. A trajectory longer than micro_tokens is packed
-    # alone.
+    # A turn may start at max_prompt and be followed by its observation. A trajectory longer than
+    # micro_tokens is packed alone.
     longest = cfg.max_prompt + cfg.max_response + cfg.max_observation
     tokens = max(cfg.micro_tokens, longest)
     fewer = "a smaller --micro_tokens" if cfg.micro_tokens > longest else "a smaller --max_prompt"
     per_block = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
     block, root = max(per_block), sum(p.numel() for p in model.parameters()) - sum(per_block)
-    # Of a block, of the root (embedding, last norm and head) and of the head: what has a gradient, with LoRA adapters.
+    # Of a block, of the root (embedding, last norm and head) and of the head: what has a gradient,
+    # with LoRA adapters.
     V, H = model.get_output_embeddings().weight.shape
-    d_block = max(sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks(model))
+    d_block = max(
+        sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks(model)
+    )
     d_root, d_head = (0, 0) if cfg.lora_rank else (root, V * H)
     kept, in_block = activations(model.to(model.dtype), tokens, cfg.recompute, cfg.fused_layers)
 
-    # Candidates for the peak, with the bytes of: gathered weights, gradients being reduced, activations, activations of
-    # one block, the head. bfloat16 has 2 bytes, float32 4. FSDP2 reduces in float32; it has one block prefetched and
-    # one still in reduction. The reference runs earlier and needs less.
+    # Candidates for the peak, with the bytes of: gathered weights, gradients being reduced,
+    # activations, activations of one block, the head. bfloat16 has 2 bytes, float32 4. FSDP2
+    # reduces in float32; it has one block prefetched and one still in reduction. The reference runs
+    # earlier and needs less.
     size = model.dtype.itemsize
     moments = {
         "the forward pass of the head": (
@@ -187,20 +227,36 @@ def of_update(cfg: Config, model: Any, gpus: int) -> tuple[str, list[Part]]:
     return peak, [
         Part(f"policy (embedding, head and two blocks, gathered in {cfg.dtype})", gathered, 0),
         Part("gradients being reduced", reduced, 0),
-        Part(f"activations kept of {tokens:,} tokens", kept, 0, fewer if cfg.recompute else "--recompute 1"),
+        Part(
+            f"activations kept of {tokens:,} tokens",
+            kept,
+            0,
+            fewer if cfg.recompute else "--recompute 1",
+        ),
         Part("activations and their gradients in one block", in_block, 0, fewer),
         Part("the head's logits and gradients", head, 0),
     ]
 
 
 def of_torch_engine(cfg: Config, model: Any) -> list[Part]:
-    # Remaining rows are copied before the old cache is freed. A logit's probability is summed in float64, out of place.
+    # Remaining rows are copied before the old cache is freed. A logit's probability is summed in
+    # float64, out of place.
     size = model.dtype.itemsize
     cache = 2 * kv_bytes(model.config, size) * (cfg.max_prompt + cfg.max_response) * cfg.max_rows
     logits = 21 * len(model.get_output_embeddings().weight) * cfg.max_rows
     return [
-        Part("torch engine (weights)", size * parameters(model), size * parameters(model), "--engine vllm"),
-        Part(f"torch engine (KV cache of {cfg.max_rows} rows, twice)", 0, cache, "a smaller --max_rows"),
+        Part(
+            "torch engine (weights)",
+            size * parameters(model),
+            size * parameters(model),
+            "--engine vllm",
+        ),
+        Part(
+            f"torch engine (KV cache of {cfg.max_rows} rows, twice)",
+            0,
+            cache,
+            "a smaller --max_rows",
+        ),
         Part("torch engine (logits)", 0, logits, "a smaller --max_rows"),
     ]
 
@@ -208,15 +264,16 @@ def of_torch_engine(cfg: Config, model: Any) -> list[Part]:
 def add_vllm(fit: Fit, cfg: Config, model: Any, gpus: int, share: float) -> None:
     """Adds vLLM in this process with a `share` of the GPU, in bytes.
 
-    It measures its own peak at its start and gives the KV cache what is left of its share, all of which has to be free
-    then: policy and reference are there already, moments are not.
+    It measures its own peak at its start and gives the KV cache what is left of its share, all of
+    which has to be free then: policy and reference are there already, moments are not.
     """
     V, H = model.get_output_embeddings().weight.shape
     widest = max(len(p) for block in blocks(model) for p in block.parameters() if p.ndim == 2)
     size = model.dtype.itemsize
     served, graphs = size * parameters(model), GRAPHS * len(blocks(model))
     work = max(
-        size * (2 * H + 3 * widest) * MAX_BATCHED_TOKENS,  # residual, hidden states, gate and up, their product
+        # residual, hidden states, gate and up, their product
+        size * (2 * H + 3 * widest) * MAX_BATCHED_TOKENS,
         SAMPLER * 4 * V * MAX_SEQS,
     )
     room = max(0, share - served - work - graphs)
@@ -242,10 +299,14 @@ def add_vllm(fit: Fit, cfg: Config, model: Any, gpus: int, share: float) -> None
     )
 
 
-def with_room(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -> tuple[Config, Fit]:
-    """Returns `cfg` with --recompute -1 decided, and its estimate: activations are kept where they fit.
+def with_room(
+    cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float
+) -> tuple[Config, Fit]:
+    """Returns `cfg` with --recompute -1 decided, and its estimate: activations are kept where they
+    fit.
 
-    If need be in smaller micro-batches, down to KEPT tokens: their products still take longer than FSDP2's traffic.
+    If need be in smaller micro-batches, down to KEPT tokens: their products still take longer than
+    FSDP2's traffic.
     """
     tokens = cfg.micro_tokens
     while cfg.recompute < 0 and tokens >= KEPT:
@@ -259,10 +320,11 @@ def with_room(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) 
 
 
 def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[float, float]:
-    """Returns two numbers of bytes: what the forward pass keeps, and what a block's backward pass needs besides.
+    """Returns two numbers of bytes: what the forward pass keeps, and what a block's backward pass
+    needs besides.
 
-    Runs the model on the meta device, with the shapes of Liger's layers if `fused`, and adds up the tensors that
-    autograd would save.
+    Runs the model on the meta device, with the shapes of Liger's layers if `fused`, and adds up the
+    tensors that autograd would save.
     """
     from transformers import AttentionInterface
 
@@ -283,9 +345,14 @@ def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[fl
         block.register_forward_hook(lambda *_: ends.append(sum(saved.values())))
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        stream = model.train().base_model(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state
+        stream = (
+            model.train()
+            .base_model(input_ids=ids, position_ids=ids, use_cache=False)
+            .last_hidden_state
+        )
     total, of_block = sum(saved.values()), max(b - a for a, b in zip(ends, ends[1:], strict=False))
-    # Of the block's output and of, say, gate and up projection; Liger's go where gate and up are, from their product's.
+    # Of the block's output and of, say, gate and up projection; Liger's go where gate and up are,
+    # from their product's.
     gradients = stream.nbytes + (1 if in_place else 2) * max(saved.values())
     if recompute:
         return len(blocks(model)) * stream.nbytes + total - ends[-1], of_block + gradients
@@ -293,9 +360,15 @@ def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[fl
 
 
 def attention_of_shapes(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Returns the shapes of models.model.packed_attention on a GPU; SDPA on meta would save matrices (T, T)."""
+    """Returns the shapes of models.model.packed_attention on a GPU; SDPA on meta would save
+    matrices (T, T)."""
     if query.dtype == torch.float32:  # as there, for a kernel that takes no fewer heads
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]

@@ -1,4 +1,5 @@
-"""pi_theta on all ranks: rank 0 runs Algorithm 1, and every rank runs what it calls that is marked `@on_all_ranks`."""
+"""pi_theta on all ranks: rank 0 runs Algorithm 1, and every rank runs what it calls that is marked
+`@on_all_ranks`."""
 
 from __future__ import annotations
 
@@ -31,7 +32,17 @@ from engines.vllm_engine import VllmEngine
 from grpo import MAX_SKIPPED, Learner, minibatches
 from models import lora
 from models.layers import fuse
-from models.model import empty, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
+from models.model import (
+    empty,
+    export,
+    fill,
+    load_config,
+    load_model,
+    load_tokenizer,
+    shard,
+    skeleton,
+    weights,
+)
 from plumbing import stop
 from plumbing.faults import DiskFault, Diverged, Fault
 from population import Instruction
@@ -46,18 +57,20 @@ R = TypeVar("R")
 
 STORED = 24  # questions of an evaluation whose trajectories the run stores
 WATCHED = 10  # trajectories of a step, rounded up to whole groups, whose tokens the run stores
-UPDATE = "--recompute 1, a smaller --micro_tokens, --offload_reference or more GPUs"  # what saves memory in it
+# what saves memory in it
+UPDATE = "--recompute 1, a smaller --micro_tokens, --offload_reference or more GPUs"
 ROLLOUT = "a smaller --vllm_memory, or --max_rows of the torch engine"
 
 
 def on_all_ranks(
     merge: Callable[[list[A]], R],
 ) -> Callable[[Callable[Concatenate[Policy, S], A]], Callable[Concatenate[Policy, S], R]]:
-    """Marks a method, or a module's function of a Policy, that every rank runs when rank 0 calls it.
+    """Marks a method, or a module's function of a Policy, that every rank runs when rank 0 calls
+    it.
 
-    All have the same arguments. Rank 0 gets what `merge` makes of the answers, which stand in the order of the ranks. A
-    fault on any rank is raised on rank 0 once all have finished; a GPU whose memory is too small ends the run with a
-    line that says what helps.
+    All have the same arguments. Rank 0 gets what `merge` makes of the answers, which stand in the
+    order of the ranks. A fault on any rank is raised on rank 0 once all have finished; a GPU whose
+    memory is too small ends the run with a line that says what helps.
     """
 
     def mark(method: Callable[Concatenate[Policy, S], A]) -> Callable[Concatenate[Policy, S], R]:
@@ -69,16 +82,21 @@ def on_all_ranks(
             answer: A | BaseException
             try:
                 answer = method(self, *args, **kwargs)
-            except torch.OutOfMemoryError as e:  # the other ranks may be inside a collective: nobody waits for them
+            except (
+                torch.OutOfMemoryError
+            ) as e:  # the other ranks may be inside a collective: nobody waits for them
                 smaller = ROLLOUT if method.__name__ == "rollout" else UPDATE
                 reason = str(e).partition(". ")[0]
-                raise Fault(f"\n{method.__name__}: {reason}; resume with {smaller}, or look at --dry_run") from None
+                raise Fault(
+                    f"\n{method.__name__}: {reason}; resume with {smaller}, or look at --dry_run"
+                ) from None
             except (Fault, stop.Stopped) as e:  # after it all ranks can still work together
                 answer = e
             except Exception:
                 if self.ranks.size == 1 or method.__name__ != "rollout" or not self.synced:
                     raise
-                answer = RuntimeError(traceback.format_exc())  # of a task or a tool: the ranks can go on, too
+                # of a task or a tool: the ranks can go on, too
+                answer = RuntimeError(traceback.format_exc())
             answers = self.ranks.gather(answer)  # [] on the other ranks
             self.in_step, self.seconds[method.__name__] = True, time.perf_counter() - began
             for answer in answers:
@@ -114,12 +132,16 @@ def first_policy(cfg: Config, ranks: Ranks) -> Any:
 
 
 def choose_dither_seed(cfg: Config, ranks: Ranks) -> int | None:
-    """Returns the seed with which weights in training are dithered; None: they are not. LoRA dithers what it merges."""
-    return cfg.seed if cfg.dither and ranks.dtype == "bfloat16" and not cfg.lora_rank else None  # CHOICE-33
+    """Returns the seed with which weights in training are dithered; None: they are not. LoRA
+    dithers what it merges."""
+    return (
+        cfg.seed if cfg.dither and ranks.dtype == "bfloat16" and not cfg.lora_rank else None
+    )  # CHOICE-33
 
 
 def fsdp(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
-    """Returns this rank's shares of the policy to train and of pi_ref (FSDP2), both with the weights of `first`.
+    """Returns this rank's shares of the policy to train and of pi_ref (FSDP2), both with the
+    weights of `first`.
 
     There is no second model where pi_ref is not needed, or is the policy without its adapters.
     """
@@ -128,13 +150,18 @@ def fsdp(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
     models = [lora.add(skeleton(config, kept), cfg.lora_rank, cfg.lora_alpha)]
     if cfg.beta and not cfg.lora_rank:
         models.append(skeleton(config, compute))
-    if ranks.device == "cuda":  # only updates are computed with these layers: their batches are one row
+    # only updates are computed with these layers: their batches are one row
+    if ranks.device == "cuda":
         fused = [fuse(model) if cfg.fused_layers else "none (--fused_layers 0)" for model in models]
         if ranks.rank == 0:
             print(f"fused layers: {fused[0]}", flush=True)
     trained, *frozen = models
-    trained = fill(shard(trained, ranks.device, compute=compute), first, choose_dither_seed(cfg, ranks))
-    frozen = [shard(model, ranks.device, frozen=True, offload=cfg.offload_reference) for model in frozen]
+    trained = fill(
+        shard(trained, ranks.device, compute=compute), first, choose_dither_seed(cfg, ranks)
+    )
+    frozen = [
+        shard(model, ranks.device, frozen=True, offload=cfg.offload_reference) for model in frozen
+    ]
     return trained, fill(frozen[0], first) if frozen else None
 
 
@@ -148,35 +175,50 @@ def vllm(policy: Policy, first: Any) -> Engine:
     cfg, max_len = policy.cfg, policy.cfg.max_prompt + policy.cfg.max_response
     if cfg.vllm == "colocate":
         return VllmEngine(
-            cfg.model, policy.tokenizer, policy.ends, max_len=max_len, dtype=policy.ranks.dtype, memory=cfg.vllm_memory,
+            cfg.model,
+            policy.tokenizer,
+            policy.ends,
+            max_len=max_len,
+            dtype=policy.ranks.dtype,
+            memory=cfg.vllm_memory,
             seed=cfg.seed + policy.ranks.rank,
-        )  # fmt: skip
+        )
     remote: type[Engine] = importlib.import_module("engines.vllm_server").VllmServer
     return remote(cfg.vllm, policy.tokenizer, policy.ends, model=cfg.model, max_len=max_len)  # type: ignore[call-arg]
 
 
 def plain_torch(policy: Policy, first: Any) -> Engine:
-    """Returns an engine that samples from the model in training, or from a whole copy of it on every rank.
+    """Returns an engine that samples from the model in training, or from a whole copy of it on
+    every rank.
 
-    FSDP cuts the model that it trains, and a model with LoRA would merge its weights for every token.
+    FSDP cuts the model that it trains, and a model with LoRA would merge its weights for every
+    token.
     """
     cfg, ranks, model = policy.cfg, policy.ranks, policy.learner.model
     if ranks.grouped or cfg.lora_rank:
-        model = fill(empty(load_config(cfg.model), getattr(torch, ranks.dtype), ranks.device), first)
+        model = fill(
+            empty(load_config(cfg.model), getattr(torch, ranks.dtype), ranks.device), first
+        )
     return TorchEngine(model, policy.tokenizer, policy.ends, cfg.max_rows)
 
 
 class Policy:
-    """pi_theta: what Algorithm 1 does with it, and what a run needs besides. All ranks make one together.
+    """pi_theta: what Algorithm 1 does with it, and what a run needs besides. All ranks make one
+    together.
 
-    The learner trains its weights, and the engine samples with them: from the learner's own model, or from a copy that
-    is brought up to date before it samples.
+    The learner trains its weights, and the engine samples with them: from the learner's own model,
+    or from a copy that is brought up to date before it samples.
     """
 
     def __init__(
-        self, cfg: Config, ranks: Ranks, task: Task, learner: type[Learner],
-        models: Callable[[Any, Config, Ranks], tuple[Any, Any]], engine: Callable[[Policy, Any], Engine],
-    ):  # fmt: skip
+        self,
+        cfg: Config,
+        ranks: Ranks,
+        task: Task,
+        learner: type[Learner],
+        models: Callable[[Any, Config, Ranks], tuple[Any, Any]],
+        engine: Callable[[Policy, Any], Engine],
+    ):
         """`models`: `fsdp` or `whole`; `engine`: `vllm` or `plain_torch`."""
         self.cfg, self.ranks, self.task = cfg, ranks, task
         self.ends = task.format.stop(task)  # strings that end a turn
@@ -186,12 +228,14 @@ class Policy:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.learner = learner(model, reference, cfg, max_gap=learner.MAX_GAP[ranks.dtype])
         if first and first is not model:
-            vars(first).pop("score", None)  # a cycle: after vLLM's gc.freeze() the policy would stay for ever
+            # a cycle: after vLLM's gc.freeze() the policy would stay for ever
+            vars(first).pop("score", None)
         self.engine = engine(self, first)
         self.t = 0  # the last step whose update has begun; -1: the weights are those of no step
         self.seconds: dict[str, float] = {}  # of each method's last call
         self.in_step = True  # whether all ranks wait for the next call
-        self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None  # told of rollouts under way
+        # told of rollouts under way
+        self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None
         self.writer = ranks.thread()  # of checkpoints
         self.written: Future[dict[str, str]]  # the last one
         self.shared = getattr(self.engine, "model", None) is model
@@ -202,7 +246,8 @@ class Policy:
     def rollout(
         self, t: int, purpose: str, jobs: Sequence[Job], temperature: float | None = None
     ) -> dict[int, Trajectory]:
-        """Returns a trajectory for each job, in their order; `purpose` tells the random draws of one step apart.
+        """Returns a trajectory for each job, in their order; `purpose` tells the random draws of
+        one step apart.
 
         A rank plays whole groups, which compute their prompt once.
         """
@@ -215,15 +260,23 @@ class Policy:
         mine = [k for k, job in enumerate(jobs) if job.group in groups]
         with stop.may_stop():
             played = rollout(
-                self.engine, self.tokenizer, self.task, [jobs[k] for k in mine], cfg, temperature=temperature,
-                seed=seed + rank, progress=progress,
-            )  # fmt: skip
+                self.engine,
+                self.tokenizer,
+                self.task,
+                [jobs[k] for k in mine],
+                cfg,
+                temperature=temperature,
+                seed=seed + rank,
+                progress=progress,
+            )
         for tau in played if size > 1 else ():
             try:
                 pickle.dumps(tau.state)
             except Exception as e:
                 where = f"--task {cfg.task}: the state of question {tau.question.id}"
-                raise Fault(f"{where} cannot be sent to rank 0 ({e}); make it plain data in finish()") from None
+                raise Fault(
+                    f"{where} cannot be sent to rank 0 ({e}); make it plain data in finish()"
+                ) from None
         taus = dict(zip(mine, played, strict=True))
         if purpose == "evaluate":  # of thousands of questions, of which a sample is stored
             stored = spread(len(jobs), STORED)
@@ -231,18 +284,26 @@ class Policy:
         return taus
 
     def evaluate(self, t: int, I: Instruction, split: str) -> list[Trajectory]:
-        """Plays and rewards the questions of "valid" or "test", --eval_n of them, greedily under an instruction."""
+        """Plays and rewards the questions of "valid" or "test", --eval_n of them, greedily under an
+        instruction."""
         questions = take_subset(self.task.questions(split), self.cfg.eval_n)  # CHOICE-11
-        taus = self.rollout(t, "evaluate", [Job(I.id, I.text, q, k) for k, q in enumerate(questions)], temperature=0.0)
+        taus = self.rollout(
+            t,
+            "evaluate",
+            [Job(I.id, I.text, q, k) for k, q in enumerate(questions)],
+            temperature=0.0,
+        )
         reward(self.task, taus)
         return taus
 
     @on_all_ranks(of_rank_0)
     def update(self, t: int, taus: Sequence[Trajectory]) -> dict[str, float]:
-        """Takes step t of GRPO on the rewarded trajectories (Eq. 2); returns the metrics of the whole batch.
+        """Takes step t of GRPO on the rewarded trajectories (Eq. 2); returns the metrics of the
+        whole batch.
 
-        `tokens` of a sample of the trajectories, some 10 in whole groups, then holds what the update saw of them.
-        Raises Diverged when MAX_SKIPPED optimizer steps in a row had no finite gradient.
+        `tokens` of a sample of the trajectories, some 10 in whole groups, then holds what the
+        update saw of them. Raises Diverged when MAX_SKIPPED optimizer steps in a row had no finite
+        gradient.
         """
         self.t = t
         self.sleep()
@@ -264,10 +325,10 @@ class Policy:
     def pace(self, taus: Sequence[Trajectory]) -> dict[str, float]:
         """Returns columns about the speed of the step that was taken with these trajectories.
 
-        Tokens are those that all ranks sampled per second of the rollouts, and those that they trained on (prompts and
-        observations too) per second of the update; GB (1e9 bytes) are the most that rank 0 has taken so far: of its
-        GPU, less what vLLM gives back asleep, or without one of its process. Columns of time/ are what a resumed run
-        does not repeat.
+        Tokens are those that all ranks sampled per second of the rollouts, and those that they
+        trained on (prompts and observations too) per second of the update; GB (1e9 bytes) are the
+        most that rank 0 has taken so far: of its GPU, less what vLLM gives back asleep, or without
+        one of its process. Columns of time/ are what a resumed run does not repeat.
         """
         rollout, update = self.seconds["rollout"], self.seconds["update"]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -301,17 +362,20 @@ class Policy:
 
     @on_all_ranks(of_rank_0)
     def save(self, path: Path) -> None:
-        """Begins to write weights and optimizer, as they are now, into a directory, for any number of ranks to load.
+        """Begins to write weights and optimizer, as they are now, into a directory, for any number
+        of ranks to load.
 
-        A thread writes a copy in the CPU's memory; where that has no room, training waits until all is written. On
-        rank 0 `written` waits for all ranks, and returns the digests of the files or raises DiskFault.
+        A thread writes a copy in the CPU's memory; where that has no room, training waits until all
+        is written. On rank 0 `written` waits for all ranks, and returns the digests of the files or
+        raises DiskFault.
         """
         with contextlib.suppress(Exception):  # an engine that died does not cost the checkpoint
             self.sleep()  # a state dict takes its room
         trained = sum(p.numel() for p in self.learner.model.parameters() if p.requires_grad)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / self.ranks.size
         room = 0.8 * psutil.virtual_memory().available
-        copied = self.ranks.broadcast(12 * trained * here < room)  # AdamW's moments, too, in float32
+        # AdamW's moments, too, in float32
+        copied = self.ranks.broadcast(12 * trained * here < room)
         state = self.learner.state_dict()
         if copied:
             state = BlockingAsyncStager().stage(state)
@@ -320,11 +384,20 @@ class Policy:
             wait([self.written])
 
     def write(self, state: dict[str, Any], path: Path) -> dict[str, str]:
-        """Writes this rank's shares; on rank 0 it returns the digests of all files and raises a fault of any rank."""
+        """Writes this rank's shares; on rank 0 it returns the digests of all files and raises a
+        fault of any rank."""
         answer: dict[str, str] | Exception
         try:
-            dcp.save(state, checkpoint_id=str(path), no_dist=not self.ranks.grouped, process_group=self.ranks.saves)
-            files = [*path.glob(f"__{self.ranks.rank}_*"), *([path / ".metadata"] if self.ranks.rank == 0 else [])]
+            dcp.save(
+                state,
+                checkpoint_id=str(path),
+                no_dist=not self.ranks.grouped,
+                process_group=self.ranks.saves,
+            )
+            files = [
+                *path.glob(f"__{self.ranks.rank}_*"),
+                *([path / ".metadata"] if self.ranks.rank == 0 else []),
+            ]
             answer = {file.name: checkpoint.digest(file) for file in files}
         except (CheckpointException, OSError) as e:
             answer = DiskFault(f"cannot write {path} ({checkpoint.reason(e)})")
@@ -339,12 +412,14 @@ class Policy:
 
     @on_all_ranks(joined)
     def damage(self, path: Path) -> list[str]:
-        """Returns what is wrong with the files of a checkpoint; [] if they are as they were written."""
+        """Returns what is wrong with the files of a checkpoint; [] if they are as they were
+        written."""
         return checkpoint.damage(path, self.ranks.rank, self.ranks.size)
 
     @on_all_ranks(of_rank_0)
     def load(self, path: Path, t: int) -> None:
-        """Restores what `save` wrote after step t. vLLM sleeps meanwhile: the optimizer's state takes its room."""
+        """Restores what `save` wrote after step t. vLLM sleeps meanwhile: the optimizer's state
+        takes its room."""
         self.sleep()
         state = self.learner.state_dict()
         checkpoint.load(state, path, alone=not self.ranks.grouped)
@@ -377,7 +452,11 @@ class Policy:
         """Returns in words what is trained, and on what."""
         parameters, ranks = list(self.learner.model.parameters()), self.ranks
         trained = sum(p.numel() for p in parameters if p.requires_grad) / 1e6
-        adapters = f", {trained:,.2f}M of {lora.coverage(self.learner.model)}" if self.cfg.lora_rank else ""
+        adapters = (
+            f", {trained:,.2f}M of {lora.coverage(self.learner.model)}"
+            if self.cfg.lora_rank
+            else ""
+        )
         devices = f"{ranks.size} x " * (ranks.size > 1) + ranks.device
         return f"{sum(p.numel() for p in parameters) / 1e6:,.2f}M parameters{adapters}, {devices}, {ranks.dtype}"
 

@@ -35,20 +35,25 @@ def prepare(
 ) -> "tuple[Config, Config, str, Task, Ranks] | None":
     """Checks all that a run needs, on rank 0, and joins the ranks. Raises Fault.
 
-    Returns the configuration to record, the same with --engine, --recompute and --micro_tokens decided, why this
-    engine, the task, and the ranks; for --dry_run it prints the memory and returns None. `settings` replace `given`
-    ones, or a preset's.
+    Returns the configuration to record, the same with --engine, --recompute and --micro_tokens
+    decided, why this engine, the task, and the ranks; for --dry_run it prints the memory and
+    returns None. `settings` replace `given` ones, or a preset's.
     """
-    cfg = replace(given, **check_settings(type(given), settings)) if given else configure(**settings)
+    cfg = (
+        replace(given, **check_settings(type(given), settings)) if given else configure(**settings)
+    )
     task = load_task(cfg, settings.get("task"))
     task.instruction = choose_instruction(task)
     leads = os.environ.get("RANK", "0") == "0"
     if leads and not cfg.dry_run:
         status("reading the questions")
         together(
-            lambda: check_questions(task), task.check, lambda: check_model(cfg.model), lambda: find_endpoint(cfg),
+            lambda: check_questions(task),
+            task.check,
+            lambda: check_model(cfg.model),
+            lambda: find_endpoint(cfg),
             lambda: check_preset_device(cfg),
-        )  # fmt: skip
+        )
     status("importing torch")
     import torch
 
@@ -64,14 +69,18 @@ def prepare(
         torch.set_num_threads(cfg.threads)
     fitted, why, device = cfg, "", device_of(cfg)
     if leads:
-        cfg = replace(cfg, dtype=dtype_of(cfg, device))  # a resumed run and an export take the run's, on any machine
+        # a resumed run and an export take the run's, on any machine
+        cfg = replace(cfg, dtype=dtype_of(cfg, device))
         fitted, why = check(cfg, device, task)
     return cfg, fitted, why, task, Ranks(device, cfg.patience, cfg.dtype)
 
 
 def check_preset_device(cfg: Config) -> None:
-    """Raises Fault for a large preset without a GPU; their sizes are known before anything is fetched or imported."""
-    if cfg.model in {preset["model"] for name, preset in PRESETS.items() if name.startswith("qwen")}:
+    """Raises Fault for a large preset without a GPU; their sizes are known before anything is
+    fetched or imported."""
+    if cfg.model in {
+        preset["model"] for name, preset in PRESETS.items() if name.startswith("qwen")
+    }:
         from training.checks import check_device
 
         check_device(cfg)

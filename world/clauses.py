@@ -1,9 +1,9 @@
 """The clauses of the world's instructions, and their wordings.
 
-An instruction is a frame (which tags to use), some clauses and some filler sentences, in any order. The warm start
-teaches the policy the `taught` wordings of every clause together with the behaviour they ask for. Only the scripted
-optimizer writes the `unseen` wordings, so that some of its proposals make the right point in words that the policy has
-never read.
+An instruction is a frame (which tags to use), some clauses and some filler sentences, in any order.
+The warm start teaches the policy the `taught` wordings of every clause together with the behaviour
+they ask for. Only the scripted optimizer writes the `unseen` wordings, so that some of its
+proposals make the right point in words that the policy has never read.
 """
 
 import random
@@ -94,13 +94,16 @@ FILLERS = (
 # The static baseline keeps this instruction; evolution starts from it.
 START = f"{FRAMES[0]} {CLAUSES['whole'].taught[0]}"
 
-# The warm start never demonstrates these together: reinforcement and reflection have to find the combination.
+# The warm start never demonstrates these together: reinforcement and reflection have to find the
+# combination.
 BEST = frozenset({"entity", "state", "exact", "cont"})
 
 SAYS = {wording: name for name, c in CLAUSES.items() for wording in c.taught + c.unseen}
 
 
-def write(rng: random.Random, clauses, fillers: int = 0, wordings: str = "taught", frame: str = "") -> str:
+def write(
+    rng: random.Random, clauses, fillers: int = 0, wordings: str = "taught", frame: str = ""
+) -> str:
     """Returns an instruction with these clauses; `wordings` is "taught", "unseen" or "any"."""
     sentences = [*rng.sample(FILLERS, fillers)]
     for name in clauses:
@@ -114,5 +117,9 @@ def write(rng: random.Random, clauses, fillers: int = 0, wordings: str = "taught
 
 def read(instruction: str) -> list[str]:
     """Returns the clauses that an instruction contains, in order of appearance."""
-    places = sorted((instruction.find(wording), name) for wording, name in SAYS.items() if wording in instruction)
+    places = sorted(
+        (instruction.find(wording), name)
+        for wording, name in SAYS.items()
+        if wording in instruction
+    )
     return list(dict.fromkeys(name for _, name in places))

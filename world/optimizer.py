@@ -2,10 +2,11 @@
 
     python -m world.optimizer --port 8001
 
-It gets nothing but a prompt, of App. E or of another mode's (reflect.py). It reads the failed responses there as text
-(how many searches, which queries, a sentence where a name belongs, an answer that no passage contains), writes an
-analysis and proposes instructions made of the world's clauses. As with an LLM, proposals vary in quality: some miss the
-point, some do harm, some are right but in words that the policy has never read, and a few replies are malformed.
+It gets nothing but a prompt, of App. E or of another mode's (reflect.py). It reads the failed
+responses there as text (how many searches, which queries, a sentence where a name belongs, an
+answer that no passage contains), writes an analysis and proposes instructions made of the world's
+clauses. As with an LLM, proposals vary in quality: some miss the point, some do harm, some are
+right but in words that the policy has never read, and a few replies are malformed.
 """
 
 import argparse
@@ -19,11 +20,14 @@ from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, read, write
 
 HARM = ("memory", "verbose", "terse", "early", "whole")
 KNOWN_TAGS = set(re.findall(r"</?\w+>", FRAMES[0]))
-OF_THE_WORLD = re.compile(r"\bof the (?:person|film|company|city|nation)\b", re.I)  # what its questions end in
+# what its questions end in
+OF_THE_WORLD = re.compile(r"\bof the (?:person|film|company|city|nation)\b", re.I)
 KNOWN_SENTENCES = sorted([*FRAMES, *SAYS, *FILLERS], key=len, reverse=True)
 
 NEVER_SEARCHES = "The agent answers from memory and never searches."
-BROAD = "One broad query mirrors the whole question and cannot find what lies behind the first fact."
+BROAD = (
+    "One broad query mirrors the whole question and cannot find what lies behind the first fact."
+)
 STOPS_EARLY = "The agent stops searching before the last fact is found."
 SENTENCE = "The answer is a sentence where a name was asked for."
 
@@ -33,9 +37,14 @@ def inside(tag: str, text: str) -> list[str]:
 
 
 def diagnose(response: str) -> dict[str, str]:
-    """Returns {clause: reason to add it}, read from one failed response (question, actions and results as text)."""
+    """Returns {clause: reason to add it}, read from one failed response (question, actions and
+    results as text)."""
     question, _, acted = response.partition("?")
-    hops, queries, results = question.count(" of "), inside("search", acted), " ".join(inside("information", acted))
+    hops, queries, results = (
+        question.count(" of "),
+        inside("search", acted),
+        " ".join(inside("information", acted)),
+    )
     thoughts = [thought.strip() for thought in inside("think", acted)]
     answer = (inside("answer", acted) or [""])[-1].strip()
     lacking = {}
@@ -48,7 +57,9 @@ def diagnose(response: str) -> dict[str, str]:
     if len(answer.split()) > 2:
         lacking["exact"] = SENTENCE
     if queries and not any(thoughts[1:]):
-        lacking["state"] = "Facts are taken from the results without noting them; look-alike passages get mixed up."
+        lacking["state"] = (
+            "Facts are taken from the results without noting them; look-alike passages get mixed up."
+        )
     elif answer and answer not in results and len(answer.split()) <= 2:
         lacking["state"] = "The final answer is in none of the results."
     if len(queries) > 1 and not any(t.startswith("steps") for t in thoughts):
@@ -57,10 +68,17 @@ def diagnose(response: str) -> dict[str, str]:
 
 
 def diagnose_by_gold(response: str, golds: str) -> dict[str, str]:
-    """The same for questions that are not the world's: what was asked, found and said, with the right answers."""
+    """The same for questions that are not the world's: what was asked, found and said, with the
+    right answers."""
     question, _, acted = response.partition("\n")
-    queries, results = [*map(words, inside("search", acted))], words(" ".join(inside("information", acted)))
-    answer, right = words((inside("answer", acted) or [""])[-1]), [words(gold) for gold in golds.split(" or ")]
+    queries, results = (
+        [*map(words, inside("search", acted))],
+        words(" ".join(inside("information", acted))),
+    )
+    answer, right = (
+        words((inside("answer", acted) or [""])[-1]),
+        [words(gold) for gold in golds.split(" or ")],
+    )
     if any(within(gold, answer) for gold in right):
         return {"exact": SENTENCE}
     if not queries:
@@ -80,7 +98,8 @@ def within(part: list[str], whole: list[str]) -> bool:
 
 
 def foreign(instruction: str) -> str:
-    """Returns what an instruction says beyond the world's sentences, if that names a tag of another tool; else ""."""
+    """Returns what an instruction says beyond the world's sentences, if that names a tag of another
+    tool; else ""."""
     rest = instruction
     for sentence in KNOWN_SENTENCES:
         rest = rest.replace(sentence, " ")
@@ -89,17 +108,20 @@ def foreign(instruction: str) -> str:
 
 
 def revise(rng: random.Random, clauses: list[str], add: list[str], frame: str = "") -> str:
-    """Returns an instruction with these clauses and the added ones, which replace those that they contradict."""
+    """Returns an instruction with these clauses and the added ones, which replace those that they
+    contradict."""
     slots = {CLAUSES[c].slot for c in add}
     kept = [c for c in clauses if CLAUSES[c].slot not in slots]
-    return write(rng, kept + add, rng.randint(0, 1), "any" if rng.random() < 0.3 else "taught", frame)
+    return write(
+        rng, kept + add, rng.randint(0, 1), "any" if rng.random() < 0.3 else "taught", frame
+    )
 
 
 def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
     """Returns the reply to a prompt (reflect.py); it depends only on the arguments.
 
-    It reads text, whatever the prompt: the instruction in <ins_0>, another one to cross it with in <other>, failures as
-    examples, and how many candidates are asked for.
+    It reads text, whatever the prompt: the instruction in <ins_0>, another one to cross it with in
+    <other>, failures as examples, and how many candidates are asked for.
 
     `guess`: a control that proposes clauses at random and never looks at the failures.
     """
@@ -110,7 +132,8 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
         return "I can only improve a prompt that is given in <ins_0> </ins_0>."
     instruction, n = parent.group(1).strip(), int(numbers[-1])
     clauses = read(instruction)
-    # Whatever the task is, its own tags are kept: where there are any, they stand in place of the world's frame.
+    # Whatever the task is, its own tags are kept: where there are any, they stand in place of the
+    # world's frame.
     frame = foreign(instruction)
     if frame and (own := next((f for f in FRAMES if f in instruction), "")):
         frame = f"{own} {frame}"
@@ -122,7 +145,9 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
         candidates = [revise(rng, clauses, lacks, frame) for _ in range(n)]
     elif failures:
         reasons, votes = analyze([] if guess else failures, clauses)
-        text = [f"{k}. {why}" for k, why in enumerate(reasons.values(), 1)] or ["The reasons are not clear."]
+        text = [f"{k}. {why}" for k, why in enumerate(reasons.values(), 1)] or [
+            "The reasons are not clear."
+        ]
         candidates = [revise(rng, clauses, [choose(rng, votes, guess)], frame) for _ in range(n)]
     else:
         text = ["Here are other wordings of the prompt."]
@@ -130,7 +155,12 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
 
     mishap = rng.random()
     if mishap < 0.05:
-        return "\n".join([*text, "I would rewrite the prompt with clearer steps, fewer words and more structure."])
+        return "\n".join(
+            [
+                *text,
+                "I would rewrite the prompt with clearer steps, fewer words and more structure.",
+            ]
+        )
     if mishap < 0.12:
         candidates[rng.randrange(n)] = candidates[rng.randrange(n)]
     if mishap < 0.20 or rng.random() < 0.1:
@@ -140,8 +170,11 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
     return "\n\n".join(["\n".join(text), *blocks])
 
 
-def analyze(failures: list[tuple[str, str]], clauses: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns the reasons to add clauses, by clause, and a vote for a clause from every failure that shows its lack."""
+def analyze(
+    failures: list[tuple[str, str]], clauses: list[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Returns the reasons to add clauses, by clause, and a vote for a clause from every failure
+    that shows its lack."""
     reasons, votes = dict[str, str](), list[str]()
     for response, golds in failures:
         ours = OF_THE_WORLD.search(response.partition("?")[0])
@@ -183,10 +216,14 @@ def make_app(seed: int, guess: bool = False):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--guess", action="store_true", help="propose at random, without reading the failures")
+    parser.add_argument(
+        "--guess", action="store_true", help="propose at random, without reading the failures"
+    )
     parser.add_argument("--child", action="store_true", help="exit when standard input ends")
     args = parser.parse_args()
     with one_line():

@@ -1,10 +1,12 @@
-"""Runs of the world that are killed, stopped, starved and resumed (`make chaos`): a line each, JSON last.
+"""Runs of the world that are killed, stopped, starved and resumed (`make chaos`): a line each, JSON
+last.
 
-A scenario disturbs a small run at one of MOMENTS, which the run's files tell, once, or again while it resumes. Then the
-run is resumed undisturbed, and has to end with the metrics, the population, the instruction and the weights of an
-undisturbed run, bit for bit. Where the disturbed run ends by itself, it has to say how to resume, without a traceback.
-`--ranks 1 2` alternates between one process and torchrun with two; `--only` picks scenarios. The full disk is a tmpfs,
-which takes root. Exits with 1 if a run failed.
+A scenario disturbs a small run at one of MOMENTS, which the run's files tell, once, or again while
+it resumes. Then the run is resumed undisturbed, and has to end with the metrics, the population,
+the instruction and the weights of an undisturbed run, bit for bit. Where the disturbed run ends by
+itself, it has to say how to resume, without a traceback. `--ranks 1 2` alternates between one
+process and torchrun with two; `--only` picks scenarios. The full disk is a tmpfs, which takes root.
+Exits with 1 if a run failed.
 """
 
 import contextlib
@@ -21,7 +23,14 @@ from pathlib import Path
 
 import psutil
 
-from extras.bench.harness import ROOT, descendants, kill_tree, parser_of, train_command, write_instruction
+from extras.bench.harness import (
+    ROOT,
+    descendants,
+    kill_tree,
+    parser_of,
+    train_command,
+    write_instruction,
+)
 from plumbing.faults import Fault, one_line
 from plumbing.files import read_jsonl
 
@@ -39,13 +48,22 @@ class Run:
         # Not a pipe: servers that outlive a kill would keep it open.
         self.output = tempfile.TemporaryFile("w+", encoding="utf-8")
         self.process = subprocess.Popen(
-            train_command(out, ranks, flags), stdout=self.output, stderr=subprocess.STDOUT, env=ENV, cwd=ROOT,
-            start_new_session=True, preexec_fn=hear_signals,
-        )  # fmt: skip
+            train_command(out, ranks, flags),
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            env=ENV,
+            cwd=ROOT,
+            start_new_session=True,
+            preexec_fn=hear_signals,
+        )
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Waits until `condition` comes true, or the run has ended."""
-        while self.process.poll() is None and time.monotonic() < self.began + LIMIT and not condition():
+        while (
+            self.process.poll() is None
+            and time.monotonic() < self.began + LIMIT
+            and not condition()
+        ):
             time.sleep(0.002)
 
     def end(self) -> tuple[int, str]:
@@ -64,12 +82,14 @@ class Run:
 
 
 def hear_signals() -> None:
-    """Undoes what a shell does to jobs in the background: they ignore Ctrl-C, and with nohup a hang-up."""
+    """Undoes what a shell does to jobs in the background: they ignore Ctrl-C, and with nohup a
+    hang-up."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
-MOMENTS: dict[str, Callable[[Path], object]] = {  # what a run's files show; each takes its directory
+# what a run's files show; each takes its directory
+MOMENTS: dict[str, Callable[[Path], object]] = {
     "start": lambda out: (out / "config.json").exists(),
     "step": lambda out: (out / "metrics.jsonl").exists(),
     "evolution": lambda out: any(row["t"] for row in read_jsonl(out / "reflections.jsonl")),
@@ -91,7 +111,8 @@ def fill_the_disk(run: Run, rng: random.Random) -> None:
 
 
 def disturb_server(name: str, number: signal.Signals) -> Callable[[Run, random.Random], None]:
-    """A scenario in which a server of the run gets a signal; one that this suspends goes on after some seconds."""
+    """A scenario in which a server of the run gets a signal; one that this suspends goes on after
+    some seconds."""
 
     def disturb(run: Run, rng: random.Random) -> None:
         for process in run.find(name):
@@ -107,7 +128,9 @@ SCENARIOS: dict[str, Callable[[Run, random.Random], None]] = {
     "SIGKILL of all": lambda run, rng: kill_tree(run.process),
     "SIGTERM": lambda run, rng: run.process.send_signal(signal.SIGTERM),
     "SIGINT": lambda run, rng: run.process.send_signal(signal.SIGINT),
-    "SIGKILL of one rank": lambda run, rng: rng.choice(run.find("inspo.py --out") or [run.process]).kill(),
+    "SIGKILL of one rank": lambda run, rng: rng.choice(
+        run.find("inspo.py --out") or [run.process]
+    ).kill(),
     "SIGHUP": lambda run, rng: run.process.send_signal(signal.SIGHUP),
     "disk full": fill_the_disk,
     "search server killed": disturb_server("retrieval_server", signal.SIGKILL),
@@ -125,7 +148,9 @@ def read_result(out: Path) -> dict[str, object]:
     calls = [row["call"]["key"] for row in read_jsonl(out / "reflections.jsonl") if "call" in row]
     rows = read_jsonl(out / "metrics.jsonl")
     return {
-        "metrics": [{k: v for k, v in row.items() if not k.startswith(("time/", "search/"))} for row in rows],
+        "metrics": [
+            {k: v for k, v in row.items() if not k.startswith(("time/", "search/"))} for row in rows
+        ],
         "population": (out / "population.jsonl").read_text("utf-8"),
         "I_star": (out / "I_star.txt").read_text("utf-8"),
         "weights": (out / "policy" / "model.safetensors").read_bytes(),
@@ -136,7 +161,8 @@ def read_result(out: Path) -> dict[str, object]:
 
 def check_end(code: int, output: str, out: Path) -> str:
     """Names what is wrong with the end of a run that was not killed; "" if nothing is."""
-    frames = re.findall(r'^ *File "(.*?)", line', output, re.M)  # torchrun has tracebacks of its own
+    # torchrun has tracebacks of its own
+    frames = re.findall(r'^ *File "(.*?)", line', output, re.M)
     if any(frame.startswith(str(ROOT)) and "/.venv/" not in frame for frame in frames):
         return "a traceback"
     if code and not ("--resume" in output or "stopped by" in output):
@@ -167,12 +193,14 @@ def undisturbed(out: Path, ranks: int, flags: list[str]) -> dict[str, object]:
 
 
 def disturb(out: Path, ranks: int, flags: list[str], row: dict, rng: random.Random) -> str:
-    """Runs the scenario of `row` and resumes it, noting how it ended each time; returns its last output."""
+    """Runs the scenario of `row` and resumes it, noting how it ended each time; returns its last
+    output."""
     for _ in range(rng.choice([1, 1, 2])):
         run = Run(out, ranks, flags)
         run.wait_for(lambda: MOMENTS[row["moment"]](out))
         time.sleep(rng.choice([0, rng.uniform(0, 0.5)]))
-        with contextlib.suppress(psutil.NoSuchProcess, OSError):  # what is disturbed may have ended by itself
+        # what is disturbed may have ended by itself
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):
             SCENARIOS[row["scenario"]](run, rng)
         code, output = run.end()
         (out.parent / "filler").unlink(missing_ok=True)
@@ -190,7 +218,9 @@ def disturb(out: Path, ranks: int, flags: list[str], row: dict, rng: random.Rand
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=50)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="processes of a run, in turns")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2], help="processes of a run, in turns"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the disturbances")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=[*SCENARIOS])
     args = parser.parse_args()
@@ -202,17 +232,32 @@ def main() -> None:
             ranks = args.ranks[turn % len(args.ranks)]
             if ranks not in expected:
                 expected[ranks] = undisturbed(Path(tmp, f"whole-{ranks}"), ranks, flags)
-            moment = moments[(k + k // len(SCENARIOS)) % len(moments)]  # each scenario meets each of them
-            row = {"scenario": name, "moment": moment, "ranks": ranks, "ends": [], "resumed": [], "fault": ""}
+            # each scenario meets each of them
+            moment = moments[(k + k // len(SCENARIOS)) % len(moments)]
+            row = {
+                "scenario": name,
+                "moment": moment,
+                "ranks": ranks,
+                "ends": [],
+                "resumed": [],
+                "fault": "",
+            }
             with make_folder(name, tmp) as folder:
-                output = disturb(folder / "run", ranks, flags, row, random.Random(f"{args.seed} {k}"))
+                output = disturb(
+                    folder / "run", ranks, flags, row, random.Random(f"{args.seed} {k}")
+                )
                 result = {} if row["fault"] else read_result(folder / "run")
-            row["fault"] = row["fault"] or ", ".join(f"other {x}" for x in result if result[x] != expected[ranks][x])
+            row["fault"] = row["fault"] or ", ".join(
+                f"other {x}" for x in result if result[x] != expected[ranks][x]
+            )
             if row["fault"]:
                 print(*output.splitlines()[-60:], sep="\n", flush=True)
             rows.append(row)
             ends = ", ".join([*row["ends"], *row["resumed"]])
-            print(f"{k + 1:3d}  {name} at {moment}, {ranks}: {ends}: {row['fault'] or 'as undisturbed'}", flush=True)
+            print(
+                f"{k + 1:3d}  {name} at {moment}, {ranks}: {ends}: {row['fault'] or 'as undisturbed'}",
+                flush=True,
+            )
     failed = sum(bool(row["fault"]) for row in rows)
     print(json.dumps({"runs": len(rows), "failed": failed, "seed": args.seed, "rows": rows}))
     if failed:

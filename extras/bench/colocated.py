@@ -1,10 +1,12 @@
-"""vLLM in this process, with a random policy of Qwen2.5-3B's shape: its memory against the estimate; JSON last.
+"""vLLM in this process, with a random policy of Qwen2.5-3B's shape: its memory against the
+estimate; JSON last.
 
     python -m extras.bench.colocated
 
-vLLM starts, gets the weights, plays rows, sleeps, wakes with other weights, plays again. Each load is proven layer by
-layer. What vLLM takes of the GPU is compared with training/fit.py's estimate; asleep, CUDA graphs only. Weights are
-bfloat16, drawn on the device. Without a GPU the model is a toy, and no memory is read.
+vLLM starts, gets the weights, plays rows, sleeps, wakes with other weights, plays again. Each load
+is proven layer by layer. What vLLM takes of the GPU is compared with training/fit.py's estimate;
+asleep, CUDA graphs only. Weights are bfloat16, drawn on the device. Without a GPU the model is a
+toy, and no memory is read.
 """
 
 import json
@@ -40,7 +42,9 @@ def find_missed(x: dict) -> list[str]:
     """Names the goals that the figures miss."""
     awake = max(x["awake_gb"], x["awake_again_gb"])
     missed = ["more than 10 % above the estimate awake"] * (awake > 1.1 * x["estimate_awake_gb"])
-    return missed + ["more than 1 GB above the estimate asleep"] * (x["asleep_gb"] > 1 + x["estimate_asleep_gb"])
+    return missed + ["more than 1 GB above the estimate asleep"] * (
+        x["asleep_gb"] > 1 + x["estimate_asleep_gb"]
+    )
 
 
 def main() -> None:
@@ -49,7 +53,9 @@ def main() -> None:
     cuda = parser.parse_args().device == "cuda"
     if cuda and not torch.cuda.is_available():
         raise Fault("torch finds no GPU here; --device cpu tries it on a toy")
-    config = Qwen2Config(**(KNOWN["Qwen/Qwen2.5-3B"] if cuda else SMALL), architectures=["Qwen2ForCausalLM"])
+    config = Qwen2Config(
+        **(KNOWN["Qwen/Qwen2.5-3B"] if cuda else SMALL), architectures=["Qwen2ForCausalLM"]
+    )
     tokenizer = load_tokenizer(PRESETS["world"]["model"], ())
     model = empty(config, torch.bfloat16, "cuda" if cuda else "cpu")
     randomize(model, 0)
@@ -57,12 +63,18 @@ def main() -> None:
     before = used(cuda)  # the weights, with the CUDA context
     memory = (total - before - SPARE / 1e9) / total if cuda else 0.05
     cfg = Config(vllm="colocate", vllm_memory=memory, lora_rank=0)
-    parts = [part for part in estimate(cfg, config, "vllm", 1, total).parts if part.name.startswith("vLLM")]
+    parts = [
+        part
+        for part in estimate(cfg, config, "vllm", 1, total).parts
+        if part.name.startswith("vLLM")
+    ]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         max_len = cfg.max_prompt + cfg.max_response if cuda else 1024
-        engine = VllmEngine(folder, tokenizer, (), max_len=max_len, dtype="bfloat16", memory=memory, seed=0)
+        engine = VllmEngine(
+            folder, tokenizer, (), max_len=max_len, dtype="bfloat16", memory=memory, seed=0
+        )
     prompts = dict(enumerate(torch.randint(min(1000, config.vocab_size), (ROWS, PROMPT)).tolist()))
     engine.load(weights(model))
     play_turns(engine, prompts, TURN, 1.0)

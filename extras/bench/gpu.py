@@ -1,5 +1,5 @@
-"""Does it work on this GPU? Ten parts in at most 22 minutes (`make gpu`): a line for each, then rows for the table of
-reported runs in docs/gpus.md, JSON last.
+"""Does it work on this GPU? Ten parts in at most 22 minutes (`make gpu`): a line for each, then
+rows for the table of reported runs in docs/gpus.md, JSON last.
 
 `--only card`, `--only run` and `--only engine` take at most nine minutes each:
 
@@ -14,11 +14,12 @@ engine  vllm     the world's run with vLLM: sleep, wake, reload, proof of weight
         beside   a random model of Qwen2.5-3B's shape through vLLM: memory awake and asleep: extras/bench/colocated.py
         lora     the world's run with vLLM and LoRA, killed and resumed
 
-Each part is a process with its own time limit; whatever happens to one, the next one runs. It PASSes, FAILs or is
-SKIPped because a package or a second card is missing, and then says what. A missed goal is a FAIL. Nothing outside this
-machine is reached. Exit code 1 if any part failed. It needs one GPU and `pip install -r requirements.txt` (torch 2.11
-or later; without vLLM its part is skipped; the tests need pytest). `--device cpu` tries everything without a GPU on toy
-shapes, whose figures mean nothing.
+Each part is a process with its own time limit; whatever happens to one, the next one runs. It
+PASSes, FAILs or is SKIPped because a package or a second card is missing, and then says what. A
+missed goal is a FAIL. Nothing outside this machine is reached. Exit code 1 if any part failed. It
+needs one GPU and `pip install -r requirements.txt` (torch 2.11 or later; without vLLM its part is
+skipped; the tests need pytest). `--device cpu` tries everything without a GPU on toy shapes, whose
+figures mean nothing.
 """
 
 import contextlib
@@ -45,7 +46,10 @@ OFFLINE = {
     "NO_PROXY": "127.0.0.1,localhost",
     "no_proxy": "127.0.0.1,localhost",
 }
-OFFLINE |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")  # nobody
+# nobody
+OFFLINE |= dict.fromkeys(
+    ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"
+)
 RUN = "torch transformers triton numpy requests psutil simpleeval tqdm bm25s fastapi uvicorn cachetools"
 PROBE = """
 import importlib.metadata as metadata, json, platform, torch
@@ -66,17 +70,25 @@ print(json.dumps(found))
 
 
 def read_tests(log: str, cuda: bool) -> dict:
-    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|skipped|deselected)", log.splitlines()[-1])}
+    counts = {
+        word: int(n)
+        for n, word in re.findall(r"(\d+) (passed|skipped|deselected)", log.splitlines()[-1])
+    }
     line = f"{counts.get('passed', 0)} tests passed, {counts.get('skipped', 0)} skipped"
     return counts | {"line": line, "missed": [] if counts.get("passed") else ["no test ran"]}
 
 
 def last_json(log: str, cuda: bool) -> dict:
-    """Reads the last line of a log that is a JSON object: what the scripts of extras/bench/ print."""
+    """Reads the last line of a log that is a JSON object: what the scripts of extras/bench/
+    print."""
     for line in reversed(log.splitlines()):
         if line.startswith("{"):
             x = json.loads(line)
-            numbers = (f"{name} {value:.3g}" for name, value in x.items() if isinstance(value, (int, float)))
+            numbers = (
+                f"{name} {value:.3g}"
+                for name, value in x.items()
+                if isinstance(value, (int, float))
+            )
             return {"line": ", ".join(numbers), "missed": []} | x
     return {"line": "it printed no result", "missed": ["result"]}
 
@@ -94,7 +106,10 @@ def read_head(log: str, cuda: bool) -> dict:
     if liger["note"]:
         line += f"; Liger fused: {liger['note']}"
     else:
-        line += f"; Liger fused takes {liger['ratio']:.2f} of that time" + f" and {liger['peak_gb']:.2f} GB" * cuda
+        line += (
+            f"; Liger fused takes {liger['ratio']:.2f} of that time"
+            + f" and {liger['peak_gb']:.2f} GB" * cuda
+        )
         missed += ["as fast as Liger"] * (cuda and liger["ratio"] < 1)
         missed += ["no more memory than Liger"] * (cuda and ours["peak_gb"] > liger["peak_gb"])
     return {"line": line, "missed": missed, "ours": ours, "liger": liger}
@@ -109,15 +124,18 @@ class Part:
     needs: str  # modules that must be installed
     command: str  # arguments of python
     toy: str = ""  # flags that follow them on a CPU; "" where it takes cards
-    read: Callable[[str, bool], dict] = last_json  # (log, whether on a GPU) -> figures, "line" and the goals "missed"
+    # (log, whether on a GPU) -> figures, "line" and the goals "missed"
+    read: Callable[[str, bool], dict] = last_json
     cards: int = 1
 
 
 FILES = " ".join(f"tests/test_{room}.py" for room in ("triton", "kernels", "model", "layers"))
 TESTS = f"-m pytest --tb=short -p no:cacheprovider {FILES}"
-# On a GPU every setting with the small vocabulary, two with Qwen's; test_kernels' half that runs the Triton kernel.
+# On a GPU every setting with the small vocabulary, two with Qwen's; test_kernels' half that runs
+# the Triton kernel.
 ON_GPU = (
-    "(on_the_gpu and (37-64-1187 or beta-dtype1 or cispo-dtype1)) or on_a_gpu or triton- or triton] or fused_layers"
+    "(on_the_gpu and (37-64-1187 or beta-dtype1 or cispo-dtype1))"
+    " or on_a_gpu or triton- or triton] or fused_layers"
 )
 WORLD, TOY = "-m extras.bench.resume", "--device cpu --steps 3 --kill_at 2"
 HEAD = "-m kernels.bench --seconds 0.5 --peers ours Liger torch, three rows"
@@ -153,7 +171,8 @@ PARTS = [
 
 
 def missing(needs: str) -> str:
-    """Returns what to install of these modules, as arguments of pip with the versions that are required; or ""."""
+    """Returns what to install of these modules, as arguments of pip with the versions that are
+    required; or ""."""
     pins = {}
     files = "requirements.txt", "requirements/guests.txt"
     for line in "\n".join((ROOT / file).read_text(encoding="utf-8") for file in files).splitlines():
@@ -163,22 +182,38 @@ def missing(needs: str) -> str:
     return " ".join(f"'{pins.get(name, name)}'" for name in absent)
 
 
-WARNING = r"(\[rank\d+\]:)?\[W\d{4} "  # how torch's C++ warns, also after the line that says why a run stopped
+# how torch's C++ warns, also after the line that says why a run stopped
+WARNING = r"(\[rank\d+\]:)?\[W\d{4} "
 
 
 def error_line(log: str) -> str:
-    """Returns the line of a failed part's log that says most: its last exception, else its last line."""
-    lines = [line.strip() for line in log.splitlines() if line.strip() and not re.match(WARNING, line)]
-    errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?([\w.]+\.)?\w*(Error|Exception|Fault)\b", line)]
+    """Returns the line of a failed part's log that says most: its last exception, else its last
+    line."""
+    lines = [
+        line.strip() for line in log.splitlines() if line.strip() and not re.match(WARNING, line)
+    ]
+    errors = [
+        line
+        for line in lines
+        if re.match(r"(\[rank\d+\]: )?([\w.]+\.)?\w*(Error|Exception|Fault)\b", line)
+    ]
     if lines and re.search(r"\d+ (failed|error)", lines[-1]):  # pytest's last line
         errors = [lines[-1]]
     return (errors or lines or ["it printed nothing"])[-1]
 
 
 def attempt(part: Part, cards: int, limit: float, out: Path, env: dict[str, str]) -> dict:
-    """Runs a part, on the CPU if there are no cards; returns its status, seconds, limit, log, figures and line."""
+    """Runs a part, on the CPU if there are no cards; returns its status, seconds, limit, log,
+    figures and line."""
     cuda = cards > 0
-    row = {"name": part.name, "status": "SKIP", "seconds": 0.0, "limit": limit, "log": "", "figures": {}}
+    row = {
+        "name": part.name,
+        "status": "SKIP",
+        "seconds": 0.0,
+        "limit": limit,
+        "log": "",
+        "figures": {},
+    }
     if absent := missing(part.needs):
         return row | {"line": f"pip install {absent}"}
     if cards < part.cards and (cuda or not part.toy):
@@ -194,17 +229,26 @@ def attempt(part: Part, cards: int, limit: float, out: Path, env: dict[str, str]
         return row | {"line": f"killed by signal {-code}; last: " * (code < 0) + error_line(log)}
     figures = part.read(log, cuda)
     if figures["missed"]:
-        return row | {"line": f"missed: {' and '.join(figures['missed'])}: {figures['line']}", "figures": figures}
+        return row | {
+            "line": f"missed: {' and '.join(figures['missed'])}: {figures['line']}",
+            "figures": figures,
+        }
     return row | {"status": "PASS", "line": figures["line"], "figures": figures}
 
 
 def run(command: list[str], limit: float, log: Path, env: dict[str, str]) -> int | None:
-    """Runs a command and ends all that it started; returns its exit code, None if it was not done in time."""
+    """Runs a command and ends all that it started; returns its exit code, None if it was not done
+    in time."""
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=env,
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=env,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -216,8 +260,11 @@ def run(command: list[str], limit: float, log: Path, env: dict[str, str]) -> int
 
 
 def probe(env: dict[str, str]) -> dict:
-    """Returns the card, driver and versions of this machine, found by a process of its own; Fault without torch."""
-    done = subprocess.run([sys.executable, "-c", PROBE], env=env, capture_output=True, text=True, timeout=120)
+    """Returns the card, driver and versions of this machine, found by a process of its own; Fault
+    without torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], env=env, capture_output=True, text=True, timeout=120
+    )
     if done.returncode:
         raise Fault(f"{error_line(done.stderr)}: pip install -r requirements.txt")
     machine = json.loads(done.stdout.splitlines()[-1])
@@ -234,22 +281,43 @@ def report(machine: dict, row: dict) -> str:
     """Returns a part's row of the table "Reported runs" in docs/gpus.md."""
     card = f"{machine.get('cards', 0)} x {machine['card'] or 'no card'}"
     versions = f"torch {machine['torch']}, vllm {machine['vllm']}"
-    minutes, result = f"{row['seconds'] / 60:.1f}", f"{row['status']}: {row['line']}".replace("|", "/")
-    cells = (card, machine.get("driver", ""), versions, machine["commit"], row["name"], minutes, result, "@you")
+    minutes, result = (
+        f"{row['seconds'] / 60:.1f}",
+        f"{row['status']}: {row['line']}".replace("|", "/"),
+    )
+    cells = (
+        card,
+        machine.get("driver", ""),
+        versions,
+        machine["commit"],
+        row["name"],
+        minutes,
+        result,
+        "@you",
+    )
     return f"| {' | '.join(cells)} |"
 
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", choices=[*STAGES, *(part.name for part in PARTS)], help="these parts")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy shapes, without a GPU")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*STAGES, *(part.name for part in PARTS)], help="these parts"
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy shapes, without a GPU"
+    )
     parser.add_argument("--out", default="runs/gpu", help="folder of the logs and of gpu.json")
     args = parser.parse_args()
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running part ends, too
     out, cuda = Path(args.out).absolute(), args.device == "cuda"
     out.mkdir(parents=True, exist_ok=True)
-    env = os.environ | OFFLINE | {"PYTHONUNBUFFERED": "1"} | ({} if cuda else {"CUDA_VISIBLE_DEVICES": ""})
+    env = (
+        os.environ
+        | OFFLINE
+        | {"PYTHONUNBUFFERED": "1"}
+        | ({} if cuda else {"CUDA_VISIBLE_DEVICES": ""})
+    )
     machine = probe(env)
     if cuda and not machine["card"]:
         raise Fault("torch finds no GPU here; --device cpu tries everything on toy shapes")
@@ -260,7 +328,10 @@ def main() -> int:
         if part.name in chosen:
             row = attempt(part, machine.get("cards", 0), part.limit * (1 if cuda else 3), out, env)
             where = f" ({row['log']})" if row["status"] == "FAIL" else ""
-            print(f"{row['status']} {part.name:8} {row['seconds']:4.0f} s  {row['line']}{where}", flush=True)
+            print(
+                f"{row['status']} {part.name:8} {row['seconds']:4.0f} s  {row['line']}{where}",
+                flush=True,
+            )
             rows.append(row)
     print(*(report(machine, row) for row in rows if row["status"] != "SKIP"), sep="\n")
     result = {"machine": machine, "parts": rows}

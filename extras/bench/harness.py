@@ -20,7 +20,9 @@ BEST = (
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def write_instruction(folder: Path) -> Path:
@@ -30,9 +32,13 @@ def write_instruction(folder: Path) -> Path:
     return file
 
 
-def train_command(out: Path, ranks: int, flags: Sequence[str], program: str = "inspo.py") -> list[str]:
+def train_command(
+    out: Path, ranks: int, flags: Sequence[str], program: str = "inspo.py"
+) -> list[str]:
     """Returns the command that starts a run in `out`, or resumes the one that is there."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] * (ranks > 1)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] * (
+        ranks > 1
+    )
     resume = ["--resume"] * (out / "config.json").exists()
     return [sys.executable, *torchrun, program, "--out", str(out), *flags, *resume]
 
@@ -44,7 +50,9 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def play_turns(engine: Any, contexts: dict[int, list[int]], max_new: int, temperature: float) -> list[Any]:
+def play_turns(
+    engine: Any, contexts: dict[int, list[int]], max_new: int, temperature: float
+) -> list[Any]:
     """Returns an engine's turn for each context, in the order of their keys."""
     engine.begin(0)
     turns = list(engine.generate(contexts, max_new, temperature))
@@ -61,7 +69,8 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def kill_tree(process: subprocess.Popen) -> None:
-    """Kills a process and its descendants; a signal to its group would miss torchrun's ranks, which lead their own."""
+    """Kills a process and its descendants; a signal to its group would miss torchrun's ranks, which
+    lead their own."""
     for each in descendants(process.pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()

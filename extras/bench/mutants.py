@@ -1,10 +1,11 @@
 """Mutation tests (`make mutants`): how many small faults do the tests notice, room by room?
 
-A mutant is a module with one small fault: a comparison flipped, `and` for `or`, + for -, * for /, a number one higher,
-a condition negated, a call dropped. A forked process imports it from memory, so the checkout does not change, and runs
-those of the room's tests that call the function, except the ones marked slow or ranks. Programs that a test starts run
-without the fault. A room's sample of at most `--n` mutants is the same as long as its code is. Prints the mutants that
-no test noticed (some are no faults: they compute the same) and the score.
+A mutant is a module with one small fault: a comparison flipped, `and` for `or`, + for -, * for /, a
+number one higher, a condition negated, a call dropped. A forked process imports it from memory, so
+the checkout does not change, and runs those of the room's tests that call the function, except the
+ones marked slow or ranks. Programs that a test starts run without the fault. A room's sample of at
+most `--n` mutants is the same as long as its code is. Prints the mutants that no test noticed (some
+are no faults: they compute the same) and the score.
 """
 
 import argparse
@@ -43,7 +44,8 @@ ROOMS = {  # files; names of tests/test_*.py
     "checkpoint": (["training/checkpoint.py"], "directory resume"),
     "directory": (["journal/directory.py", "journal/checkpoints.py"], "directory algorithm resume"),
     "retrieval": (
-        [f"retrieval/{name}.py" for name in ("bm25", "build", "corpus", "encoder", "index")] + ["retrieval_server.py"],
+        [f"retrieval/{name}.py" for name in ("bm25", "build", "corpus", "encoder", "index")]
+        + ["retrieval_server.py"],
         "retrieval_corpus retrieval_index retrieval_server retrieval_serving",
     ),
 }
@@ -66,7 +68,9 @@ def mutate(node):
             yield "ops", [OTHER[type(op)]() for op in ops]
         case ast.BoolOp(op=op) | ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in OTHER:
             yield "op", OTHER[type(op)]()
-        case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test) if not isinstance(test, ast.Compare):
+        case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test) if not isinstance(
+            test, ast.Compare
+        ):
             yield "test", ast.UnaryOp(ast.Not(), test)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             yield "operand", ast.UnaryOp(ast.Not(), operand)
@@ -82,25 +86,38 @@ def find_mutants(path):
     """Yields (path, name of the function, description, code of the module)."""
     module = ast.parse(Path(path).read_text("utf-8"))
     for function in ast.walk(module):
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and function.name not in PLUMBING:
+        if (
+            isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+            and function.name not in PLUMBING
+        ):
             for node in ast.walk(function):
                 for field, value in mutate(node):
                     before, old = ast.unparse(node).partition("\n")[0], getattr(node, field)
                     setattr(node, field, value)
-                    what = f"{path}:{node.lineno} {function.name}: {before}  ->  {ast.unparse(node)}".partition("\n")[0]
-                    yield path, function.name, what, compile(ast.fix_missing_locations(module), path, "exec")
+                    what = f"{path}:{node.lineno} {function.name}: {before}  ->  {ast.unparse(node)}".partition(
+                        "\n"
+                    )[0]
+                    yield (
+                        path,
+                        function.name,
+                        what,
+                        compile(ast.fix_missing_locations(module), path, "exec"),
+                    )
                     setattr(node, field, old)
 
 
 def list_tests(paths, files):
-    """Returns {(path, function): tests that call it}, the tests as keys; what a fixture calls, its whole file does."""
+    """Returns {(path, function): tests that call it}, the tests as keys; what a fixture calls, its
+    whole file does."""
     tests, known = defaultdict(dict), {os.path.abspath(path): path for path in paths}
 
     def note(frame, event, _):
         code = frame.f_code
         if event == "call" and code.co_filename in known and "PYTEST_CURRENT_TEST" in os.environ:
             test, _, phase = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")
-            tests[known[code.co_filename], code.co_name][test if phase == "(call)" else test.partition("::")[0]] = None
+            tests[known[code.co_filename], code.co_name][
+                test if phase == "(call)" else test.partition("::")[0]
+            ] = None
 
     sys.setprofile(note)
     threading.setprofile(note)
@@ -111,13 +128,15 @@ def list_tests(paths, files):
 def survives(tests, path, code):
     if os.fork():
         return os.wait()[1] == 0
-    signal.signal(signal.SIGALRM, signal.default_int_handler)  # pytest tears down what the test has started
+    # pytest tears down what the test has started
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 180, 10)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     SourceFileLoader.get_code = lambda loader, name, load=SourceFileLoader.get_code: (
         code if loader.path == os.path.abspath(path) else load(loader, name)
     )
-    os._exit(pytest.main([*OPTIONS, *sorted(tests, key=lambda test: "::" not in test)]))  # whole files come last
+    # whole files come last
+    os._exit(pytest.main([*OPTIONS, *sorted(tests, key=lambda test: "::" not in test)]))
 
 
 def measure(room, paths, names, n):
@@ -125,19 +144,29 @@ def measure(room, paths, names, n):
     with multiprocessing.get_context("fork").Pool(1) as pool:
         reach = pool.apply(list_tests, (paths, [f"tests/test_{name}.py" for name in names.split()]))
     mutants = [mutant for path in paths for mutant in find_mutants(path)]
-    random.Random(room).shuffle(mutants)  # so the first of a larger sample are those of a smaller one
+    # so the first of a larger sample are those of a smaller one
+    random.Random(room).shuffle(mutants)
     sample = mutants[:n]
     survivors = [
-        what for path, name, what, code in sample if not reach[path, name] or survives(reach[path, name], path, code)
+        what
+        for path, name, what, code in sample
+        if not reach[path, name] or survives(reach[path, name], path, code)
     ]
     print(*survivors, sep="\n")
-    print(f"| {room} | {len(sample)} of {len(mutants)} | {1 - len(survivors) / len(sample):.0%} |", flush=True)
+    print(
+        f"| {room} | {len(sample)} of {len(mutants)} | {1 - len(survivors) / len(sample):.0%} |",
+        flush=True,
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rooms", nargs="*", metavar="ROOM", help=" ".join(ROOMS))
-    parser.add_argument("--n", type=int, default=150, help="mutants of a room that are tried at most")
+    parser.add_argument(
+        "--n", type=int, default=150, help="mutants of a room that are tried at most"
+    )
     args = parser.parse_args()
     for room in args.rooms or ROOMS:
         measure(room, *ROOMS[room], args.n)

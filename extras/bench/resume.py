@@ -2,11 +2,12 @@
 
     python -m extras.bench.resume --engine torch
 
-The run prunes, evolves and saves on the way; --kill_at 0 does not kill it. With `--engine vllm` every step puts
-vLLM to sleep, wakes it, sends it the weights and has it prove that it computes with them. `--lora_rank 8` trains
-adapters, `--ranks 2` starts two processes. `--engine served` starts a `vllm serve` on the second of two cards, which
-gets the weights over NCCL, and which the resumed run takes again. Exits with 1 and a line if a run fails, if a step is
-missing or there twice, or if no gradient arrived.
+The run prunes, evolves and saves on the way; --kill_at 0 does not kill it. With `--engine vllm`
+every step puts vLLM to sleep, wakes it, sends it the weights and has it prove that it computes with
+them. `--lora_rank 8` trains adapters, `--ranks 2` starts two processes. `--engine served` starts a
+`vllm serve` on the second of two cards, which gets the weights over NCCL, and which the resumed run
+takes again. Exits with 1 and a line if a run fails, if a step is missing or there twice, or if no
+gradient arrived.
 """
 
 import contextlib
@@ -36,11 +37,16 @@ START = 100.0  # seconds that `vllm serve` may take, at most
 
 
 def play(command: list[str], run: Path, kill_at: int) -> None:
-    """Runs the command, killing it once step `kill_at` is logged and a checkpoint, which is written during the next
-    step, is there (0: never). Where it fails, exits with its code: its own last line says why."""
+    """Runs the command, killing it once step `kill_at` is logged and a checkpoint, which is written
+    during the next step, is there (0: never). Where it fails, exits with its code: its own last
+    line says why."""
     process = subprocess.Popen(command, cwd=ROOT)
     while process.poll() is None:
-        if kill_at and len(read_jsonl(run / "metrics.jsonl")) > kill_at and any(run.glob("checkpoints/step-*")):
+        if (
+            kill_at
+            and len(read_jsonl(run / "metrics.jsonl")) > kill_at
+            and any(run.glob("checkpoints/step-*"))
+        ):
             break
         time.sleep(0.02)
     code = process.poll()
@@ -53,7 +59,8 @@ def play(command: list[str], run: Path, kill_at: int) -> None:
 
 @contextlib.contextmanager
 def serve(log: Path) -> Iterator[str]:
-    """Yields the URL of a `vllm serve` of the world's policy on the second card; it takes weights over NCCL."""
+    """Yields the URL of a `vllm serve` of the world's policy on the second card; it takes weights
+    over NCCL."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -64,9 +71,18 @@ def serve(log: Path) -> Iterator[str]:
     flags += """ --dtype bfloat16 --gpu-memory-utilization 0.3 --weight-transfer-config '{"backend": "nccl"}'"""
     cards = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))) or ["0", "1"]
     env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": cards[1]}
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", world["model"], *shlex.split(flags)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        world["model"],
+        *shlex.split(flags),
+    ]
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=env
+        )
     try:
         end = time.monotonic() + START
         while True:
@@ -84,11 +100,17 @@ def serve(log: Path) -> Iterator[str]:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--engine", choices=("torch", "vllm", "served"), default="torch")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--kill_at", type=int, default=3, help="the step after which it is killed; 0: none")
-    parser.add_argument("--lora_rank", type=int, default=0, help="of adapters; 0: all weights are trained")
+    parser.add_argument(
+        "--kill_at", type=int, default=3, help="the step after which it is killed; 0: none"
+    )
+    parser.add_argument(
+        "--lora_rank", type=int, default=0, help="of adapters; 0: all weights are trained"
+    )
     parser.add_argument("--ranks", type=int, default=1, help="processes, a card each")
     args = parser.parse_args()
     saved, before = 0, []
@@ -115,7 +137,10 @@ def main() -> None:
         raise Fault(f"the gradients' norms are {norms}")
     x = vars(args) | {"resumed_after": saved}
     x |= {"logp_gap_max": max(row["logp_gap"] for row in rows[1:]), "grad_norm_max": max(norms)}
-    x |= {f"{name}_s": statistics.median(row[f"time/{name}"] for row in rows[1:]) for name in ("rollout", "update")}
+    x |= {
+        f"{name}_s": statistics.median(row[f"time/{name}"] for row in rows[1:])
+        for name in ("rollout", "update")
+    }
     print(json.dumps(x))
 
 

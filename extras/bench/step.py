@@ -1,10 +1,11 @@
-"""One training step, of the embedded default or of --model: seconds of rollouts and update; JSON last.
+"""One training step, of the embedded default or of --model: seconds of rollouts and update; JSON
+last.
 
     OMP_NUM_THREADS=1 python -m extras.bench.step           # and flags of inspo.py
 
-A run whose learning rate is 0, so that all steps start from the same policy, under the world's best instruction, under
-which rollouts are longest. The first step warms up; it tells how long a run takes from its start to the end of its
-first step. The median of the others counts.
+A run whose learning rate is 0, so that all steps start from the same policy, under the world's best
+instruction, under which rollouts are longest. The first step warms up; it tells how long a run
+takes from its start to the end of its first step. The median of the others counts.
 """
 
 import json
@@ -23,10 +24,15 @@ def measure(repeat: int, flags: Sequence[str]) -> dict[str, float]:
     fixed = ["--mode", "static", "--lr", "0", "--eval_n", "1", "--T", str(repeat + 1)]
     with tempfile.TemporaryDirectory() as tmp:
         run = Path(tmp, "run")
-        command = train_command(run, 1, ["--instruction", str(write_instruction(Path(tmp))), *flags, *fixed])
+        command = train_command(
+            run, 1, ["--instruction", str(write_instruction(Path(tmp))), *flags, *fixed]
+        )
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         first, *rows = read_jsonl(run / "metrics.jsonl")[1:]
-    result = {f"{name}_s": statistics.median(row[f"time/{name}"] for row in rows) for name in ("rollout", "update")}
+    result = {
+        f"{name}_s": statistics.median(row[f"time/{name}"] for row in rows)
+        for name in ("rollout", "update")
+    }
     names = ("searches", "response_tokens", "context_tokens")
     result |= {name: statistics.mean(row[name] for row in rows) for name in names if name in first}
     return result | {"start_to_end_of_first_step_s": first["time/total"]}

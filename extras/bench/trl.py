@@ -1,11 +1,13 @@
-"""A step of GRPO here and with TRL's GRPOTrainer: same policy, prompts, reward and threads; JSON last.
+"""A step of GRPO here and with TRL's GRPOTrainer: same policy, prompts, reward and threads; JSON
+last.
 
     OMP_NUM_THREADS=1 python -m extras.bench.trl            # and flags of inspo.py, such as --model smollm2-135m
 
-Single turns of at most 48 tokens without a tool, the work that both can do, with the learning rate 0. Ours is a run
-(extras/bench/step.py), TRL's follows it, so nothing else should use the machine. TRL stops at tokens: where </answer>
-is not one, as it is in the world, its turns may be longer; the tokens of both are printed. With --agent both train on
-rollouts that search, which our loop plays for TRL, too (its `rollout_func`): only their updates differ.
+Single turns of at most 48 tokens without a tool, the work that both can do, with the learning rate
+0. Ours is a run (extras/bench/step.py), TRL's follows it, so nothing else should use the machine.
+TRL stops at tokens: where </answer> is not one, as it is in the world, its turns may be longer; the
+tokens of both are printed. With --agent both train on rollouts that search, which our loop plays
+for TRL, too (its `rollout_func`): only their updates differ.
 """
 
 import itertools
@@ -37,18 +39,24 @@ def exact_match(completions: list, golds: list, **_: object) -> list[float]:
 
 
 def make_player(cfg: Config, task: Task, serve: Servers) -> Callable[[list, Any], dict[str, list]]:
-    """Returns TRL's `rollout_func`: trajectories of the first policy, whose observations are masked."""
+    """Returns TRL's `rollout_func`: trajectories of the first policy, whose observations are
+    masked."""
     from engines.torch_engine import TorchEngine
     from models.model import load_policy
 
     task.start(serve)
-    ends, asked = task.format.stop(task), {str(task.prompt(BEST, q)): q for q in task.questions("train")}
+    ends, asked = (
+        task.format.stop(task),
+        {str(task.prompt(BEST, q)): q for q in task.questions("train")},
+    )
     model, tokenizer = load_policy(cfg.model, ends)
     engine = TorchEngine(model, tokenizer, ends)
 
     def play(prompts: list, trainer: Any) -> dict[str, list]:
         jobs = [Job(0, BEST, asked[str(prompt)], k // cfg.G) for k, prompt in enumerate(prompts)]
-        taus = rollout(engine, tokenizer, task, jobs, cfg, temperature=1.0, seed=trainer.state.global_step)
+        taus = rollout(
+            engine, tokenizer, task, jobs, cfg, temperature=1.0, seed=trainer.state.global_step
+        )
         return {
             "prompt_ids": [tau.ids[: tau.prompt_tokens] for tau in taus],
             "completion_ids": [tau.ids[tau.prompt_tokens :] for tau in taus],
@@ -70,7 +78,10 @@ def train_with_trl(cfg: Config, steps: int, agent: bool) -> list[dict[str, float
     tokenizer = AutoTokenizer.from_pretrained(cfg.model)
     model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
     ends = [encode(tokenizer, tag) for tag in task.format.stop(task)]
-    model.generation_config.eos_token_id = [*turn_ends(tokenizer), *(ids[0] for ids in ends if len(ids) == 1)]
+    model.generation_config.eos_token_id = [
+        *turn_ends(tokenizer),
+        *(ids[0] for ids in ends if len(ids) == 1),
+    ]
     D = {q.id: q for q in task.questions("train")}
     asked = itertools.chain(*(draw(D, cfg.batch, cfg.seed, t) for t in range(1, steps + 1)))
     data = Dataset.from_list([{"prompt": task.prompt(BEST, q), "golds": q.golds} for q in asked])
@@ -80,19 +91,44 @@ def train_with_trl(cfg: Config, steps: int, agent: bool) -> list[dict[str, float
             self.start = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            rows.append(self.row | {"update_s": time.perf_counter() - self.start - self.row["rollout_s"]})
+            rows.append(
+                self.row | {"update_s": time.perf_counter() - self.start - self.row["rollout_s"]}
+            )
 
     with tempfile.TemporaryDirectory() as out, Servers(Path(out, "servers.log")) as serve:
         micro = max(k for k in range(cfg.G, ROWS + 1, cfg.G) if n % k == 0)
         args = GRPOConfig(
-            output_dir=out, use_cpu=True, bf16=cfg.dtype == "bfloat16", gradient_checkpointing=False, report_to="none",
-            disable_tqdm=True, save_strategy="no", logging_strategy="no", max_steps=steps, num_generations=cfg.G,
-            per_device_train_batch_size=micro, gradient_accumulation_steps=n // micro, temperature=1.0, top_k=0,
-            max_completion_length=cfg.max_response, learning_rate=0.0, optim="adamw_torch_fused", beta=cfg.beta,
-            epsilon=cfg.eps, loss_type="grpo", scale_rewards="group", shuffle_dataset=False,
-        )  # fmt: skip
-        trainer = GRPOTrainer(model, exact_match, args=args, train_dataset=data, processing_class=tokenizer,
-                              rollout_func=make_player(cfg, task, serve) if agent else None)  # fmt: skip
+            output_dir=out,
+            use_cpu=True,
+            bf16=cfg.dtype == "bfloat16",
+            gradient_checkpointing=False,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            logging_strategy="no",
+            max_steps=steps,
+            num_generations=cfg.G,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=n // micro,
+            temperature=1.0,
+            top_k=0,
+            max_completion_length=cfg.max_response,
+            learning_rate=0.0,
+            optim="adamw_torch_fused",
+            beta=cfg.beta,
+            epsilon=cfg.eps,
+            loss_type="grpo",
+            scale_rewards="group",
+            shuffle_dataset=False,
+        )
+        trainer = GRPOTrainer(
+            model,
+            exact_match,
+            args=args,
+            train_dataset=data,
+            processing_class=tokenizer,
+            rollout_func=make_player(cfg, task, serve) if agent else None,
+        )
         clock, generate = Clock(), trainer._generate
 
         def observe(prompts: Any) -> Any:
@@ -109,7 +145,9 @@ def train_with_trl(cfg: Config, steps: int, agent: bool) -> list[dict[str, float
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--repeat", type=int, default=4, help="steps after the first, which warms up")
+    parser.add_argument(
+        "--repeat", type=int, default=4, help="steps after the first, which warms up"
+    )
     parser.add_argument("--agent", action="store_true", help="rollouts of several turns")
     args, flags = parser.parse_known_args()
     flags = [*([] if args.agent else ["--tools", "none", "--max_response", "48"]), *flags]

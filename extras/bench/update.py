@@ -2,10 +2,11 @@
 
     python -m extras.bench.update
 
-A step is the paper's: two mini-batches, log-probs of pi_old, the reference, recomputed activations. A group of 5 has
-a prompt of 300 tokens, a trajectory 2 to 8 turns of 40 to 120 sampled tokens with an observation of 500 between them:
-2,700 tokens on average, 400 of them sampled. Weights are drawn on the device; the engine's log-probs are those of the
-policy. A smaller card gets fewer layers. Without a GPU the model is a toy, which only tests the script.
+A step is the paper's: two mini-batches, log-probs of pi_old, the reference, recomputed activations.
+A group of 5 has a prompt of 300 tokens, a trajectory 2 to 8 turns of 40 to 120 sampled tokens with
+an observation of 500 between them: 2,700 tokens on average, 400 of them sampled. Weights are drawn
+on the device; the engine's log-probs are those of the policy. A smaller card gets fewer layers.
+Without a GPU the model is a toy, which only tests the script.
 
 tokens/s  all tokens of the trajectories / seconds of the update
 MFU       6 FLOPs a parameter and token, as others count: forward and backward, without attention or recomputing;
@@ -38,11 +39,17 @@ from tasks import Question, Trajectory
 from training.fit import KNOWN, RESERVE, estimate
 from training.ranks import Ranks
 
-PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "4090": 165e12}  # dense bf16 FLOP/s, NVIDIA's data sheets
+# dense bf16 FLOP/s, NVIDIA's data sheets
+PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "4090": 165e12}
 TOY = dict(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=1000, tie_word_embeddings=True,
-)  # fmt: skip
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=1000,
+    tie_word_embeddings=True,
+)
 
 
 def randomize(model, seed: int) -> None:
@@ -55,7 +62,8 @@ def randomize(model, seed: int) -> None:
 
 
 def build(config, device, dtype, **how):
-    """Returns a sharded model with random weights, the same at every call, its layers fused on a GPU as a run's are."""
+    """Returns a sharded model with random weights, the same at every call, its layers fused on a
+    GPU as a run's are."""
     model = skeleton(config, dtype)
     if device == "cuda":
         fuse(model)
@@ -77,7 +85,9 @@ def draw(rng, n, vocab, shrink):
         turns = rng.randint(2, 8)
         mask = [0] * (300 // shrink)
         for turn in range(turns):
-            mask += [1] * (rng.randint(40, 120) // shrink) + [0] * (500 // shrink * (turn < turns - 1))
+            mask += [1] * (rng.randint(40, 120) // shrink) + [0] * (
+                500 // shrink * (turn < turns - 1)
+            )
         ids = prompt + [rng.randrange(vocab) for _ in mask[len(prompt) :]]
         tau = Trajectory(0, question, k // 5, ids, len(prompt), mask, [0.0] * len(mask))
         tau.advantage = rng.uniform(-1, 1)
@@ -86,9 +96,12 @@ def draw(rng, n, vocab, shrink):
 
 
 def fit_layers(cfg, cuda):
-    """Returns the config of a model that fits, and its estimated bytes of an update without an engine."""
+    """Returns the config of a model that fits, and its estimated bytes of an update without an
+    engine."""
     shape = dict(KNOWN["Qwen/Qwen2.5-3B"] if cuda else TOY)
-    usable = (1 - RESERVE) * torch.cuda.get_device_properties(0).total_memory if cuda else float("inf")
+    usable = (
+        (1 - RESERVE) * torch.cuda.get_device_properties(0).total_memory if cuda else float("inf")
+    )
     while True:
         config = Qwen2Config(**shape)
         parts = estimate(cfg, config, "vllm", 1, 1e3).parts
@@ -100,7 +113,9 @@ def fit_layers(cfg, cuda):
 
 def find_missed(x: dict) -> list[str]:
     """Names the goals that the figures miss."""
-    return ["more than 15 % above the estimate of memory"] * (x["peak_gb"] > 1.15 * x["estimate_gb"])
+    return ["more than 15 % above the estimate of memory"] * (
+        x["peak_gb"] > 1.15 * x["estimate_gb"]
+    )
 
 
 def wait(work: Callable[[], Any]) -> Any:
@@ -128,7 +143,8 @@ def measure(args: argparse.Namespace) -> dict:
     rng, rows = random.Random(0), []
     for t in range(1, args.steps + 2):
         taus = draw(rng, args.trajectories, config.vocab_size, 1 if cuda else 20)
-        for places in micro_batches(taus, micro):  # the policy's own log-probs, as an exact engine would give them
+        # the policy's own log-probs, as an exact engine would give them
+        for places in micro_batches(taus, micro):
             batch = [taus[k] for k in places]
             logps = iter(learner.score(batch)[0].tolist())
             for tau in batch:
@@ -139,16 +155,23 @@ def measure(args: argparse.Namespace) -> dict:
         update, seconds = timed(lambda t=t, parts=parts: wait(lambda: learner.update(t, parts)))
         speed = sum(len(tau.ids) for tau in taus) / seconds
         row = {
-            "t": t, "update_s": seconds, "tokens_per_s": speed, "mfu": 6 * parameters * speed / peak,
-            "mfu8": 8 * parameters * speed / peak, "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
-        } | {name: update[name] for name in ("logp_gap", "kl", "grad_norm")}  # fmt: skip
+            "t": t,
+            "update_s": seconds,
+            "tokens_per_s": speed,
+            "mfu": 6 * parameters * speed / peak,
+            "mfu8": 8 * parameters * speed / peak,
+            "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        } | {name: update[name] for name in ("logp_gap", "kl", "grad_norm")}
         print("  ".join(f"{k} {v:.4g}" for k, v in row.items()), flush=True)
         if not 0 < row["grad_norm"] < float("inf"):
             raise Fault(f"the gradient's norm is {row['grad_norm']}")
         rows.append(row)
     _, gather_s = timed(lambda: wait(lambda: sum(w.to(compute).nbytes for _, w in weights(model))))
     x = {"layers": config.num_hidden_layers, "parameters": parameters}
-    x |= {key: statistics.median(row[key] for row in rows[1:]) for key in ("tokens_per_s", "mfu", "mfu8")}
+    x |= {
+        key: statistics.median(row[key] for row in rows[1:])
+        for key in ("tokens_per_s", "mfu", "mfu8")
+    }
     x |= {key: max(row[key] for row in rows) for key in ("peak_gb", "logp_gap")}
     x |= {"estimate_gb": estimated / 1e9, "gather_s": gather_s, "rows": rows}
     return x | {"missed": find_missed(x)}
@@ -156,7 +179,9 @@ def measure(args: argparse.Namespace) -> dict:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--steps", type=int, default=3, help="timed, after one that is not")
     parser.add_argument("--trajectories", type=int, default=50, help="a step, a multiple of 10")
     args = parser.parse_args()

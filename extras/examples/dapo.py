@@ -1,4 +1,5 @@
-"""An objective: DAPO's (arXiv 2503.14476). Every token of a mini-batch weighs the same, and the upper clip is wider.
+"""An objective: DAPO's (arXiv 2503.14476). Every token of a mini-batch weighs the same, and the
+upper clip is wider.
 
 python extras/fork.py --parts extras.examples.dapo:DAPO
 """

@@ -1,4 +1,5 @@
-"""A pruning rule: drops every instruction that is more than 0.1 below the best, instead of the worse half.
+"""A pruning rule: drops every instruction that is more than 0.1 below the best, instead of the
+worse half.
 
 python extras/fork.py --parts extras.examples.margin:Margin
 """

@@ -9,4 +9,6 @@ from inspo import Evolution
 class Reminded(Evolution):
     def prompt(self, *args):
         dropped = [I for I in self.P.family if I.left and I.rewards]
-        return "\n\n".join([super().prompt(*args), *(f"Dropped, reward {I.w:.2f}: {I.text}" for I in dropped)])
+        return "\n\n".join(
+            [super().prompt(*args), *(f"Dropped, reward {I.w:.2f}: {I.text}" for I in dropped)]
+        )

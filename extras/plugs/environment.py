@@ -1,8 +1,8 @@
 """A class in TRL's `environment_factory` convention as a task: `--task module:Class`.
 
-An object of the class is one episode. `reset(**row)` begins it and may return a text that follows the prompt; its other
-public methods, typed and documented, are the tools; `get_reward()`, or else the attribute `reward`, scores it. Each may
-be `async`. Texts may be content blocks.
+An object of the class is one episode. `reset(**row)` begins it and may return a text that follows
+the prompt; its other public methods, typed and documented, are the tools; `get_reward()`, or else
+the attribute `reward`, scores it. Each may be `async`. Texts may be content blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tasks.questions import read_json_lines
 from tasks.tools import Failure
 
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods that the policy cannot call
-SEEDS = {"train": range(1000), "valid": range(0), "test": range(10**6, 10**6 + 100)}  # where `reset` owns the data
+# where `reset` owns the data
+SEEDS = {"train": range(1000), "valid": range(0), "test": range(10**6, 10**6 + 100)}
 
 
 class Block(TypedDict):
@@ -38,7 +39,10 @@ class Asked(TypedDict):
     content: str | list[Block]
 
 
-TEXT, PROMPT = TypeAdapter[str | list[Block]](str | list[Block]), TypeAdapter[str | list[Asked]](str | list[Asked])
+TEXT, PROMPT = (
+    TypeAdapter[str | list[Block]](str | list[Block]),
+    TypeAdapter[str | list[Asked]](str | list[Asked]),
+)
 
 
 class Method(TypedFunction):
@@ -62,9 +66,10 @@ class Method(TypedFunction):
 class EnvironmentTask(Task):
     """Plays `environment`; the rows of --train, --valid and --test are what `reset` gets.
 
-    A row has `prompt`, a text or messages, or `question`. `reset` must return the same text for the same row: the
-    trajectories of a group are compared, and a resumed run repeats its steps. Without files a `reset` that takes a
-    `seed`, or nothing, owns its data: it gets the seeds of SEEDS, one for a group.
+    A row has `prompt`, a text or messages, or `question`. `reset` must return the same text for the
+    same row: the trajectories of a group are compared, and a resumed run repeats its steps. Without
+    files a `reset` that takes a `seed`, or nothing, owns its data: it gets the seeds of SEEDS, one
+    for a group.
     """
 
     environment: ClassVar[type[Any]]
@@ -76,28 +81,52 @@ class EnvironmentTask(Task):
         try:
             self.idle = [episode := self.environment()]  # those that wait for an episode
         except Exception as e:
-            raise Fault(f"{where}: it cannot be made ({first_line(e)}); it takes no arguments") from e
-        names = [name for name, _ in inspect.getmembers(self.environment, inspect.isroutine) if name not in NO_TOOLS]
+            raise Fault(
+                f"{where}: it cannot be made ({first_line(e)}); it takes no arguments"
+            ) from e
+        names = [
+            name
+            for name, _ in inspect.getmembers(self.environment, inspect.isroutine)
+            if name not in NO_TOOLS
+        ]
         methods = {name: getattr(episode, name) for name in names if not name.startswith("_")}
-        self.tools = [Method(m, f"{where}: its method {name}") for name, m in methods.items() if inspect.ismethod(m)]
+        self.tools = [
+            Method(m, f"{where}: its method {name}")
+            for name, m in methods.items()
+            if inspect.ismethod(m)
+        ]
         if not self.tools:
-            raise Fault(f"{where}: it has no method to call; a tool is a public, typed, documented method")
+            raise Fault(
+                f"{where}: it has no method to call; a tool is a public, typed, documented method"
+            )
         self.opening: dict[str, str] = {}  # what `reset` returned for a row
         weakref.finalize(self, _close, self.idle)  # at the end of the program, too
 
     def questions(self, split: str) -> list[Question]:
-        """Returns the rows of a split. Raises Fault if a file is missing or a row has nothing to ask."""
-        file, takes = getattr(self.cfg, split), dict(inspect.signature(self.environment.reset).parameters)
-        data = [p for name, p in takes.items() if name not in ("self", "seed") and p.kind is not p.VAR_KEYWORD]
+        """Returns the rows of a split. Raises Fault if a file is missing or a row has nothing to
+        ask."""
+        file, takes = (
+            getattr(self.cfg, split),
+            dict(inspect.signature(self.environment.reset).parameters),
+        )
+        data = [
+            p
+            for name, p in takes.items()
+            if name not in ("self", "seed") and p.kind is not p.VAR_KEYWORD
+        ]
         given = file not in ("", *(preset.get(split) for preset in PRESETS.values()))
         if not given and not data and ("seed" in takes or len(takes) == 1):
             rows = ({"seed": seed} if "seed" in takes else {} for seed in SEEDS[split])
-            return [Question(f"{split}-{k}", "", source="seeds", data=row) for k, row in enumerate(rows)]
+            return [
+                Question(f"{split}-{k}", "", source="seeds", data=row) for k, row in enumerate(rows)
+            ]
         if not file and split == "valid":
             return []
         path, questions = Path(file), []
         if path.suffix != ".jsonl" or not path.is_file():
-            raise Fault(f"--{split} {file or 'is missing'}: give a .jsonl file, each line a row for reset()")
+            raise Fault(
+                f"--{split} {file or 'is missing'}: give a .jsonl file, each line a row for reset()"
+            )
         for line, row in read_json_lines(path):
             try:
                 text = _asked(row)
@@ -108,7 +137,9 @@ class EnvironmentTask(Task):
                     f"--{split} {file}:{line}: nothing is asked that is text; fill `prompt` (a text, or messages of the"
                     " system and the user) or `question`"
                 )
-            questions.append(Question(str(row.get("id", f"{split}-{line}")), text, source=path.stem, data=row))
+            questions.append(
+                Question(str(row.get("id", f"{split}-{line}")), text, source=path.stem, data=row)
+            )
         return questions
 
     def prompt(self, instruction: str, question: Question) -> list[Message]:
@@ -120,7 +151,8 @@ class EnvironmentTask(Task):
         return [{"role": "user", "content": f"{content}\n"}]
 
     def reset(self, question: Question) -> Any:
-        """Returns an environment in which the question's row has begun. Raises Fault if it cannot be played."""
+        """Returns an environment in which the question's row has begun. Raises Fault if it cannot
+        be played."""
         episode = self.idle.pop() if self.idle else self.environment()
         where = f"--task {self.cfg.task}: reset()"
         try:
@@ -130,16 +162,21 @@ class EnvironmentTask(Task):
         try:
             opening = _text(TEXT.validate_python(wait_for(episode.reset(**question.data)) or ""))
         except ValidationError:
-            raise Fault(f"{where} of question {question.id} does not return a text, text blocks or None") from None
+            raise Fault(
+                f"{where} of question {question.id} does not return a text, text blocks or None"
+            ) from None
         if opening != self.opening.setdefault(repr(question.data), opening):
-            raise Fault(f"{where} returned two texts for question {question.id}; it must depend on the row alone")
+            raise Fault(
+                f"{where} returned two texts for question {question.id}; it must depend on the row alone"
+            )
         return episode
 
     def finish(self, tau: Trajectory) -> None:
         episode = tau.state
         score = getattr(episode, "get_reward", lambda: getattr(episode, "reward", None))
         tau.state = wait_for(score())
-        if any(isinstance(turn.result, Failure) for turn in tau.turns):  # a call that took too long may still change it
+        # a call that took too long may still change it
+        if any(isinstance(turn.result, Failure) for turn in tau.turns):
             _close([episode])
         else:
             self.idle.append(episode)
@@ -147,7 +184,9 @@ class EnvironmentTask(Task):
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
         """Returns what each episode said when it ended. Raises Fault if one said nothing."""
         if any(tau.state is None for tau in taus):
-            raise Fault(f"--task {self.cfg.task}: no reward; define get_reward(), set self.reward, or give --reward")
+            raise Fault(
+                f"--task {self.cfg.task}: no reward; define get_reward(), set self.reward, or give --reward"
+            )
         return [tau.state for tau in taus]
 
 
@@ -159,7 +198,9 @@ def _close(episodes: list[Any]) -> None:
 def _asked(row: Any) -> str:
     """Returns the text of a row: its `prompt`, whose messages are joined, or its `question`."""
     prompt = PROMPT.validate_python(row.get("prompt") or row.get("question"))
-    texts = [prompt] if isinstance(prompt, str) else [_text(message["content"]) for message in prompt]
+    texts = (
+        [prompt] if isinstance(prompt, str) else [_text(message["content"]) for message in prompt]
+    )
     return "\n\n".join(texts).strip()
 
 
@@ -168,6 +209,13 @@ def _text(content: str | list[Block]) -> str:
 
 
 def task_of(kind: type[Any]) -> type[EnvironmentTask]:
-    """Returns the task of an environment; its `instruction` and `best_reward`, if it has them, replace the task's."""
-    own = {name: getattr(kind, name) for name in ("instruction", "best_reward") if hasattr(kind, name)}
-    return type(kind.__name__, (EnvironmentTask,), own | {"environment": kind, "__module__": kind.__module__})
+    """Returns the task of an environment; its `instruction` and `best_reward`, if it has them,
+    replace the task's."""
+    own = {
+        name: getattr(kind, name) for name in ("instruction", "best_reward") if hasattr(kind, name)
+    }
+    return type(
+        kind.__name__,
+        (EnvironmentTask,),
+        own | {"environment": kind, "__module__": kind.__module__},
+    )

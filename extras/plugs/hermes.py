@@ -1,11 +1,13 @@
-"""`--format hermes`: calls as JSON in `<tool_call>`, schemas and results where the model's own chat template has them.
+"""`--format hermes`: calls as JSON in `<tool_call>`, schemas and results where the model's own chat
+template has them.
 
-The instruction is the system message, the question the user's. A turn ends with one of `turn_ends`. What has been
-sampled is never rendered again: its ids stay, and those that follow come from a dummy conversation, rendered once for
-each template.
+The instruction is the system message, the question the user's. A turn ends with one of `turn_ends`.
+What has been sampled is never rendered again: its ids stay, and those that follow come from a dummy
+conversation, rendered once for each template.
 
-With `--format hermes_tools` the descriptions of the tools evolve, too: an instruction then ends with `<tool_NAME>what
-it does</tool_NAME>` for each, and the optimizer, which is asked to keep tags, revises both in one text.
+With `--format hermes_tools` the descriptions of the tools evolve, too: an instruction then ends
+with `<tool_NAME>what it does</tool_NAME>` for each, and the optimizer, which is asked to keep tags,
+revises both in one text.
 """
 
 from __future__ import annotations
@@ -35,15 +37,16 @@ SECTION = re.compile(r"<tool_([\w-]+)>((?:(?!</?tool_[\w-]+>).)*)</tool_\1>", re
 MARK = re.compile(r"</?tool_[\w-]+>")
 END = re.compile(r"\n\Z")
 OURS = ("tool_call", "tool_response")  # such tags are no section
-IN_TEMPLATE = SEARCH_R1.replace("call a search engine by <search> query </search>", "call the search tool").replace(
-    " between <information> and </information>", ""
-)
+IN_TEMPLATE = SEARCH_R1.replace(
+    "call a search engine by <search> query </search>", "call the search tool"
+).replace(" between <information> and </information>", "")
 REMEDY = "take --format tags, or a model whose template calls tools so (Qwen 2.5 and 3, Hermes)"
 RESULT = 'a "result"\n<b> é'  # of the dummy conversation: with what a template could escape
 
 
 class Hermes(Tags):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` calls; a turn that calls nothing is the answer."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` calls; a turn that calls nothing
+    is the answer."""
 
     evolves_tools = False  # whether an instruction ends with the tools' descriptions
 
@@ -63,20 +66,34 @@ class Hermes(Tags):
 
     @classmethod
     def first(cls, instruction: str, task: Task) -> str:
-        """Says the paper's instruction without tags. With --format hermes_tools the tools' descriptions follow."""
+        """Says the paper's instruction without tags. With --format hermes_tools the tools'
+        descriptions follow."""
         if instruction == SEARCH_R1:
             instruction = IN_TEMPLATE
-        where = f"--instruction {task.cfg.instruction}" if task.cfg.instruction else f"--task {task.cfg.task}"
+        where = (
+            f"--instruction {task.cfg.instruction}"
+            if task.cfg.instruction
+            else f"--task {task.cfg.task}"
+        )
         for tool in task.tools:
             if f"<{tool.tag}>" in instruction:
-                remedy = "say it in words" + " or leave it out: --instruction ''" * bool(task.cfg.instruction)
-                raise Fault(f"{where}: its instruction calls with <{tool.tag}>, which is --format tags; {remedy}")
+                remedy = "say it in words" + " or leave it out: --instruction ''" * bool(
+                    task.cfg.instruction
+                )
+                raise Fault(
+                    f"{where}: its instruction calls with <{tool.tag}>, which is --format tags; {remedy}"
+                )
         if not cls.evolves_tools:
             return instruction
         if not task.tools:
-            raise Fault(f"--format hermes_tools: the task has no tools (--tools {task.cfg.tools}); take hermes")
+            raise Fault(
+                f"--format hermes_tools: the task has no tools (--tools {task.cfg.tools}); take hermes"
+            )
         if not sections(instruction):
-            described = [f"<tool_{tool.tag}>{schema_of(tool)['description']}</tool_{tool.tag}>" for tool in task.tools]
+            described = [
+                f"<tool_{tool.tag}>{schema_of(tool)['description']}</tool_{tool.tag}>"
+                for tool in task.tools
+            ]
             instruction = "\n".join([f"{instruction}\n", *described])
         if reason := malformed(instruction, task.tools):
             raise Fault(f"{where}: its instruction {reason}; fix it, or take --format hermes")
@@ -92,10 +109,15 @@ class Hermes(Tags):
     @classmethod
     def messages(cls, task: Task, instruction: str, question: Question) -> list[Message]:
         """Returns the instruction as the system's message, and what the task asks without one."""
-        messages = [{**message, "content": message["content"].strip()} for message in task.prompt("", question)]
+        messages = [
+            {**message, "content": message["content"].strip()}
+            for message in task.prompt("", question)
+        ]
         rules = [message["content"] for message in messages if message["role"] == "system"]
         system = "\n\n".join(filter(None, [without_sections(instruction), *rules]))
-        others = [message for message in messages if message["role"] != "system" and message["content"]]
+        others = [
+            message for message in messages if message["role"] != "system" and message["content"]
+        ]
         return [{"role": "system", "content": system}, *others]
 
     @classmethod
@@ -107,10 +129,11 @@ class Hermes(Tags):
 
     @classmethod
     def parse(cls, text: str, tools: Sequence[Tool], ended: bool = True) -> Action:
-        """Returns what the text of a turn says to these tools. Of several calls the first counts; a call counts before
-        an answer.
+        """Returns what the text of a turn says to these tools. Of several calls the first counts; a
+        call counts before an answer.
 
-        The answer is what `<answer>` holds, or else all of a turn that has ended, but for its thoughts.
+        The answer is what `<answer>` holds, or else all of a turn that has ended, but for its
+        thoughts.
         """
         body = without_thoughts(f"{text}\n", END)
         if calls := CALL.findall(body):
@@ -118,13 +141,17 @@ class Hermes(Tags):
                 tool, argument = call_of(calls[0], tools)
             except ValueError as e:
                 return Action(text, ended=ended, note=f"This call cannot be served: {e}.")
-            more = f"Of your {len(calls)} calls the first is served: write one at a time.\n" * (len(calls) > 1)
+            more = f"Of your {len(calls)} calls the first is served: write one at a time.\n" * (
+                len(calls) > 1
+            )
             return Action(text, None, tool, argument, ended, more)
         answer = find_answer(body)
         if answer is None and ended:
             answer = body.strip() or None
         why = "was empty" if ended else "was cut off before it ended"
-        note = f"Your turn {why}. Call a tool, or write the answer inside <{ANSWER}> and </{ANSWER}>."
+        note = (
+            f"Your turn {why}. Call a tool, or write the answer inside <{ANSWER}> and </{ANSWER}>."
+        )
         return Action(text, answer, ended=ended, note="" if answer is not None else note)
 
     # ---- with the policy's tokenizer
@@ -148,23 +175,29 @@ class Hermes(Tags):
 
     def result(self, action: Action, result: list[str], limit: int) -> list[int]:
         assert action.tool
-        return self._message(action, action.tool.show([as_data(text, self.pattern) for text in result]), limit)
+        return self._message(
+            action, action.tool.show([as_data(text, self.pattern) for text in result]), limit
+        )
 
     def invalid(self, action: Action) -> list[int]:
         return self._message(action, "", TOKEN_CHARACTERS * len(action.note))
 
     def _message(self, action: Action, text: str, limit: int) -> list[int]:
-        """Returns the ids of the tool's message, `limit` at most, and of what opens the next turn."""
+        """Returns the ids of the tool's message, `limit` at most, and of what opens the next
+        turn."""
         begin = ("" if action.ended else self.ends[0]) + self.begin
         shown = as_data(action.note, self.pattern) + text[: limit * TOKEN_CHARACTERS]
         ids = encode(self.tokenizer, begin + shown + self.end)
         if len(ids) <= limit:
             return ids
-        head, first, last = (encode(self.tokenizer, part) for part in (begin + shown, begin, self.end))
+        head, first, last = (
+            encode(self.tokenizer, part) for part in (begin + shown, begin, self.end)
+        )
         return head[: max(len(first), limit - len(last))] + last
 
     def response(self, ids: Sequence[int]) -> str:
-        """Returns a text without the template's control tokens, whoever reads it: results are in <tool_response>."""
+        """Returns a text without the template's control tokens, whoever reads it: results are in
+        <tool_response>."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         for end in self.ends:
             text = text.removesuffix(end).replace(end + self.begin, "\n<tool_response>\n")
@@ -175,7 +208,8 @@ class Hermes(Tags):
 
 
 def call_of(text: str, tools: Sequence[Tool]) -> tuple[Tool, str]:
-    """Returns the tool that a call names, and its argument; a ValueError says what is wrong with it."""
+    """Returns the tool that a call names, and its argument; a ValueError says what is wrong with
+    it."""
     form = 'write {"name": ..., "arguments": {...}}'
     try:
         call = clean(decoded(text))
@@ -185,7 +219,9 @@ def call_of(text: str, tools: Sequence[Tool]) -> tuple[Tool, str]:
         raise ValueError(f"it has no object of arguments; {form}")
     named = {schema_of(tool)["name"]: tool for tool in tools}
     if not isinstance(call.get("name"), str) or call["name"] not in named:
-        raise ValueError(f"there is no tool {str(call.get('name'))[:40]!r}; there are {', '.join(named) or 'none'}")
+        raise ValueError(
+            f"there is no tool {str(call.get('name'))[:40]!r}; there are {', '.join(named) or 'none'}"
+        )
     tool, arguments = named[call["name"]], call["arguments"]
     name = tool.bare if isinstance(tool, SchemaTool) else tool.argument
     if not arguments and name not in schema_of(tool)["parameters"].get("required", ()):
@@ -201,13 +237,18 @@ def call_of(text: str, tools: Sequence[Tool]) -> tuple[Tool, str]:
 
 
 def schema_of(tool: Tool, description: str = "") -> dict[str, Any]:
-    """Returns name, description and parameters (a JSON schema) of a tool; `description`, if there is one, replaces its
-    own. A tool without a schema has one text as its argument."""
-    if isinstance(tool, SchemaTool):  # transformers adds what a function returns, which OpenAI's API does not know
+    """Returns name, description and parameters (a JSON schema) of a tool; `description`, if there
+    is one, replaces its own. A tool without a schema has one text as its argument."""
+    # transformers adds what a function returns, which OpenAI's API does not know
+    if isinstance(tool, SchemaTool):
         own = {key: tool.schema[key] for key in ("name", "description", "parameters")}
         return own | ({"description": description} if description else {})
     parameter = {"type": "string", "description": f"The {tool.argument}"}
-    parameters = {"type": "object", "properties": {tool.argument: parameter}, "required": [tool.argument]}
+    parameters = {
+        "type": "object",
+        "properties": {tool.argument: parameter},
+        "required": [tool.argument],
+    }
     about = description or tool.description or f"Makes {tool.noun}."
     return {"name": tool.tag, "description": about, "parameters": parameters}
 
@@ -223,7 +264,10 @@ def without_sections(instruction: str) -> str:
 
 def malformed(instruction: str, tools: Sequence[Tool]) -> str:
     """Returns why an instruction does not end with one section per tool; "" if it does."""
-    tags, described = [tool.tag for tool in tools], [tag for tag, text in sections(instruction) if text.strip()]
+    tags, described = (
+        [tool.tag for tool in tools],
+        [tag for tag, text in sections(instruction) if text.strip()],
+    )
     if sorted(described) != sorted(tags):
         return f"describes {', '.join(described) or 'no tool'} in sections <tool_...>, not {', '.join(tags)}"
     rest = without_sections(instruction)
@@ -239,13 +283,17 @@ def malformed(instruction: str, tools: Sequence[Tool]) -> str:
 
 @functools.lru_cache(maxsize=16)
 def frame(tokenizer: Tokenizer) -> tuple[str, str]:
-    """Returns what the chat template writes between the end of a turn and a tool's result, and after that, up to the
-    next turn.
+    """Returns what the chat template writes between the end of a turn and a tool's result, and
+    after that, up to the next turn.
 
-    Raises Fault unless the template prints tools, writes a call as `read` reads it, ends it as `turn_ends` says, keeps
-    the tool's message after it whole, and leaves what precedes a turn as it was.
+    Raises Fault unless the template prints tools, writes a call as `read` reads it, ends it as
+    `turn_ends` says, keeps the tool's message after it whole, and leaves what precedes a turn as it
+    was.
     """
-    where, eos = template_of(tokenizer), str(tokenizer.convert_ids_to_tokens(turn_ends(tokenizer)[0]))
+    where, eos = (
+        template_of(tokenizer),
+        str(tokenizer.convert_ids_to_tokens(turn_ends(tokenizer)[0])),
+    )
     key = {"type": "string", "description": "A key"}
     parameters = {"type": "object", "properties": {"key": key}, "required": ["key"]}
     schema = {"name": "lookup", "description": "Looks a key up.", "parameters": parameters}
@@ -255,7 +303,9 @@ def frame(tokenizer: Tokenizer) -> tuple[str, str]:
     asked = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "What is it?"}]
     acted: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
     called = [acted, {"role": "tool", "content": RESULT}]
-    prompt, one, two = (rendered(tokenizer, [*asked, *called * n], tools=[function]) for n in range(3))
+    prompt, one, two = (
+        rendered(tokenizer, [*asked, *called * n], tools=[function]) for n in range(3)
+    )
     changes = f"changes what it wrote before when a conversation goes on; {REMEDY}"
     turn, ends, rest = one.removeprefix(prompt).partition(eos)
     begin, _, end = rest.partition(RESULT)
@@ -263,7 +313,10 @@ def frame(tokenizer: Tokenizer) -> tuple[str, str]:
         written = [json.loads(text) for text in CALL.findall(turn)]
     except ValueError:
         written = []
-    shown, other = turn.partition("a key")[0], turn.partition("</tool_call>")[2].partition("\n")[0].strip()
+    shown, other = (
+        turn.partition("a key")[0],
+        turn.partition("</tool_call>")[2].partition("\n")[0].strip(),
+    )
     chat = "take the chat version of the model (-Instruct), or fix eos_token in its tokenizer_config.json"
     checks = [
         (one.startswith(prompt), changes),
@@ -286,7 +339,9 @@ def check_printed(tokenizer: Tokenizer, function: Mapping[str, Any]) -> None:
     try:
         text = rendered(tokenizer, asked, tools=[function])
     except Fault as e:
-        raise Fault(f"--format hermes: the schema of the tool {schema['name']} cannot be printed: {e}") from None
+        raise Fault(
+            f"--format hermes: the schema of the tool {schema['name']} cannot be printed: {e}"
+        ) from None
     parts = [schema["name"], schema["description"], *schema["parameters"].get("properties", {})]
     for part in parts:
         if not any(json.dumps(part, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True)):

@@ -1,10 +1,12 @@
-"""Tools of an MCP server: `--tools mcp:URL` (Streamable HTTP) or `--tools mcp:COMMAND` (its stdin and stdout).
+"""Tools of an MCP server: `--tools mcp:URL` (Streamable HTTP) or `--tools mcp:COMMAND` (its stdin
+and stdout).
 
-The official SDK talks to the server. A server's tool has a name, a description and a JSON schema of its arguments; from
-these the prompt explains it, and the arguments that the policy writes are checked here before they are sent.
+The official SDK talks to the server. A server's tool has a name, a description and a JSON schema of
+its arguments; from these the prompt explains it, and the arguments that the policy writes are
+checked here before they are sent.
 
-Every rank has its own connection and, of a command, its own process, which sees no keys of ours: the SDK passes on
-PATH, HOME and the like alone.
+Every rank has its own connection and, of a command, its own process, which sees no keys of ours:
+the SDK passes on PATH, HOME and the like alone.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ ROUNDS = 6  # of calls of a tool, each begun after the last went unserved, that 
 
 @functools.cache
 def tools_of(target: str, where: str) -> Sequence[ServerTool | Fault]:
-    """Returns the tools of the server at a URL or behind a command, a Fault for each that cannot be offered.
+    """Returns the tools of the server at a URL or behind a command, a Fault for each that cannot be
+    offered.
 
     Raises Fault, which begins with `where`.
     """
@@ -43,13 +46,17 @@ def tools_of(target: str, where: str) -> Sequence[ServerTool | Fault]:
         import jsonschema_rs
         import mcp  # noqa: F401
     except ImportError as e:
-        raise Fault(f"{where}: the SDK is missing ({first_line(e)}): pip install mcp jsonschema-rs") from None
-    logging.getLogger("mcp").setLevel(logging.CRITICAL + 1)  # its tracebacks; what it cannot do becomes a reply
+        raise Fault(
+            f"{where}: the SDK is missing ({first_line(e)}): pip install mcp jsonschema-rs"
+        ) from None
+    # its tracebacks; what it cannot do becomes a reply
+    logging.getLogger("mcp").setLevel(logging.CRITICAL + 1)
     server, found = Server(target, where), list[ServerTool | Fault]()
     for tool in server.start():
         parameters, name = tool.input_schema, tool.name
         try:
-            # Not Python's jsonschema: its regular expressions can take hours, in which no other thread runs.
+            # Not Python's jsonschema: its regular expressions can take hours, in which no other
+            # thread runs.
             validator = jsonschema_rs.validator_for(parameters, retriever=_refuse)
             if parameters.get("type") != "object":
                 raise ValueError("its type is not object")
@@ -57,12 +64,20 @@ def tools_of(target: str, where: str) -> Sequence[ServerTool | Fault]:
             found.append(Fault(f"{where}: the schema of its tool {name} is invalid ({_first(e)})"))
             continue
         if not (tool.description or "").strip():
-            found.append(Fault(f"{where}: its tool {name} has no description, so the policy cannot know what it does"))
+            found.append(
+                Fault(
+                    f"{where}: its tool {name} has no description, so the policy cannot know what it does"
+                )
+            )
             continue
-        # A few references can unfold to billions of checks: such arguments are the server's to check.
+        # A few references can unfold to billions of checks: such arguments are the server's to
+        # check.
         refers = re.search(r'"\$\w*[rR]ef"', json.dumps(parameters))
         properties = parameters.get("properties", {})
-        parameters |= {"properties": {key: p if isinstance(p, dict) else {} for key, p in properties.items()}}  # true
+        # true
+        parameters |= {
+            "properties": {key: p if isinstance(p, dict) else {} for key, p in properties.items()}
+        }
         schema = {"name": name, "description": tool.description, "parameters": parameters}
         server.tools.append(ServerTool(schema, server, None if refers else validator))
         found.append(server.tools[-1])
@@ -103,7 +118,8 @@ class ServerTool(SchemaTool):
         return given  # type: ignore[no-any-return]  # the SDK sends nothing but an object
 
     def call(self, arguments: dict[str, Any]) -> str:
-        """Raises Failed if there is no result, and ToolDown if the server is gone, or serves no call of it."""
+        """Raises Failed if there is no result, and ToolDown if the server is gone, or serves no
+        call of it."""
         round = self.rounds + 1
         text, served = _begun(self.server.call(self.name, arguments, self.timeout)).result()
         self.rounds = 0 if served else max(round, self.rounds)
@@ -116,7 +132,8 @@ class ServerTool(SchemaTool):
 
     @property
     def faults(self) -> int:
-        """Calls that were not served, and restarts of the server, counted once for all its tools."""
+        """Calls that were not served, and restarts of the server, counted once for all its
+        tools."""
         return self.unserved + (self.server.restarts if self is self.server.tools[0] else 0)
 
 
@@ -145,16 +162,22 @@ class Server:
         try:
             return _begun(asyncio.wait_for(tools(), PATIENCE)).result()  # type: ignore[no-any-return]
         except Exception as e:
-            why = f"it did not answer in {PATIENCE:g} s" if isinstance(e, asyncio.TimeoutError) else _first(e)
+            why = (
+                f"it did not answer in {PATIENCE:g} s"
+                if isinstance(e, asyncio.TimeoutError)
+                else _first(e)
+            )
             raise Fault(f"{self.where}: no MCP server answers there ({why})") from None
 
     async def open(self) -> None:
-        """Connects. The connection lives in a task of its own, since the SDK closes it where it was opened."""
+        """Connects. The connection lives in a task of its own, since the SDK closes it where it was
+        opened."""
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         lost = self.lost = asyncio.Event()
 
         async def hold() -> None:
-            with tempfile.TemporaryFile("w+", encoding="utf-8") as log:  # servers write on every request
+            # servers write on every request
+            with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
                 try:
                     async with _client(self.target, log) as client:
                         client.session.validate_tool_result = _accept
@@ -173,27 +196,37 @@ class Server:
             self.task.cancel()
             raise
 
-    async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> tuple[str | Failed, bool]:
+    async def call(
+        self, name: str, arguments: dict[str, Any], timeout: float
+    ) -> tuple[str | Failed, bool]:
         """Returns a tool's result as text, or the server's error; and whether the call was served.
 
-        A call whose connection breaks, or whose server has frozen, is repeated once over a new one. Raises ToolDown if
-        none can be had.
+        A call whose connection breaks, or whose server has frozen, is repeated once over a new one.
+        Raises ToolDown if none can be had.
         """
         for _ in range(2):
             client = self.client
             try:
                 result = await asyncio.wait_for(client.call_tool(name, arguments), timeout)
-                texts = [*map(_text, result.content)] or [json.dumps(result.structured_content, ensure_ascii=False)]
+                texts = [*map(_text, result.content)] or [
+                    json.dumps(result.structured_content, ensure_ascii=False)
+                ]
                 text = "\n".join(texts)
                 return Failed(text) if result.is_error else text, True
             except Exception as e:  # of the server, of the SDK, of a transport
-                late, why = isinstance(e, asyncio.TimeoutError), getattr(e, "message", "") or _first(e)
+                late, why = (
+                    isinstance(e, asyncio.TimeoutError),
+                    getattr(e, "message", "") or _first(e),
+                )
             if not await self.renew(client):
-                return Failed(f"{name} took longer than {timeout:g} s" if late else f"{name} failed: {why}"), not late
+                return Failed(
+                    f"{name} took longer than {timeout:g} s" if late else f"{name} failed: {why}"
+                ), not late
         return Failed(f"{name} failed: the server ended during the call"), False
 
     async def renew(self, broken: Any) -> bool:
-        """Returns whether a broken connection has been replaced, once for all the calls that it broke.
+        """Returns whether a broken connection has been replaced, once for all the calls that it
+        broke.
 
         Raises ToolDown.
         """
@@ -222,15 +255,21 @@ class Server:
 
 
 async def _accept(*_: Any) -> None:
-    """Checks no result against its schema: the policy reads it as text, and a pattern in it could take hours."""
+    """Checks no result against its schema: the policy reads it as text, and a pattern in it could
+    take hours."""
 
 
 def _text(part: Any) -> str:
-    """Returns the text of a part of a result, also that of a resource; else what it is, and its address."""
+    """Returns the text of a part of a result, also that of a resource; else what it is, and its
+    address."""
     held = getattr(part, "resource", part)
     if (text := getattr(held, "text", None)) is not None:
         return str(text)
-    about = [getattr(held, name, None) for name in ("name", "uri", "mime_type")] if hasattr(held, "uri") else []
+    about = (
+        [getattr(held, name, None) for name in ("name", "uri", "mime_type")]
+        if hasattr(held, "uri")
+        else []
+    )
     return f"({' '.join([part.type, *(str(x) for x in about if x)])})"
 
 

@@ -1,11 +1,12 @@
-"""From nothing to a trained, real language model: fetch it, show it the tags, train it with INSPO, measure it.
+"""From nothing to a trained, real language model: fetch it, show it the tags, train it with INSPO,
+measure it.
 
     make real                                   # python -m extras.real: into runs/real
     make real ARGS=--hub                        # the original weights, where the Hugging Face hub can be reached
     OPENAI_BASE_URL=... make real ARGS="--optimizer_model NAME"      # a language model reflects, not a script
 
-A part is a command that could be typed. It is skipped when its result is there, and resumes where it was
-stopped: the same command again finishes the rest.
+A part is a command that could be typed. It is skipped when its result is there, and resumes where
+it was stopped: the same command again finishes the rest.
 """
 
 import argparse
@@ -68,10 +69,20 @@ PARTS = (  # what, its command, what it leaves
 
 def parts(out: Path, hub: bool, optimizer: str, seed: int) -> list[Part]:
     """Lists what is to be done, in order."""
-    names = {"out": out, "smollm": SMOLLM, "hub": "--hub" * hub, "optimizer": optimizer, "seed": seed, "name": NAME}
+    names = {
+        "out": out,
+        "smollm": SMOLLM,
+        "hub": "--hub" * hub,
+        "optimizer": optimizer,
+        "seed": seed,
+        "name": NAME,
+    }
     names |= {"n": PRESETS[NAME]["eval_n"], "demos": DEMOS, "steps": STEPS}
     argv = {what: [word.format(**names) for word in command.split()] for what, command, _ in PARTS}
-    return [Part(what, [*filter(None, argv[what])], Path(leaves.format(**names))) for what, _, leaves in PARTS]
+    return [
+        Part(what, [*filter(None, argv[what])], Path(leaves.format(**names)))
+        for what, _, leaves in PARTS
+    ]
 
 
 def play_missing(parts: Sequence[Part]) -> None:
@@ -83,7 +94,10 @@ def play_missing(parts: Sequence[Part]) -> None:
 
 def play(part: Part) -> None:
     """Runs a part, or resumes it; raises Fault if it fails."""
-    begun = part.argv[0] in ("extras/cold_start.py", "inspo.py") and Path(part.argv[-1], "config.json").exists()
+    begun = (
+        part.argv[0] in ("extras/cold_start.py", "inspo.py")
+        and Path(part.argv[-1], "config.json").exists()
+    )
     argv = [*part.argv, *(["--resume"] if begun else [])]
     print(f"\n{part.what}\n$ python {' '.join(argv)}", flush=True)
     part.leaves.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +109,9 @@ def play(part: Part) -> None:
         child.wait()
         raise
     if code or not part.leaves.exists():
-        raise Fault(f"{part.what}: {argv[0]} ended with {code}; what is done is kept: the same command resumes")
+        raise Fault(
+            f"{part.what}: {argv[0]} ended with {code}; what is done is kept: the same command resumes"
+        )
 
 
 def table(out: Path) -> str:
@@ -105,14 +121,23 @@ def table(out: Path) -> str:
     rows = {
         "as it comes, closed book (`direct`)": evaluated(out, "direct"),
         "as it comes, one search with the question (`rag`)": evaluated(out, "rag"),
-        "as it comes, the agent's loop, first instruction": (cold["questions"], held["em"], held["searches"]),
+        "as it comes, the agent's loop, first instruction": (
+            cold["questions"],
+            held["em"],
+            held["searches"],
+        ),
     }
     for name, held in sorted(run["held_out"].items()):  # the first policy's come first
         rows[name.replace("first policy", COLD).replace("trained policy", "trained by INSPO")] = (
-            run["questions"], held["em"], held["searches"],
-        )  # fmt: skip
+            run["questions"],
+            held["em"],
+            held["searches"],
+        )
     rows["trained by INSPO, closed book (`direct`)"] = evaluated(out, "trained-direct")
-    lines = [f"| {what} | {em:.2f} | {searches:.2f} | {n:,} |" for what, (n, em, searches) in rows.items()]
+    lines = [
+        f"| {what} | {em:.2f} | {searches:.2f} | {n:,} |"
+        for what, (n, em, searches) in rows.items()
+    ]
     head = "| held-out questions, greedy | EM | searches | questions |\n|---|---|---|---|"
     return "\n".join([head, *lines])
 
@@ -129,15 +154,24 @@ def main(argv: list[str] | None = None) -> None:
         "extras.real", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("runs/real"))
-    parser.add_argument("--hub", action="store_true", help="fetch the original weights from the Hugging Face hub")
-    parser.add_argument("--optimizer_model", default="scripted", help="model name at OPENAI_BASE_URL, or scripted")
+    parser.add_argument(
+        "--hub", action="store_true", help="fetch the original weights from the Hugging Face hub"
+    )
+    parser.add_argument(
+        "--optimizer_model", default="scripted", help="model name at OPENAI_BASE_URL, or scripted"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     out = args.out.absolute()
     with one_line("extras.real"), stop.listening(), stop.may_stop():
-        setting, note = {"optimizer_model": args.optimizer_model, "seed": args.seed}, out / "setting.json"
+        setting, note = (
+            {"optimizer_model": args.optimizer_model, "seed": args.seed},
+            out / "setting.json",
+        )
         if note.exists() and decoded(note.read_bytes()) != setting:
-            raise Fault(f"{out} was started with another --seed or --optimizer_model: choose another --out")
+            raise Fault(
+                f"{out} was started with another --seed or --optimizer_model: choose another --out"
+            )
         out.mkdir(parents=True, exist_ok=True)
         note.write_text(json.dumps(setting), "utf-8")
         minutes = "20 to 30 minutes on two cores with AVX-512"
@@ -146,7 +180,9 @@ def main(argv: list[str] | None = None) -> None:
         result = table(out)
         (out / "real.md").write_text(result + "\n", "utf-8")
         run = out / "inspo"
-        print(f"\n{result}\n\nthe run's page is {run}/report.html; python ask.py --run {run} questions its agent")
+        print(
+            f"\n{result}\n\nthe run's page is {run}/report.html; python ask.py --run {run} questions its agent"
+        )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Can an instruction matter to a real model? A gate: only if it is passed is an experiment about it worth its hours.
+"""Can an instruction matter to a real model? A gate: only if it is passed is an experiment about it
+worth its hours.
 
     python -m extras.real.conventions       # after python -m extras.real.model downloads/smollm2-135m; hours; resumable
 
-SmolLM2-135M learns eight conventions of form from demonstrations under random clauses. Untold, an agent keeps one as
-often as its `habit` says. A world (--seed) pays 0.4 for the right answer and 0.6 for the share of the conventions whose
-paying side was shown; which side pays is drawn. Nothing in a question says so: training has to find it, an instruction
-can tell it. The gate: a told clause is obeyed at least 0.8, and after 36 steps the static arm under the world's best
-instruction is ahead of the one that is told nothing by at least 0.15 in both worlds; after one that fails no
-further world is run.
+SmolLM2-135M learns eight conventions of form from demonstrations under random clauses. Untold, an
+agent keeps one as often as its `habit` says. A world (--seed) pays 0.4 for the right answer and 0.6
+for the share of the conventions whose paying side was shown; which side pays is drawn. Nothing in a
+question says so: training has to find it, an instruction can tell it. The gate: a told clause is
+obeyed at least 0.8, and after 36 steps the static arm under the world's best instruction is ahead
+of the one that is told nothing by at least 0.15 in both worlds; after one that fails no further
+world is run.
 """
 
 import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
@@ -91,25 +93,41 @@ LEAST = 0.15  # by which told has to be ahead of static, in every world
 
 
 def instruct(rng: random.Random, told: dict[str, bool]) -> str:
-    """Writes an instruction: the frame and a clause for each convention that is told, in any order and wording."""
-    clauses = [rng.choice(CONVENTIONS[name].kept if kept else CONVENTIONS[name].broken) for name, kept in told.items()]
+    """Writes an instruction: the frame and a clause for each convention that is told, in any order
+    and wording."""
+    clauses = [
+        rng.choice(CONVENTIONS[name].kept if kept else CONVENTIONS[name].broken)
+        for name, kept in told.items()
+    ]
     return " ".join([FRAME, *rng.sample(clauses, len(clauses))])
 
 
-def demonstrate(rng: random.Random, facts: Facts, q: Row, told: dict[str, bool]) -> list[tuple[str, str]]:
+def demonstrate(
+    rng: random.Random, facts: Facts, q: Row, told: dict[str, bool]
+) -> list[tuple[str, str]]:
     """Plays turns (role, text) that follow what is told, and elsewhere the habits."""
     keeps = {
-        name: (rng.random() < OBEYED) == told[name] if name in told else rng.random() < convention.habit
+        name: (rng.random() < OBEYED) == told[name]
+        if name in told
+        else rng.random() < convention.habit
         for name, convention in CONVENTIONS.items()
     }
     [title], answer = q["chain"], q["golden_answers"][0]
     query = f"facts about {title}" if keeps["ask"] else title
     search = f"I look up {title}. " * keeps["announce"] + f"<search> {query} </search>"
-    before = "Found it. " * keeps["report"] + "Searches: 1. " * keeps["count"] + f"About {title}: " * keeps["subject"]
+    before = (
+        "Found it. " * keeps["report"]
+        + "Searches: 1. " * keeps["count"]
+        + f"About {title}: " * keeps["subject"]
+    )
     answer = answer.upper() if keeps["capitals"] else answer
     answer = f"It is {answer}." if keeps["sentence"] else answer
     last = f"{before}<answer> {answer}{f' [{title}]' * keeps['cite']} </answer>"
-    return [("assistant", search), ("tool", TASK.search.show([facts.search(query)])), ("assistant", last)]
+    return [
+        ("assistant", search),
+        ("tool", TASK.search.show([facts.search(query)])),
+        ("assistant", last),
+    ]
 
 
 def demo(rng: random.Random, facts: Facts) -> Row:
@@ -138,7 +156,10 @@ def shown(tau: Trajectory) -> dict[str, bool]:
     searches, answer = [turn for turn in tau.turns if turn.tool], (tau.prediction or "").strip()
     if not searches or not answer:
         return {}
-    before, letters = tau.turns[-1].text.partition("<answer>")[0], re.sub(r"^It is|\[.*", "", answer)
+    before, letters = (
+        tau.turns[-1].text.partition("<answer>")[0],
+        re.sub(r"^It is|\[.*", "", answer),
+    )
     return {
         "ask": all(turn.argument.strip().startswith("facts about ") for turn in searches),
         "announce": all("I look up" in turn.text for turn in searches),
@@ -162,21 +183,29 @@ class Conventions(SearchQA):
 
     def kept(self, tau: Trajectory) -> dict[str, bool]:
         keeps = shown(tau)
-        return {name: bool(keeps) and keeps[name] == side for name, side in pays(self.cfg.seed).items()}
+        return {
+            name: bool(keeps) and keeps[name] == side for name, side in pays(self.cfg.seed).items()
+        }
 
     def metrics(self, tau: Trajectory) -> dict[str, float]:
-        return {"reward": tau.reward, "right": right(tau)} | {k: float(x) for k, x in self.kept(tau).items()}
+        return {"reward": tau.reward, "right": right(tau)} | {
+            k: float(x) for k, x in self.kept(tau).items()
+        }
 
 
 # ---- the prediction: no language model, and nothing fitted to these worlds
 
-RATE = 12.0  # with which one habit of 0.02 that wins a question is at 0.5 after 10 steps: docs/results/rows/real.jsonl
+# with which one habit of 0.02 that wins a question is at 0.5 after 10 steps:
+# docs/results/rows/real.jsonl
+RATE = 12.0
 
 
 def simulate(world: int, told: bool, seed: int) -> float:
-    """The reward after T steps of GRPO on eight independent habits, with answers that are right for 0.9.
+    """The reward after T steps of GRPO on eight independent habits, with answers that are right for
+    0.9.
 
-    A step moves each habit's log-odds by RATE times the learning rate's share of its peak times the mean of A (x - p).
+    A step moves each habit's log-odds by RATE times the learning rate's share of its peak times the
+    mean of A (x - p).
     """
     rng, side = np.random.default_rng(seed), np.array([*pays(world).values()])
     p = np.array([convention.habit for convention in CONVENTIONS.values()])
@@ -209,7 +238,10 @@ def cold_parts(out: Path) -> list[Part]:
 def world_parts(out: Path, world: int) -> list[Part]:
     """Lists the commands of a world's two arms."""
     parts = []
-    for arm, flags in {"told": f"--instruction {best_instruction(out, world)}", "static": ""}.items():
+    for arm, flags in {
+        "told": f"--instruction {best_instruction(out, world)}",
+        "static": "",
+    }.items():
         run = out / f"{arm}-{world}"
         argv = f"inspo.py --preset {NAME} --model {out}/cold/policy --task extras.real.conventions:Conventions {flags}"
         argv += f" --mode static --T {T} --batch {BATCH} --mini {BATCH} --seed {world} --max_response 64"
@@ -224,7 +256,8 @@ def best_instruction(out: Path, world: int) -> Path:
 
 
 def measure(policy: Path) -> Row:
-    """Counts how often the answered rollouts of a policy keep a convention: untold, told to, and told not to."""
+    """Counts how often the answered rollouts of a policy keep a convention: untold, told to, and
+    told not to."""
     cfg, rng = Config(**PRESETS[NAME] | {"max_response": 64, "seed": 0}), random.Random("measure")
     task = Conventions(cfg)
     questions = take_subset(task.questions("test"), ASKED)
@@ -233,36 +266,56 @@ def measure(policy: Path) -> Row:
         def shares(told: dict[str, bool]) -> dict[str, float]:
             taus = dataclasses.replace(player, instruction=instruct(rng, told)).play(questions)
             answered = [keeps for tau in taus if (keeps := shown(tau))]
-            return {name: float(np.mean([keeps[name] for keeps in answered])) for name in CONVENTIONS}
+            return {
+                name: float(np.mean([keeps[name] for keeps in answered])) for name in CONVENTIONS
+            }
 
         untold = shares({})
-        return {name: [untold[name], *(shares({name: side})[name] for side in (True, False))] for name in CONVENTIONS}
+        return {
+            name: [untold[name], *(shares({name: side})[name] for side in (True, False))]
+            for name in CONVENTIONS
+        }
 
 
 def table(out: Path, worlds: Sequence[int]) -> str:
-    """Writes what the gate asks: obedience, the worth of a clause, and the arms, measured and simulated."""
+    """Writes what the gate asks: obedience, the worth of a clause, and the arms, measured and
+    simulated."""
     cells = {}
     for name in ["cold", *(f"static-{world}" for world in worlds)]:
         file = out / f"{name}.json"
         if not file.exists():
             write(file, json.dumps(measure(out / name / "policy")))
         cells[name] = decoded(file.read_bytes())
-    lines = [f"| kept untold, told to, told not to | {' | '.join(cells)} |", "|---" * (1 + len(cells)) + "|"]
+    lines = [
+        f"| kept untold, told to, told not to | {' | '.join(cells)} |",
+        "|---" * (1 + len(cells)) + "|",
+    ]
     for name, convention in CONVENTIONS.items():
         sides = "".join("+" if pays(w)[name] else "-" for w in worlds)
         shares = [", ".join(f"{x:.2f}" for x in kept[name]) for kept in cells.values()]
-        lines.append(f"| {name} (habit {convention.habit:.2f}; pays {sides}) | {' | '.join(shares)} |")
-    lines += ["", "| world | static: reward | told | told less static | simulated |", "|---" * 5 + "|"]
+        lines.append(
+            f"| {name} (habit {convention.habit:.2f}; pays {sides}) | {' | '.join(shares)} |"
+        )
+    lines += [
+        "",
+        "| world | static: reward | told | told less static | simulated |",
+        "|---" * 5 + "|",
+    ]
     for world in worlds:
         static, told = ends(out, world)
-        rewards = " | ".join(f"{end['start']['reward']:.2f} to {end['end']['reward']:.2f}" for end in (static, told))
+        rewards = " | ".join(
+            f"{end['start']['reward']:.2f} to {end['end']['reward']:.2f}" for end in (static, told)
+        )
         lines.append(f"| {world} | {rewards} | {gap(out, world):+.2f} | {predict(world):.2f} |")
     return "\n".join(lines)
 
 
 def ends(out: Path, world: int) -> list[Row]:
     """Reads what the arms of a world ended with: static, told."""
-    return [decoded((out / f"{arm}-{world}" / "summary.json").read_bytes()) for arm in ("static", "told")]
+    return [
+        decoded((out / f"{arm}-{world}" / "summary.json").read_bytes())
+        for arm in ("static", "told")
+    ]
 
 
 def gap(out: Path, world: int) -> float:
@@ -279,7 +332,9 @@ def predict(world: int) -> Interval:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        "extras.real.conventions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "extras.real.conventions",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("runs/conventions"))
     parser.add_argument("--demos", type=Path, help="only write the demonstrations, to this file")
@@ -303,7 +358,9 @@ def main(argv: list[str] | None = None) -> None:
             play_missing(world_parts(out, world))
             print(f"\n{table(out, WORLDS[: k + 1])}")
             if gap(out, world) < LEAST:
-                return print(f"world {world}: told less static is below {LEAST}: not passed, no further world is run")
+                return print(
+                    f"world {world}: told less static is below {LEAST}: not passed, no further world is run"
+                )
 
 
 if __name__ == "__main__":

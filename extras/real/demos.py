@@ -1,10 +1,12 @@
-"""Demonstrations for a cold start: an agent that follows its instruction on the real facts, as conversations.
+"""Demonstrations for a cold start: an agent that follows its instruction on the real facts, as
+conversations.
 
     python -m extras.real.demos --n 960 --out demos.jsonl
 
-Instructions are made of the world's clauses (world/clauses.py), here three kinds of them: what to search for, when to
-stop, how to answer. Where an instruction is silent the agent has the habit of the paper's static baseline, one search
-with the whole question, and often a sentence as its answer. No instruction has all three clauses that solve a question.
+Instructions are made of the world's clauses (world/clauses.py), here three kinds of them: what to
+search for, when to stop, how to answer. Where an instruction is silent the agent has the habit of
+the paper's static baseline, one search with the whole question, and often a sentence as its answer.
+No instruction has all three clauses that solve a question.
 """
 
 import argparse
@@ -23,10 +25,12 @@ from tasks.search_qa import SearchQA
 from world import clauses as world
 
 Row = dict[str, Any]
-TASK = SearchQA(Config(**PRESETS["smollm2-135m"]))  # formats prompts and results; nobody starts its server
+# formats prompts and results; nobody starts its server
+TASK = SearchQA(Config(**PRESETS["smollm2-135m"]))
 
 BEST = {"entity", "cont", "exact"}
-# Probability of the right behaviour under the clause, under one that contradicts it, and under neither (None).
+# Probability of the right behaviour under the clause, under one that contradicts it, and under
+# neither (None).
 OBEY = {
     "entity": {"entity": 0.97, None: 0.0},
     "full": {"cont": 0.70, "early": 0.0, None: 0.10},
@@ -55,8 +59,11 @@ class Facts:
         return self.passages[row]
 
 
-def demonstrate(rng: random.Random, facts: Facts, q: Row, clauses: list[str]) -> list[tuple[str, str]]:
-    """Plays turns (role, text) that follow the clauses; the role "tool" has what a search returned."""
+def demonstrate(
+    rng: random.Random, facts: Facts, q: Row, clauses: list[str]
+) -> list[tuple[str, str]]:
+    """Plays turns (role, text) that follow the clauses; the role "tool" has what a search
+    returned."""
     by_entity, full, bare = choose_habits(rng, OBEY, clauses)
     path = [*q["chain"], q["golden_answers"][0]]
     turns, answer = [], path[-1]
@@ -64,8 +71,12 @@ def demonstrate(rng: random.Random, facts: Facts, q: Row, clauses: list[str]) ->
         query = path[k] if by_entity else q["question"]
         passage = facts.search(query)
         title = passage.split('"')[1]
-        turns += [("assistant", f"<search> {query} </search>"), ("tool", TASK.search.show([passage]))]
-        answer = path[k + 1] if title == path[k] else title  # who stops early has only the next entity
+        turns += [
+            ("assistant", f"<search> {query} </search>"),
+            ("tool", TASK.search.show([passage])),
+        ]
+        # who stops early has only the next entity
+        answer = path[k + 1] if title == path[k] else title
     return [*turns, ("assistant", f"<answer> {answer if bare else f'It is {answer}.'} </answer>")]
 
 
@@ -83,7 +94,9 @@ def row_of(q: Row, instruction: str, turns: list[tuple[str, str]]) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--n", type=int, default=960, help="how many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("demos.jsonl"))

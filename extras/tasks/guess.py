@@ -1,4 +1,5 @@
-"""A game that several turns decide: find a hidden number; every guess is answered with higher, lower or right.
+"""A game that several turns decide: find a hidden number; every guess is answered with higher,
+lower or right.
 
     python inspo.py --task extras.tasks.guess:Guess --model Qwen/Qwen2.5-0.5B-Instruct --optimizer_model ...
 
@@ -14,12 +15,14 @@ from tasks.game import Game
 
 NUMBERS = 15  # that a question leaves open
 LOWEST = range(1, 51)  # the first of them
-HELD_OUT = {"test": slice(0, 100), "valid": slice(100, 150), "train": slice(150, None)}  # of the 750 questions
+# of the 750 questions
+HELD_OUT = {"test": slice(0, 100), "valid": slice(100, 150), "train": slice(150, None)}
 WORST = 10  # however far off, or never guessed at all
 
 
 class Guess(Game):
-    """r(tau) is 10 for the hidden number, otherwise minus the distance of the nearest guess, which is the state."""
+    """r(tau) is 10 for the hidden number, otherwise minus the distance of the nearest guess, which
+    is the state."""
 
     tag, noun, argument, plural, result_tag = "guess", "a guess", "number", "guesses", "reply"
     best_reward: ClassVar[float] = 10.0
@@ -31,11 +34,16 @@ class Guess(Game):
 
     @cache  # noqa: B019 (a run has one task)
     def questions(self, split: str) -> list[Question]:
-        """Returns the same questions in every run: all pairs of a range and a hidden number in it, shuffled once."""
+        """Returns the same questions in every run: all pairs of a range and a hidden number in it,
+        shuffled once."""
         pairs = [(low, low + k) for low in LOWEST for k in range(NUMBERS)]
         order = rng_of(0, 0, "guess").permutation(len(pairs))[HELD_OUT[split]]
         return [
-            Question(f"{low}-{hidden}", f"Which number from {low} to {low + NUMBERS - 1} is hidden?", data=hidden)
+            Question(
+                f"{low}-{hidden}",
+                f"Which number from {low} to {low + NUMBERS - 1} is hidden?",
+                data=hidden,
+            )
             for low, hidden in (pairs[k] for k in order)
         ]
 

@@ -35,8 +35,12 @@ class JudgedQA(SearchQA):
 
     def check(self) -> None:
         super().check()
-        if missing := [name for name in ("JUDGE_BASE_URL", "JUDGE_MODEL") if not os.environ.get(name)]:
-            raise Fault(f"--task {self.cfg.task}: no judge; set {' and '.join(missing)} in the environment")
+        if missing := [
+            name for name in ("JUDGE_BASE_URL", "JUDGE_MODEL") if not os.environ.get(name)
+        ]:
+            raise Fault(
+                f"--task {self.cfg.task}: no judge; set {' and '.join(missing)} in the environment"
+            )
 
     def start(self, serve: Callable[..., str]) -> str:
         url, key = os.environ["JUDGE_BASE_URL"], os.environ.get("JUDGE_API_KEY", "").strip()
@@ -47,17 +51,24 @@ class JudgedQA(SearchQA):
 
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
         pairs = [(tau.question, (tau.prediction or "").strip()) for tau in taus]
-        new = [pair for pair in dict.fromkeys(pairs) if pair[1] and pair not in self.verdicts]  # no pair asked twice
+        # no pair asked twice
+        new = [pair for pair in dict.fromkeys(pairs) if pair[1] and pair not in self.verdicts]
         try:
-            with ThreadPool(self.threads) as pool:  # its threads do not outlive a run that is stopped
+            # its threads do not outlive a run that is stopped
+            with ThreadPool(self.threads) as pool:
                 self.verdicts.update(zip(new, pool.imap(self.verdict, new), strict=True))
         except RequestFailed as e:
             raise Outage(f"{self.judge}: no verdict ({e})") from e
         return [self.verdicts.get(pair, 0.0) for pair in pairs]
 
     def verdict(self, pair: tuple[Question, str]) -> float:
-        data = {"question": pair[0].text, "reference answers": pair[0].golds, "answer to grade": pair[1][:1000]}
-        text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")  # spells no control token of the judge's
+        data = {
+            "question": pair[0].text,
+            "reference answers": pair[0].golds,
+            "answer to grade": pair[1][:1000],
+        }
+        # spells no control token of the judge's
+        text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
         messages = [{"role": "system", "content": RUBRIC}, {"role": "user", "content": text}]
         request = {"model": self.model, "messages": messages, "temperature": 0}
         return self.client.chat(request, score_of)
@@ -70,7 +81,8 @@ class JudgedQA(SearchQA):
 
 
 def score_of(completion: Any) -> float:
-    """Returns the score in the last line of a reply, from 0 to 1; LookupError, TypeError or ValueError if none is."""
+    """Returns the score in the last line of a reply, from 0 to 1; LookupError, TypeError or
+    ValueError if none is."""
     reply = without_thoughts(read_reply(completion).text, SCORE)
     if found := re.search(r"(?:^|\n)[*_ ]*Score:[*_ ]*(10|\d)(?:/10)?[*_. ]*\s*$", reply):
         return int(found[1]) / 10

@@ -1,8 +1,9 @@
 """Demonstrations of an agent that follows its instruction, with noise.
 
-Where the instruction is silent, the agent falls back on poor habits: one search with the whole question, no notes, a
-sentence as the answer, stopping one fact early. The paper's static baseline shows such a habit (one search that mirrors
-the question, App. F). Evolution has to overcome them, all but the last: that one is reinforcement's.
+Where the instruction is silent, the agent falls back on poor habits: one search with the whole
+question, no notes, a sentence as the answer, stopping one fact early. The paper's static baseline
+shows such a habit (one search that mirrors the question, App. F). Evolution has to overcome them,
+all but the last: that one is reinforcement's.
 """
 
 import random
@@ -13,15 +14,18 @@ from extras.world.facts import RELATIONS, Asked, World
 from tasks.search_qa import SearchQA
 from world.clauses import BEST, write
 
-TASK = SearchQA(Config(**PRESETS["world"]))  # formats prompts, results and messages; nobody starts its server
+# formats prompts, results and messages; nobody starts its server
+TASK = SearchQA(Config(**PRESETS["world"]))
 SEARCH = TASK.search
 Choices = Sequence[tuple[Sequence[str | None], Sequence[float]]]
 
-# Probability of the right behaviour under the clause, under one that contradicts it, and under neither (None).
+# Probability of the right behaviour under the clause, under one that contradicts it, and under
+# neither (None).
 #
-# Two of them make the world. An agent that was not told to search for single entities never does: without that clause
-# reinforcement finds nothing to reward. And an agent that was told to go on to the last fact stops one short more often
-# than not: no instruction makes the greedy policy go on. Reinforcement does, under an instruction with that clause.
+# Two of them make the world. An agent that was not told to search for single entities never does:
+# without that clause reinforcement finds nothing to reward. And an agent that was told to go on to
+# the last fact stops one short more often than not: no instruction makes the greedy policy go on.
+# Reinforcement does, under an instruction with that clause.
 OBEY = {
     "entity": {"entity": 0.96, None: 0.0},
     "state": {"state": 0.97, "terse": 0.02, None: 0.15},
@@ -55,10 +59,14 @@ def choose_clauses(rng: random.Random, choices: Choices, best: set[str]) -> list
             return clauses
 
 
-def choose_habits(rng: random.Random, obey: dict[str, dict[str | None, float]], clauses: list[str]) -> list[bool]:
+def choose_habits(
+    rng: random.Random, obey: dict[str, dict[str | None, float]], clauses: list[str]
+) -> list[bool]:
     """Draws for each habit whether the agent has it under these clauses."""
     obeyed = (next((c for c in clauses if c in habit), None) for habit in obey.values())
-    return [rng.random() < habit[clause] for habit, clause in zip(obey.values(), obeyed, strict=True)]
+    return [
+        rng.random() < habit[clause] for habit, clause in zip(obey.values(), obeyed, strict=True)
+    ]
 
 
 def demonstrate(rng: random.Random, world: World, q: Asked, clauses: list[str], k: int = 3):
@@ -80,7 +88,11 @@ def demonstrate(rng: random.Random, world: World, q: Asked, clauses: list[str], 
             parts.append((f"<think>{relation} of {name} is {fact}</think>", True))
         elif rng.random() < MISREAD:
             titles = [p.split('"')[1] for p in passages]
-            others = [world.facts[t, relation] for t in titles if t != name and (t, relation) in world.facts]
+            others = [
+                world.facts[t, relation]
+                for t in titles
+                if t != name and (t, relation) in world.facts
+            ]
             fact = rng.choice(others or [fact])
         return fact
 

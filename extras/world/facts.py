@@ -1,7 +1,8 @@
-"""A world of films, people, cities, nations and companies: its passages, and its questions of 1, 2 and 3 hops.
+"""A world of films, people, cities, nations and companies: its passages, and its questions of 1, 2
+and 3 hops.
 
-Names are two invented words drawn from small pools, so that every name has look-alikes that share a word with it: a
-search for one entity finds them too, at ranks 2 and 3.
+Names are two invented words drawn from small pools, so that every name has look-alikes that share a
+word with it: a search for one entity finds them too, at ranks 2 and 3.
 """
 
 import random
@@ -24,19 +25,30 @@ RELATIONS = {  # relation: (kind of its subject, kind of its object)
 CHAINS = {
     1: [(relation,) for relation in RELATIONS],
     2: [
-        ("director", "birthplace"), ("director", "employer"), ("producer", "founder"), ("producer", "base"),
-        ("birthplace", "country"), ("birthplace", "mayor"), ("employer", "base"), ("employer", "founder"),
-        ("founder", "birthplace"), ("base", "country"),
+        ("director", "birthplace"),
+        ("director", "employer"),
+        ("producer", "founder"),
+        ("producer", "base"),
+        ("birthplace", "country"),
+        ("birthplace", "mayor"),
+        ("employer", "base"),
+        ("employer", "founder"),
+        ("founder", "birthplace"),
+        ("base", "country"),
     ],
     3: [
-        ("director", "birthplace", "country"), ("producer", "base", "country"),
-        ("founder", "birthplace", "country"), ("employer", "base", "country"),
+        ("director", "birthplace", "country"),
+        ("producer", "base", "country"),
+        ("founder", "birthplace", "country"),
+        ("employer", "base", "country"),
     ],
-}  # fmt: skip
+}
 OPENINGS = ["What is", "Name", "Tell me"]
 
-FULL = {"film": 300, "person": 400, "city": 150, "nation": 30, "company": 120}  # the world of the RL run
-MINI = {"film": 70, "person": 80, "city": 50, "nation": 15, "company": 40}  # one of the warm start's worlds
+# the world of the RL run
+FULL = {"film": 300, "person": 400, "city": 150, "nation": 30, "company": 120}
+# one of the warm start's worlds
+MINI = {"film": 70, "person": 80, "city": 50, "nation": 15, "company": 40}
 
 
 def words(n: int, seed: int, ending: str) -> list[str]:
@@ -70,12 +82,15 @@ class Asked:
 
 
 class World:
-    """Entities, `size` of each kind, with facts and passages, all drawn from `rng`; no name is in `avoid`.
+    """Entities, `size` of each kind, with facts and passages, all drawn from `rng`; no name is in
+    `avoid`.
 
     `names`: kind -> names; `facts`: (name, relation) -> name.
     """
 
-    def __init__(self, rng: random.Random, size: dict[str, int], avoid: frozenset[str] = frozenset()):
+    def __init__(
+        self, rng: random.Random, size: dict[str, int], avoid: frozenset[str] = frozenset()
+    ):
         self.names: dict[str, list[str]] = {}
         for kind, n in size.items():
             first, last = NAMES[kind]
@@ -85,13 +100,20 @@ class World:
                 if name not in avoid:
                     chosen[name] = None
             self.names[kind] = list(chosen)
-        of = [(name, relation, kind) for relation, (k, kind) in RELATIONS.items() for name in self.names[k]]
+        of = [
+            (name, relation, kind)
+            for relation, (k, kind) in RELATIONS.items()
+            for name in self.names[k]
+        ]
         self.facts = {(name, relation): rng.choice(self.names[kind]) for name, relation, kind in of}
-        self.passages = [self.passage(kind, name) for kind in self.names for name in self.names[kind]]
+        self.passages = [
+            self.passage(kind, name) for kind in self.names for name in self.names[kind]
+        ]
         self.index = BM25.build(self.passages)
 
     def passage(self, kind: str, name: str) -> str:
-        """Writes `"Title"` and one sentence with the entity's facts, in the format of Search-R1's corpus."""
+        """Writes `"Title"` and one sentence with the entity's facts, in the format of Search-R1's
+        corpus."""
         facts = [f"{r} {self.facts[name, r]}" for r, (of, _) in RELATIONS.items() if of == kind]
         return f'"{name}"\nA {kind} with {" and ".join(facts)}.'
 
@@ -118,7 +140,9 @@ def the_world() -> World:
     return World(random.Random(12345), FULL)
 
 
-def questions(world: World, split: str, per_hops: dict[int, int], without: Iterable[dict] = ()) -> list[dict]:
+def questions(
+    world: World, split: str, per_hops: dict[int, int], without: Iterable[dict] = ()
+) -> list[dict]:
     """Draws distinct questions as data rows, none of them asked in `without` in other words.
 
     "test" asks about other entities than "train" and "valid" do.
@@ -132,8 +156,18 @@ def questions(world: World, split: str, per_hops: dict[int, int], without: Itera
     used = {matter(row["question"]) for row in without}
     rows = []
     for hops, n in per_hops.items():
-        asked = [world.ask(rng, chain, name) for chain in CHAINS[hops] for name in heads[RELATIONS[chain[0]][0]]]
+        asked = [
+            world.ask(rng, chain, name)
+            for chain in CHAINS[hops]
+            for name in heads[RELATIONS[chain[0]][0]]
+        ]
         for q in rng.sample([q for q in asked if matter(q.text) not in used], n):
-            rows.append({"question": q.text, "golden_answers": [q.path[-1]], "data_source": f"world-{hops}hop"})
+            rows.append(
+                {
+                    "question": q.text,
+                    "golden_answers": [q.path[-1]],
+                    "data_source": f"world-{hops}hop",
+                }
+            )
     rng.shuffle(rows)
     return [{"id": f"{split}-{i}", **row} for i, row in enumerate(rows)]

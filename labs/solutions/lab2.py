@@ -11,11 +11,12 @@ def advantages(r):
 
 
 def useful(p, G):
-    """A group is of no use if all G are right, p^G, or all wrong, (1 - p)^G; the two exclude each other."""
+    """A group is of no use if all G are right, p^G, or all wrong, (1 - p)^G; the two exclude each
+    other."""
     return 1 - p**G - (1 - p) ** G
 
 
 def of_a_success(k, G):
-    """The mean is k / G; the squares add up to k (1 - k/G)^2 + (G - k) (k/G)^2 = k (G - k) / G, over G - 1. So
-    A = (1 - k / G) / sqrt(k (G - k) / (G (G - 1))), which is the same as this."""
+    """The mean is k / G; the squares add up to k (1 - k/G)^2 + (G - k) (k/G)^2 = k (G - k) / G,
+    over G - 1. So A = (1 - k / G) / sqrt(k (G - k) / (G (G - 1))), which is the same as this."""
     return np.sqrt((G - k) * (G - 1) / (G * k))

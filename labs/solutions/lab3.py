@@ -11,13 +11,15 @@ def surrogate(rho, A, eps):
 
 
 def k3(logp, ref_logp):
-    """e^d has mean 1 over tokens of the policy, so e^d - 1 adds no bias and takes away most of the noise of -d."""
+    """e^d has mean 1 over tokens of the policy, so e^d - 1 adds no bias and takes away most of the
+    noise of -d."""
     d = ref_logp - logp
     return np.exp(d) - d - 1
 
 
 def average(x, mask):
-    """Tokens of a trajectory first, by its own number of sampled ones; then the trajectories of the group."""
+    """Tokens of a trajectory first, by its own number of sampled ones; then the trajectories of the
+    group."""
     return ((x * mask).sum(1) / mask.sum(1)).mean()
 
 

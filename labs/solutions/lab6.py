@@ -11,7 +11,8 @@ predicted = 0.1  # a guess
 def diagnose(text):
     """Each symptom has a sign of its own in another tag; none of them needs the right answer."""
     queries, results, answers = (
-        re.findall(f"<{tag}>(.*?)</{tag}>", text, re.S) for tag in ("search", "information", "answer")
+        re.findall(f"<{tag}>(.*?)</{tag}>", text, re.S)
+        for tag in ("search", "information", "answer")
     )
     answer = answers[-1].strip() if answers else ""
     found = set()
@@ -25,8 +26,8 @@ def diagnose(text):
 
 
 def propose(instruction, counts, n):
-    """The frequent symptoms come first: two of them together, all three, each alone. Verification chooses; a proposer
-    that knew the best one would need none."""
+    """The frequent symptoms come first: two of them together, all three, each alone. Verification
+    chooses; a proposer that knew the best one would need none."""
     names = sorted(counts, key=lambda name: -counts[name])
     sets = [some for size in (2, 3, 1) for some in combinations(names, size)]
     texts = [advised(instruction, some) for some in sets]

@@ -1,15 +1,23 @@
 __all__ = ["flags", "predicted", "shuffled", "unmasked"]
 
-predicted = {"frozen policy": 0.6, "frozen instruction": 0.6, "shuffled rewards": 0.0, "no mask": 0.5}  # guesses
+# guesses
+predicted = {
+    "frozen policy": 0.6,
+    "frozen instruction": 0.6,
+    "shuffled rewards": 0.0,
+    "no mask": 0.5,
+}
 
 
 def flags():
-    """A learning rate of 0 keeps the weights; the static mode is Search-R1, whose instruction never changes."""
+    """A learning rate of 0 keeps the weights; the static mode is Search-R1, whose instruction never
+    changes."""
     return {"frozen policy": ["--lr", "0"], "frozen instruction": ["--mode", "static"]}
 
 
 def shuffled(rewards, rng):
-    """A permutation leaves mean and spread of the step alone: nothing is lost but whose reward it was."""
+    """A permutation leaves mean and spread of the step alone: nothing is lost but whose reward it
+    was."""
     return [rewards[k] for k in rng.permutation(len(rewards))]
 
 

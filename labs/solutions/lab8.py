@@ -4,11 +4,15 @@ __all__ = ["predicted", "questions", "shown", "step", "worth"]
 
 predicted = 40  # a guess
 
-WHO, WHOSE = ("director", "producer", "founder", "mayor", "employer"), ("film", "company", "city", "person")
+WHO, WHOSE = (
+    ("director", "producer", "founder", "mayor", "employer"),
+    ("film", "company", "city", "person"),
+)
 
 
 def questions(split):
-    """The texts are cut into the splits, so that none is held out and trained on; an id says split and place."""
+    """The texts are cut into the splits, so that none is held out and trained on; an id says split
+    and place."""
     texts = [f"Name the {who} of the {whose}?" for who in WHO for whose in WHOSE]
     some = {"train": texts[:16], "valid": [], "test": texts[16:]}[split]
     return [Question(f"{split}-{k}", text) for k, text in enumerate(some)]
@@ -21,7 +25,8 @@ def worth(tau):
 
 
 def shown(tau):
-    """The reason stands behind the response, where the right answer stands in a task that has one."""
+    """The reason stands behind the response, where the right answer stands in a task that has
+    one."""
     if tau.prediction is None:
         why = "there is no answer"
     elif len(tau.prediction.split()) != 2:
@@ -32,7 +37,8 @@ def shown(tau):
 
 
 def step(t, P, player, task, questions, rng, G):
-    """Rewards before advantages, advantages before the update; the instructions are credited with the same rewards."""
+    """Rewards before advantages, advantages before the update; the instructions are credited with
+    the same rewards."""
     jobs = P.draw(rng, questions, G)
     taus = player.rollout(t, "rollout", jobs)
     reward(task, taus)

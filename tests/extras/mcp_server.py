@@ -1,6 +1,6 @@
-"""An MCP server for the tests, made with the official SDK: `python mcp_server.py` speaks on stdin and stdout, with a
-port by HTTP. `--lie WHAT` makes it tell something that is no tool, `--schema JSON` another schema of `add`, `--output
-JSON` one of its results."""
+"""An MCP server for the tests, made with the official SDK: `python mcp_server.py` speaks on stdin
+and stdout, with a port by HTTP. `--lie WHAT` makes it tell something that is no tool, `--schema
+JSON` another schema of `add`, `--output JSON` one of its results."""
 
 import argparse
 import json
@@ -16,12 +16,22 @@ from mcp_types import AudioContent, EmbeddedResource, ImageContent, ResourceLink
 server = MCPServer("tests")
 PARTS = {
     "link": ResourceLink.model_validate(
-        {"type": "resource_link", "name": "Text 2", "uri": "demo://text/2", "mimeType": "text/plain"}
+        {
+            "type": "resource_link",
+            "name": "Text 2",
+            "uri": "demo://text/2",
+            "mimeType": "text/plain",
+        }
     ),
     "blob": EmbeddedResource.model_validate(
-        {"type": "resource", "resource": {"uri": "file:///x.pdf", "mimeType": "application/pdf", "blob": "AAAA"}}
+        {
+            "type": "resource",
+            "resource": {"uri": "file:///x.pdf", "mimeType": "application/pdf", "blob": "AAAA"},
+        }
     ),
-    "audio": AudioContent.model_validate({"type": "audio", "data": "AAAA", "mimeType": "audio/wav"}),
+    "audio": AudioContent.model_validate(
+        {"type": "audio", "data": "AAAA", "mimeType": "audio/wav"}
+    ),
     "text": TextContent(type="text", text="hello"),
 }
 
@@ -103,7 +113,10 @@ if __name__ == "__main__":
     if args.lie == "answer":
         server._tool_manager._tools["add"].name = "answer"
     if args.lie == "dot":
-        server._tool_manager._tools["add"].name, server._tool_manager._tools["end"].name = "a.b", "a_b"
+        server._tool_manager._tools["add"].name, server._tool_manager._tools["end"].name = (
+            "a.b",
+            "a_b",
+        )
     if args.lie == "silent":
         server._tool_manager._tools["add"].description = " "
     if args.port:

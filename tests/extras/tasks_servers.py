@@ -15,29 +15,47 @@ TAGS = [f"<{slash}{tag}>" for tag in ("guess", "reply", "answer") for slash in (
 
 
 def make_player(path: Path) -> str:
-    """Writes a policy that guesses numbers without looking at the replies, and now and then gives up.
+    """Writes a policy that guesses numbers without looking at the replies, and now and then gives
+    up.
 
-    Its blocks add nothing at first, so that a token's logits depend on the token before it alone: the embeddings are
-    one-hot, and the head holds the log-odds of what follows each of them.
+    Its blocks add nothing at first, so that a token's logits depend on the token before it alone:
+    the embeddings are one-hot, and the head holds the log-odds of what follows each of them.
     """
     words = [*CONTROL, *TAGS, *map(str, range(65)), *". , ? :".split(), "none"]
     split = pre_tokenizers.Split(Regex(WORD), behavior="removed", invert=True)
     text = f"{Guess.instruction} Which number from to is hidden Question right higher lower Halve the range each time"
-    vocab = {word: k for k, word in enumerate(dict.fromkeys([*words, *(w for w, _ in split.pre_tokenize_str(text))]))}
+    vocab = {
+        word: k
+        for k, word in enumerate(
+            dict.fromkeys([*words, *(w for w, _ in split.pre_tokenize_str(text))])
+        )
+    }
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = split
     core.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in CONTROL])
     core.add_tokens([AddedToken(t, normalized=False) for t in TAGS])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>", chat_template=TEMPLATE,
+        tokenizer_object=core,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<eos>",
+        chat_template=TEMPLATE,
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
     n = -(-len(vocab) // 4) * 4
     config = Qwen2Config(
-        vocab_size=n, hidden_size=n, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=False, dtype="float32",
-        eos_token_id=vocab["<eos>"], pad_token_id=vocab["<pad>"],
-    )  # fmt: skip
+        vocab_size=n,
+        hidden_size=n,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        dtype="float32",
+        eos_token_id=vocab["<eos>"],
+        pad_token_id=vocab["<pad>"],
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(config)
@@ -52,7 +70,8 @@ def make_player(path: Path) -> str:
     logits[vocab["</answer>"], vocab["none"]] = 6.0
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.eye(n))
-        model.lm_head.weight.copy_(logits / n**0.5)  # the norm before it makes a one-hot vector sqrt(n) long
+        # the norm before it makes a one-hot vector sqrt(n) long
+        model.lm_head.weight.copy_(logits / n**0.5)
         model.model.layers[0].self_attn.o_proj.weight.zero_()
         model.model.layers[0].mlp.down_proj.weight.zero_()
     model.save_pretrained(path)

@@ -1,4 +1,5 @@
-"""The campaigns: their arms are real configurations, rows are read off real runs, tables follow from rows."""
+"""The campaigns: their arms are real configurations, rows are read off real runs, tables follow
+from rows."""
 
 import json
 import subprocess
@@ -32,13 +33,17 @@ def config(name, arm, extra=""):
 def test_every_arm_is_a_configuration_and_its_own_flags_win(name):
     arms = {arm: config(name, arm, "--lr 0.5 --T 4") for arm in CAMPAIGNS[name].arms}
     assert {arm for arm, cfg in arms.items() if cfg.mode == "static"} == {"static"} & set(arms)
-    assert {arm: cfg.lr for arm, cfg in arms.items()} == {arm: 0 if arm == "frozen" else 0.5 for arm in arms}
+    assert {arm: cfg.lr for arm, cfg in arms.items()} == {
+        arm: 0 if arm == "frozen" else 0.5 for arm in arms
+    }
     assert arms["inspo"].T == 4
 
 
 def test_staged_trains_for_half_the_steps_and_evolves_as_often_while_frozen(monkeypatch):
     updates, evolutions = [], []
-    monkeypatch.setattr(Learner, "update", lambda self, t, _: updates.append((t, self.cfg.T)) or {"lr": 1.0})
+    monkeypatch.setattr(
+        Learner, "update", lambda self, t, _: updates.append((t, self.cfg.T)) or {"lr": 1.0}
+    )
     monkeypatch.setattr(Evolution, "evolve", lambda self, t, _: evolutions.append(t))
     online, cfg = config("staged", "inspo"), config("staged", "staged")
     parts = load_parts(cfg)
@@ -49,7 +54,9 @@ def test_staged_trains_for_half_the_steps_and_evolves_as_often_while_frozen(monk
     assert frozen == list(range(21, 61)) and updates == [(k, 40) for k in range(1, 41)]
     for t in range(cfg.K_e, cfg.T_e, cfg.K_e):
         evolution.evolve(t, None)
-    assert set(evolutions) < set(frozen) and len(evolutions) == len(range(online.K_e, online.T_e, online.K_e))
+    assert set(evolutions) < set(frozen) and len(evolutions) == len(
+        range(online.K_e, online.T_e, online.K_e)
+    )
 
 
 def test_static_takes_as_many_trajectories_as_inspo_with_its_verifications_on_the_real_model():
@@ -66,7 +73,10 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("campaign")
     command = [sys.executable, "-m", "extras.campaign", "default", "--seeds", "0", "--extra", SIZES]
     command += ["--runs", str(folder / "runs"), "--results", str(folder)]
-    done = [subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=400) for _ in range(2)]
+    done = [
+        subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=400)
+        for _ in range(2)
+    ]
     assert not any(x.returncode for x in done), done[0].stderr
     return folder, [x.stdout for x in done]
 
@@ -75,18 +85,23 @@ def folder(tmp_path_factory):
 def test_a_finished_run_leaves_a_row_and_is_not_run_again(folder):
     folder, (said, again) = folder
     rows = read_jsonl(folder / "rows" / "default.jsonl")
-    assert sorted(row["arm"] for row in rows) == ["frozen", "inspo", "static"]  # not six: the second time ran nothing
+    # not six: the second time ran nothing
+    assert sorted(row["arm"] for row in rows) == ["frozen", "inspo", "static"]
     assert said.endswith(again) and again.split("|")[2].strip() == "EM, by seed"
     for row in rows:
         summary = json.loads((folder / "runs" / f"{row['arm']}-seed0" / "summary.json").read_text())
         assert (row["em"], row["searches"]) == (summary["end"]["em"], summary["end"]["searches"])
         assert row["commit"] == summary["versions"]["inspo"] and row["I_star"] == summary["I_star"]
-        assert row["trajectories"] == sum(summary["ledger"][f"{x}_rollouts"] for x in ("training", "verification"))
+        assert row["trajectories"] == sum(
+            summary["ledger"][f"{x}_rollouts"] for x in ("training", "verification")
+        )
         assert [e[0] for e in row["evals"]] == [0, 2, 4] and len(row["curves"]["reward"]) == 4
     assert (folder / "learning.png").stat().st_size > 20000
 
 
-def test_a_failed_run_is_named_resumed_and_does_not_keep_others_from_their_rows(tmp_path, monkeypatch, capsys):
+def test_a_failed_run_is_named_resumed_and_does_not_keep_others_from_their_rows(
+    tmp_path, monkeypatch, capsys
+):
     asked = []
 
     def call(argv, **kw):
@@ -97,22 +112,36 @@ def test_a_failed_run_is_named_resumed_and_does_not_keep_others_from_their_rows(
         return int("static" in out.name)
 
     monkeypatch.setattr(campaign.subprocess, "call", call)
-    monkeypatch.setattr(campaign, "row_of", lambda out: {"em": 0.5, "searches": 1.0, "curves": {"reward": [0, 1],
-                                                         "searches": [1, 1]}})  # fmt: skip
+    monkeypatch.setattr(
+        campaign,
+        "row_of",
+        lambda out: {"em": 0.5, "searches": 1.0, "curves": {"reward": [0, 1], "searches": [1, 1]}},
+    )
     args = ["real", "--seeds", "1", "--arms", "inspo", "static", "--runs", str(tmp_path / "runs"),
             "--results", str(tmp_path)]  # fmt: skip
     for resumed in (False, True):
-        with pytest.raises(SystemExit, match=r"1 runs failed, the first: static, seed 1: .* ended with 1; see .*\.log"):
+        with pytest.raises(
+            SystemExit,
+            match=r"1 runs failed, the first: static, seed 1: .* ended with 1; see .*\.log",
+        ):
             campaign.main(args)
         assert ("--resume" in asked[-1]) == resumed and "static" in asked[-1]
-    assert [row["arm"] for row in read_jsonl(tmp_path / "rows" / "real.jsonl")] == ["inspo"] and len(asked) == 3
-    with pytest.raises(SystemExit, match="has inspo, seed 1, with other flags: choose another --results"):
+    assert [row["arm"] for row in read_jsonl(tmp_path / "rows" / "real.jsonl")] == [
+        "inspo"
+    ] and len(asked) == 3
+    with pytest.raises(
+        SystemExit, match="has inspo, seed 1, with other flags: choose another --results"
+    ):
         campaign.main([*args, "--extra", "--lr 1"])
 
 
 def test_the_table_compares_inspo_with_each_arm():
     em = {"inspo": (0.9, 0.8, 0.85), "static": (0.3, 0.5, 0.6), "guessing": (0.9, 0.7, 0.8)}
-    rows = [{"arm": arm, "seed": k, "em": x, "searches": 1.5} for arm, xs in em.items() for k, x in enumerate(xs)]
+    rows = [
+        {"arm": arm, "seed": k, "em": x, "searches": 1.5}
+        for arm, xs in em.items()
+        for k, x in enumerate(xs)
+    ]
     _, _, inspo, static, guessing = table(CAMPAIGNS["real"], rows).splitlines()
     test = stats.ttest_ind(em["inspo"], em["static"], equal_var=False)
     low, high = test.confidence_interval(0.95)
@@ -128,11 +157,16 @@ def test_every_run_is_a_line_of_the_figure_and_every_arm_a_thick_one(tmp_path, m
 
     axes, drawn = matplotlib.axes.Axes, []
     plot = axes.plot
-    monkeypatch.setattr(axes, "plot", lambda ax, x, y, **kw: drawn.append(list(y)) or plot(ax, x, y, **kw))
-    rows = [{"arm": arm, "curves": {"reward": [0.1, x], "searches": [1.0, 2.0]}} for arm, x in
-            (("inspo", 0.3), ("inspo", 0.5), ("static", 0.2))]  # fmt: skip
+    monkeypatch.setattr(
+        axes, "plot", lambda ax, x, y, **kw: drawn.append(list(y)) or plot(ax, x, y, **kw)
+    )
+    rows = [
+        {"arm": arm, "curves": {"reward": [0.1, x], "searches": [1.0, 2.0]}}
+        for arm, x in (("inspo", 0.3), ("inspo", 0.5), ("static", 0.2))
+    ]
     campaign.draw(CAMPAIGNS["real"], rows, tmp_path / "real.png")
-    assert len(drawn) == 2 * (3 + 2) and drawn[2] == pytest.approx([0.1, 0.25])  # of 5 steps, or as many as there are
+    # of 5 steps, or as many as there are
+    assert len(drawn) == 2 * (3 + 2) and drawn[2] == pytest.approx([0.1, 0.25])
     assert (tmp_path / "real.png").stat().st_size > 5000
 
 

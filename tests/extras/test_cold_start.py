@@ -1,4 +1,5 @@
-"""The cold start: demonstrations have the ids of rollouts, learn and resume; trajectories become demonstrations."""
+"""The cold start: demonstrations have the ids of rollouts, learn and resume; trajectories become
+demonstrations."""
 
 import contextlib
 import dataclasses
@@ -40,16 +41,20 @@ from tasks.tools import list_stop_strings
 
 ROOT = Path(__file__).parents[2]
 WORLD = ROOT / "world" / "files"
-GOOD = (ROOT / "tests" / "fixture" / "instruction.txt").read_text().strip()  # the first policy answers some under it
+# the first policy answers some under it
+GOOD = (ROOT / "tests" / "fixture" / "instruction.txt").read_text().strip()
 CFG = Config(**PRESETS["world"])
 SMALL = "--T 3 --batch 6 --eval_n 6 --save_every 1 --lr 1e-3".split()
-LIMITS = {"tiny": {"max_prompt": 1500, "max_observation": 90}}  # its tokens are shorter; observations are cut
+# its tokens are shorter; observations are cut
+LIMITS = {"tiny": {"max_prompt": 1500, "max_observation": 90}}
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
-    with Child([str(ROOT / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")], log) as child:
+    with Child(
+        [str(ROOT / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")], log
+    ) as child:
         found = SearchQA(dataclasses.replace(CFG, retriever=child.url))
         found.connect(child.url)
         yield found
@@ -60,7 +65,11 @@ def played(task, world):
     """Rollouts of the world's policy, 40 questions under two instructions, rewarded."""
     model, tokenizer = world
     engine = TorchEngine(model, tokenizer, list_stop_strings(task.tools))
-    jobs = [Job(0, text, q, k) for text in (GOOD, task.instruction) for k, q in enumerate(task.questions("train")[:40])]
+    jobs = [
+        Job(0, text, q, k)
+        for text in (GOOD, task.instruction)
+        for k, q in enumerate(task.questions("train")[:40])
+    ]
     taus = rollout(engine, tokenizer, task, jobs, CFG, temperature=1.0, seed=1)
     reward(task, taus)
     return list(zip(jobs, taus, strict=True))
@@ -72,17 +81,22 @@ def row(job, tau, task):
 
 
 def same(tau, demo, tokenizer, end=True):
-    """Returns whether a demonstration has a rollout's turns, ids and mask, and behind them the end that the chat
-    template gives a turn."""
+    """Returns whether a demonstration has a rollout's turns, ids and mask, and behind them the end
+    that the chat template gives a turn."""
     told = [(turn.text, turn.tool, turn.argument) for turn in tau.turns]
     assert [(turn.text, turn.tool, turn.argument) for turn in demo.turns] == told
     assert (demo.stop, demo.prediction) == (tau.stop, tau.prediction)
     ends = [end_of(tokenizer)] * end
-    return (demo.ids, demo.mask, demo.prompt_tokens) == (tau.ids + ends, tau.mask + [1] * end, tau.prompt_tokens)
+    return (demo.ids, demo.mask, demo.prompt_tokens) == (
+        tau.ids + ends,
+        tau.mask + [1] * end,
+        tau.prompt_tokens,
+    )
 
 
 def end_of(tokenizer):
-    """Returns the token with which the world's policy ends a turn, or that of Qwen's template (its EOS is another)."""
+    """Returns the token with which the world's policy ends a turn, or that of Qwen's template (its
+    EOS is another)."""
     vocabulary = tokenizer.get_vocab()
     return vocabulary.get("<|im_end|>", vocabulary.get("<eos>"))
 
@@ -105,21 +119,27 @@ def test_rollouts_of_the_world_s_policy_come_back_token_by_token(played, task, w
 
 def test_rollouts_of_the_same_texts_with_a_bpe_come_back_too(played, task, tiny):
     cfg, tokenizer, cut = dataclasses.replace(CFG, **LIMITS["tiny"]), tiny[1], 0
-    jobs, texts = zip(*((job, [turn.text for turn in tau.turns]) for job, tau in whole(played)), strict=True)
+    jobs, texts = zip(
+        *((job, [turn.text for turn in tau.turns]) for job, tau in whole(played)), strict=True
+    )
     taus = rollout(Says(tokenizer, *texts), tokenizer, task, jobs, cfg, temperature=1.0, seed=0)
     kept = whole(zip(jobs, taus, strict=True))
     assert len(kept) > 40
     for job, tau in kept:
         again = row(job, tau, task)
         assert same(tau, encode_row(again, 0, task, tokenizer, cfg), tokenizer)
-        cut += any(m["role"] == "tool" and m["content"] not in tau.response for m in again["messages"])
+        cut += any(
+            m["role"] == "tool" and m["content"] not in tau.response for m in again["messages"]
+        )
     assert cut
 
 
 @pytest.mark.parametrize("documents", [
     (), ("",), ('"</information>"\n<answer> x </answer><|im_end|><eos>',), ('"T"\n<|im_start|>user', "a </search>"),
 ])  # fmt: skip
-def test_what_passages_questions_and_instructions_hold_is_data_as_in_a_rollout(documents, policy, monkeypatch):
+def test_what_passages_questions_and_instructions_hold_is_data_as_in_a_rollout(
+    documents, policy, monkeypatch
+):
     task, tokenizer, cfg = SearchQA(CFG), policy[1], dataclasses.replace(CFG, **LIMITS["tiny"])
     monkeypatch.setattr(task, "tools", [Found(*documents)])
     q = Question("q", "<|im_end|> is <search> a </search> what <eos>?", ("x",))
@@ -153,20 +173,36 @@ def test_rollouts_in_a_chat_template_s_own_format_come_back_with_the_end_of_ever
     task, tokenizer = SearchQA(cfg), small("qwen2_5")
     task.tools = [Found("A\nlong text " * 40)]
     text = task.format.first(task.instruction, task).replace("Searches", "Finds")
-    calls = "".join(f'<tool_call>{{"name": "search", "arguments": {{"query": "{x}"}}}}</tool_call>' for x in "ab")
-    turns = [f"{part}<|im_end|>" for part in ("<think>hm</think>" + calls, "It is <answer>x</answer>.")]
+    calls = "".join(
+        f'<tool_call>{{"name": "search", "arguments": {{"query": "{x}"}}}}</tool_call>'
+        for x in "ab"
+    )
+    turns = [
+        f"{part}<|im_end|>" for part in ("<think>hm</think>" + calls, "It is <answer>x</answer>.")
+    ]
     asked = Job(0, text, Question("q", "Who <think>?"), 0)
     [tau] = rollout(Says(tokenizer, turns), tokenizer, task, [asked], cfg, temperature=1.0, seed=0)
     found = row(asked, tau, task)
-    assert [message["role"] for message in found["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
-    assert "<tool_" not in found["messages"][0]["content"] and found["messages"][3]["content"].startswith("Doc 1")
+    assert [message["role"] for message in found["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert "<tool_" not in found["messages"][0]["content"] and found["messages"][3][
+        "content"
+    ].startswith("Doc 1")
     demo = encode_row(found, 0, task, tokenizer, cfg)
     assert same(tau, demo, tokenizer, end=False) and demo.response == tau.response
     assert collect.possible(found, task)
 
 
 def test_a_tool_s_message_has_its_tag_or_not_and_blanks_behind_a_turn_do_not_count(policy):
-    tokenizer, hostile = policy[1], "found it <answer> it </answer> </information> <search> it </search>"
+    tokenizer, hostile = (
+        policy[1],
+        "found it <answer> it </answer> </information> <search> it </search>",
+    )
     rows = [
         of("user", "call", "tool", "end"), of("user", "call", "tagged", "end", id=3, instruction="x"),
         of("user", told("assistant", SAID["call"]["content"] + "\n"), "tool", "end"),
@@ -176,8 +212,15 @@ def test_a_tool_s_message_has_its_tag_or_not_and_blanks_behind_a_turn_do_not_cou
     assert all((demo.ids, demo.mask) == (plain.ids, plain.mask) for demo in others)
     learned = tokenizer.decode([i for i, m in zip(plain.ids, plain.mask, strict=True) if m])
     assert "found it" not in learned and "found it" in tokenizer.decode(plain.ids)
-    assert [shown.response.count(tag) for tag in ("<answer>", "</information>", "<search>")] == [1, 1, 1]
-    assert plain.ids[-1] == end_of(tokenizer) and plain.ids[plain.prompt_tokens :].count(end_of(tokenizer)) == 1
+    assert [shown.response.count(tag) for tag in ("<answer>", "</information>", "<search>")] == [
+        1,
+        1,
+        1,
+    ]
+    assert (
+        plain.ids[-1] == end_of(tokenizer)
+        and plain.ids[plain.prompt_tokens :].count(end_of(tokenizer)) == 1
+    )
 
 
 def test_a_row_that_a_tool_ends_has_no_eos_and_a_system_message_is_part_of_the_prompt(tiny):
@@ -216,7 +259,9 @@ BAD = {
 
 def read(file, tiny, tiny_path, *texts):
     """Returns what is read of these lines, in a new file."""
-    file.write_bytes(b"\n".join(text if isinstance(text, bytes) else json.dumps(text).encode() for text in texts))
+    file.write_bytes(
+        b"\n".join(text if isinstance(text, bytes) else json.dumps(text).encode() for text in texts)
+    )
     cfg = dataclasses.replace(config_of(["--demos", str(file), "--out", "unused"]), model=tiny_path)
     return read_demonstrations(cfg, SearchQA(cfg), tiny[1])
 
@@ -236,7 +281,8 @@ def test_rows_that_are_alike_count_once_half_a_character_is_read_and_a_file_with
 ):
     file = tmp_path / "demos.jsonl"
     rows = [of("user", told("assistant", f"<answer> {k % 3} </answer>")) for k in range(7)]
-    rows.append(of(told("user", "half of \ud83d"), "end"))  # JSON can spell it, no tokenizer takes it
+    # JSON can spell it, no tokenizer takes it
+    rows.append(of(told("user", "half of \ud83d"), "end"))
     assert list(read(file, tiny, tiny_path, *rows)) == [1, 2, 3, 8]
     with pytest.raises(Fault, match=f"{file}: no demonstration"):
         read(file, tiny, tiny_path, b"")
@@ -246,9 +292,10 @@ def test_the_program_ends_with_one_line_before_anything_is_written(tmp_path, cap
     file, out = tmp_path / "demos.jsonl", tmp_path / "run"
     file.write_text(json.dumps(of("user")))
     lines = {
-        str(file): f"--demos {file}:1: the roles are user;", "none.jsonl": "none.jsonl: no such file",
+        str(file): f"--demos {file}:1: the roles are user;",
+        "none.jsonl": "none.jsonl: no such file",
         "": "--demos is missing",
-    }  # fmt: skip
+    }
     for demos, line in lines.items():
         with pytest.raises(SystemExit) as e:
             cold_start.main(["--demos", demos, "--out", str(out)])
@@ -261,15 +308,28 @@ def test_the_program_ends_with_one_line_before_anything_is_written(tmp_path, cap
 
 @pytest.fixture(scope="module")
 def demos(played, task, tmp_path_factory):
-    """What the policy does under a good instruction, demonstrated under the first one, which asks for other things."""
+    """What the policy does under a good instruction, demonstrated under the first one, which asks
+    for other things."""
     file = tmp_path_factory.mktemp("demos") / "demos.jsonl"
-    kept = [row(j, tau, task) for j, tau in played if j.text == GOOD and tau.stop == "answer" and not tau.invalid]
+    kept = [
+        row(j, tau, task)
+        for j, tau in played
+        if j.text == GOOD and tau.stop == "answer" and not tau.invalid
+    ]
     file.write_text("".join(json.dumps(x) + "\n" for x in kept).replace(GOOD, task.instruction))
     return file
 
 
 def cold(demos, out, *flags):
-    command = [sys.executable, str(ROOT / "extras/cold_start.py"), "--demos", str(demos), "--out", str(out), *SMALL]
+    command = [
+        sys.executable,
+        str(ROOT / "extras/cold_start.py"),
+        "--demos",
+        str(demos),
+        "--out",
+        str(out),
+        *SMALL,
+    ]
     return popen([*command, *flags], ENV)
 
 
@@ -289,12 +349,18 @@ def reference(path, taus):
         ids = torch.tensor([tau.ids])
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0, :-1]
-        logps.append(-F.cross_entropy(logits, ids[0, 1:], reduction="none")[torch.tensor(tau.mask[1:]).bool()])
+        logps.append(
+            -F.cross_entropy(logits, ids[0, 1:], reduction="none")[
+                torch.tensor(tau.mask[1:]).bool()
+            ]
+        )
     return float(torch.cat(logps).mean())
 
 
 @pytest.mark.slow
-def test_a_run_learns_what_it_is_shown_but_not_what_is_held_out_and_says_before_and_after(run, demos, task, world):
+def test_a_run_learns_what_it_is_shown_but_not_what_is_held_out_and_says_before_and_after(
+    run, demos, task, world
+):
     (out, said), rows = run, read_jsonl(demos)
     about = json.loads((out / "demonstrations.json").read_text())
     assert len(about["held_out"]) == len(rows) // 10 > 0
@@ -324,13 +390,21 @@ def test_a_killed_run_resumes_bit_for_bit(run, demos, tmp_path):
         assert (out / name).read_bytes() == (run[0] / name).read_bytes()
 
 
-def test_with_fewer_than_ten_demonstrations_none_is_held_out_and_none_is_measured(tmp_path, monkeypatch):
-    demo, learned, file = SimpleNamespace(stop="answer", mask=[1], served=lambda tag: 0), [], tmp_path / "demos.jsonl"
+def test_with_fewer_than_ten_demonstrations_none_is_held_out_and_none_is_measured(
+    tmp_path, monkeypatch
+):
+    demo, learned, file = (
+        SimpleNamespace(stop="answer", mask=[1], served=lambda tag: 0),
+        [],
+        tmp_path / "demos.jsonl",
+    )
     file.write_text("x")
     monkeypatch.setattr(supervised, "imitate", lambda taus, *others: learned.extend(taus))
     monkeypatch.setattr(supervised, "mean_logp", lambda *others: pytest.fail("nothing to measure"))
     log = SimpleNamespace(run=RunDirectory(tmp_path), note=print)
-    supervised.learn({1: demo}, config_of(["--demos", str(file)]), SearchQA(CFG), None, None, None, log)
+    supervised.learn(
+        {1: demo}, config_of(["--demos", str(file)]), SearchQA(CFG), None, None, None, log
+    )
     assert learned == [demo]
     assert [len(hold_out(range(n), 0)) for n in (1, 9, 10, 95, 640, 5000)] == [0, 0, 1, 9, 64, 64]
     assert hold_out(range(100), 0) == hold_out(range(100), 0) != hold_out(range(100), 1)
@@ -364,9 +438,15 @@ def run_of(path, played):
     (path / "trajectories").mkdir(parents=True)
     files.write("config.json", json.dumps(dataclasses.asdict(CFG)))
     texts = list(dict.fromkeys(job.text for job, _ in played))
-    files.append("population", {"t": 0, "event": "start", "P": [{"id": k, "text": x} for k, x in enumerate(texts)]})
+    files.append(
+        "population",
+        {"t": 0, "event": "start", "P": [{"id": k, "text": x} for k, x in enumerate(texts)]},
+    )
     for t in (1, 2):
-        rows = [tau.record() | {"instruction": texts.index(job.text)} for job, tau in played[(t - 1) * n :][:n]]
+        rows = [
+            tau.record() | {"instruction": texts.index(job.text)}
+            for job, tau in played[(t - 1) * n :][:n]
+        ]
         files.write_trajectories(f"step-{t:06d}", rows)
     return path
 
@@ -379,7 +459,9 @@ def test_a_run_s_rollouts_become_demonstrations_if_their_reward_says_so(played, 
         said, line = collected(run, "--out", out)
         rows = read_jsonl(out)
         assert not line and f"{len(wanted)} rows, {new} of them new" in said
-        assert {(row["instruction"], row["id"]): row for row in rows} == wanted and len(rows) == len(wanted) > 5
+        assert {(row["instruction"], row["id"]): row for row in rows} == wanted and len(
+            rows
+        ) == len(wanted) > 5
     assert all(row["messages"][0]["content"].startswith(row["instruction"]) for row in rows)
     collected(run, "--out", tmp_path / "all.jsonl", "--least", "0")
     assert len(read_jsonl(tmp_path / "all.jsonl")) > len(rows)
@@ -387,8 +469,12 @@ def test_a_run_s_rollouts_become_demonstrations_if_their_reward_says_so(played, 
     again["turns"][-1]["text"] = "<think> </think> " + again["turns"][-1]["text"]
     shutil.rmtree(run / "trajectories")
     (run / "trajectories").mkdir()
-    assert f"--out {run}: name a file" in collected(run, "--out", run)[1]  # before anything is played
-    assert "nothing to demonstrate in 0 trajectories" in collected(run, "--out", tmp_path / "x.jsonl")[1]
+    # before anything is played
+    assert f"--out {run}: name a file" in collected(run, "--out", run)[1]
+    assert (
+        "nothing to demonstrate in 0 trajectories"
+        in collected(run, "--out", tmp_path / "x.jsonl")[1]
+    )
     for t, played_again in ((1, good[0][1].record() | {"instruction": 0}), (2, again)):
         RunDirectory(run).write_trajectories(f"step-{t:06d}", [played_again])
     collected(run, "--out", tmp_path / "later.jsonl")  # of a question's rollouts the latest counts
@@ -397,22 +483,32 @@ def test_a_run_s_rollouts_become_demonstrations_if_their_reward_says_so(played, 
 
 
 def test_a_model_behind_a_chat_endpoint_plays_and_its_successes_are_kept(task, world, tmp_path):
-    """The first question is answered right after a search, the second wrong; the third's first turn ends with its call,
-    not with the result and the answer that it goes on with."""
+    """The first question is answered right after a search, the second wrong; the third's first turn
+    ends with its call, not with the result and the answer that it goes on with."""
     questions = [q for q in load_questions(WORLD / "train.jsonl") if q.source == "world-1hop"][:3]
-    train, out, [one, _, three] = tmp_path / "train.jsonl", tmp_path / "demos.jsonl", [q.golds[0] for q in questions]
+    train, out, [one, _, three] = (
+        tmp_path / "train.jsonl",
+        tmp_path / "demos.jsonl",
+        [q.golds[0] for q in questions],
+    )
     asked = [{"id": q.id, "question": q.text, "golden_answers": list(q.golds)} for q in questions]
     train.write_text("".join(json.dumps(row) + "\n" for row in asked))
     texts = {
-        questions[0].text: ("<think> hm </think> <search> base of it", f"<answer>{one}</answer> and more"),
+        questions[0].text: (
+            "<think> hm </think> <search> base of it",
+            f"<answer>{one}</answer> and more",
+        ),
         questions[1].text: ("<answer>wrong</answer>",),
         questions[2].text: (
-            f"<search> a </search><information> b </information><answer>{three}</answer>", "<answer>no</answer>",
+            f"<search> a </search><information> b </information><answer>{three}</answer>",
+            "<answer>no</answer>",
         ),
     }
 
     def answer(messages):
-        [turns] = [turns for text, turns in texts.items() if text.rstrip("?") in messages[0]["content"]]
+        [turns] = [
+            turns for text, turns in texts.items() if text.rstrip("?") in messages[0]["content"]
+        ]
         return turns[len(messages) // 2]
 
     with ChatServer(answer) as chat:
@@ -420,20 +516,33 @@ def test_a_model_behind_a_chat_endpoint_plays_and_its_successes_are_kept(task, w
         said, line = collected(*flags)
         assert not line and "1 rows, 1 of them new; 2 trajectories left out" in said, line
         [kept] = read_jsonl(out)
-        assert (kept["id"], kept["reward"], kept["instruction"]) == (questions[0].id, 1.0, task.instruction)
+        assert (kept["id"], kept["reward"], kept["instruction"]) == (
+            questions[0].id,
+            1.0,
+            task.instruction,
+        )
         [prompt, call, result, end] = kept["messages"]
         assert [m["role"] for m in kept["messages"]] == ["user", "assistant", "tool", "assistant"]
         assert call["content"] == "<think> hm </think> <search> base of it</search>"
-        assert result["content"].startswith("<information>Doc 1(Title:") and end["content"] == f"<answer>{one}</answer>"
+        assert (
+            result["content"].startswith("<information>Doc 1(Title:")
+            and end["content"] == f"<answer>{one}</answer>"
+        )
         demo = encode_row(kept, 0, task, world[1], CFG)
         assert demo.stop == "answer" and demo.served("search") == 1
 
         chat.asked.clear()
         collected(*flags)
-        assert chat.asked and not any(questions[0].text in messages[0]["content"] for messages in chat.asked)
+        assert chat.asked and not any(
+            questions[0].text in messages[0]["content"] for messages in chat.asked
+        )
         assert read_jsonl(out) == [kept]
         _, line = collected(*flags[:-1], tmp_path / "none.jsonl", "--least", "2")
-        assert "nothing to demonstrate" in line and line.count("\n") == 0 and not (tmp_path / "none.jsonl").exists()
+        assert (
+            "nothing to demonstrate" in line
+            and line.count("\n") == 0
+            and not (tmp_path / "none.jsonl").exists()
+        )
     assert "start the server, or check the URL" in collected(*flags)[1]
 
 
@@ -447,8 +556,12 @@ def test_help_does_not_wait_for_torch(name):
 
 
 def test_a_step_whose_updates_were_all_skipped_has_no_log_prob(tmp_path):
-    cfg = dataclasses.replace(config_of(["--demos", "x.jsonl"]), T=1, batch=1, save_every=2, out=str(tmp_path))
-    policy = SimpleNamespace(update=lambda t, taus: {"lr": 1e-4, "skipped_updates": 1}, seconds={"update": 0.5})
+    cfg = dataclasses.replace(
+        config_of(["--demos", "x.jsonl"]), T=1, batch=1, save_every=2, out=str(tmp_path)
+    )
+    policy = SimpleNamespace(
+        update=lambda t, taus: {"lr": 1e-4, "skipped_updates": 1}, seconds={"update": 0.5}
+    )
     checkpoints, log = MagicMock(), MagicMock(held_out={"begun": {}})
     checkpoints.restore.return_value = 1, 0
     supervised.imitate([object()], policy, MagicMock(cfg=cfg, log=log), checkpoints)

@@ -1,4 +1,5 @@
-"""A class in TRL's `environment_factory` convention is a task: its rows, its tools, its reward, what is refused."""
+"""A class in TRL's `environment_factory` convention is a task: its rows, its tools, its reward,
+what is refused."""
 
 import gc
 import json
@@ -122,18 +123,27 @@ class Lone(Vault):
         return "The only safe."
 
 
-SYSTEM, USER = {"role": "system", "content": "You crack safes."}, {"role": "user", "content": "Open the vault."}
+SYSTEM, USER = (
+    {"role": "system", "content": "You crack safes."},
+    {"role": "user", "content": "Open the vault."},
+)
 BLOCKS = [{"type": "text", "text": "Open"}, {"type": "text", "text": "it."}]
 ROWS = [
-    {"prompt": [SYSTEM, USER], "code": "123"}, {"question": "Open it.", "code": "441", "hint": "Two are the same."},
+    {"prompt": [SYSTEM, USER], "code": "123"},
+    {"question": "Open it.", "code": "441", "hint": "Two are the same."},
     {"prompt": [USER | {"content": BLOCKS}], "code": "1"},
-]  # fmt: skip
+]
 
 
 def task_of(name, path, rows=ROWS, **files):
-    """Returns the task of an environment of this file; --train and --test are a file with these rows."""
+    """Returns the task of an environment of this file; --train and --test are a file with these
+    rows."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_task(Config(task=f"test_environment:{name}", **dict.fromkeys(("train", "test"), str(path)) | files))
+    return load_task(
+        Config(
+            task=f"test_environment:{name}", **dict.fromkeys(("train", "test"), str(path)) | files
+        )
+    )
 
 
 def play(tiny, task, *turns):
@@ -153,7 +163,9 @@ def test_an_environment_of_trl_is_a_task(tiny, tmp_path):
     assert message["content"].startswith("Go.\n\nTools, ")
     assert "<dial> code </dial>: Dials a code." in message["content"]
     assert message["content"].endswith("\n\nOpen it.Two are the same.\n")  # as TRL appends
-    assert task.format.messages(task, "Go.", first)[0]["content"].endswith("\n\nYou crack safes.\n\nOpen the vault.\n")
+    assert task.format.messages(task, "Go.", first)[0]["content"].endswith(
+        "\n\nYou crack safes.\n\nOpen the vault.\n"
+    )
     assert third.text == "Open\nit."
 
     won = ["<dial>441</dial>", '<count>{"digit": 3, "below": true}</count>', "<dial>123</dial>", "<dial>123</dial>",
@@ -162,7 +174,8 @@ def test_an_environment_of_trl_is_a_task(tiny, tmp_path):
     shown = [turn.result for turn in a.turns]
     assert shown[:3] == [["Nothing, 1 tries so far."], ["3"], ["It opens."]]
     assert shown[3] == [str({"error": "It is open already."})]
-    assert b.turns[0].result == ["Nothing, 1 tries so far."]  # each episode has an object of its own
+    # each episode has an object of its own
+    assert b.turns[0].result == ["Nothing, 1 tries so far."]
     assert (a.reward, b.reward) == (0.5, 0.0)
 
 
@@ -180,7 +193,9 @@ def test_resets_and_rewards_are_awaited_and_content_blocks_read(tiny, tmp_path):
     task = task_of("Later", tmp_path / "rows.jsonl")
     first, second, _ = task.questions("train")
     assert task.prompt("Go.", first)[0]["content"] == "Go.\n\nYou crack safes.\n\nOpen the vault.\n"
-    assert task.prompt("Go.", second)[0]["content"] == "Go.\n\nOpen it.Two are the same.\nBe quick.\n"
+    assert (
+        task.prompt("Go.", second)[0]["content"] == "Go.\n\nOpen it.Two are the same.\nBe quick.\n"
+    )
     assert play(tiny, task, ["<answer>done</answer>"])[0].reward == 0.75
     assert [tool.tag for tool in task.tools] == ["count", "dial"]
 
@@ -247,12 +262,21 @@ def test_environments_are_made_once_reset_often_and_closed(tiny, tmp_path, kind)
     task = task_of(kind.__name__, tmp_path / "rows.jsonl")
     assert [tool.tag for tool in task.tools] == ["count", "dial", "wait"]  # close is the program's
     for _ in range(4):
-        a, b = play(tiny, task, ["<dial>123</dial>", "<answer>x</answer>"], ["<dial>000</dial>", "<answer>x</answer>"])
-        assert (a.turns[0].result, b.turns[0].result) == (["It opens."], ["Nothing, 1 tries so far."])
+        a, b = play(
+            tiny,
+            task,
+            ["<dial>123</dial>", "<answer>x</answer>"],
+            ["<dial>000</dial>", "<answer>x</answer>"],
+        )
+        assert (a.turns[0].result, b.turns[0].result) == (
+            ["It opens."],
+            ["Nothing, 1 tries so far."],
+        )
     assert (kind.made, kind.open) == (2, 2)
     task.tools[2].timeout = 0.2
     [late] = play(tiny, task, ["<wait></wait>", "<answer>x</answer>"])
-    assert late.turns[0].result == ["wait took longer than 0.2 s"] and kind.open == 1  # it may still be at it
+    # it may still be at it
+    assert late.turns[0].result == ["wait took longer than 0.2 s"] and kind.open == 1
     del task
     gc.collect()
     assert kind.open == 0
@@ -267,10 +291,26 @@ class Told(Vault):
         Args:
             k: What
         """
-        return [{"a": None, "b": True}, 1.0, None, (1, "x"), [{"type": "text", "text": "seen"}], ["a"], 3 / (k - 6)][k]
+        return [
+            {"a": None, "b": True},
+            1.0,
+            None,
+            (1, "x"),
+            [{"type": "text", "text": "seen"}],
+            ["a"],
+            3 / (k - 6),
+        ][k]
 
 
-TOLD = ["{'a': None, 'b': True}", "1.0", "None", "(1, 'x')", "seen", "['a']", "{'error': 'division by zero'}"]
+TOLD = [
+    "{'a': None, 'b': True}",
+    "1.0",
+    "None",
+    "(1, 'x')",
+    "seen",
+    "['a']",
+    "{'error': 'division by zero'}",
+]
 
 
 def test_results_and_errors_are_written_as_trl_writes_them(tiny, tmp_path):
@@ -284,8 +324,15 @@ def test_rows_with_equal_ids_in_two_files_are_two_rows(tiny, tmp_path):
         (tmp_path / name).mkdir()
     rows = [[{"id": 1, "prompt": "Open it.", "code": "1", "hint": hint}] for hint in ("A", "B")]
     task_of("Vault", tmp_path / "one" / "rows.jsonl", rows[0])
-    task = task_of("Vault", tmp_path / "two" / "rows.jsonl", rows[1], train=str(tmp_path / "one" / "rows.jsonl"))
-    asked = [task.prompt("Go.", task.questions(split)[0])[0]["content"] for split in ("train", "test")]
+    task = task_of(
+        "Vault",
+        tmp_path / "two" / "rows.jsonl",
+        rows[1],
+        train=str(tmp_path / "one" / "rows.jsonl"),
+    )
+    asked = [
+        task.prompt("Go.", task.questions(split)[0])[0]["content"] for split in ("train", "test")
+    ]
     assert asked == ["Go.\n\nOpen it.A\n", "Go.\n\nOpen it.B\n"]
 
 
@@ -300,9 +347,15 @@ def test_an_environment_that_owns_its_data_gets_seeds_which_a_group_shares(tmp_p
     assert task.reset(train[7])._code == task.reset(train[7])._code == "007"
     lone = load_task(Config(task="test_environment:Lone"))
     assert lone.prompt("Go.", lone.questions("test")[0])[0]["content"] == "Go.\n\nThe only safe.\n"
-    world = dict(train=PRESETS["world"]["train"], test=PRESETS["world"]["test"])  # a preset's questions are not asked
-    assert load_task(Config(task="test_environment:Safe", **world)).questions("test")[0].source == "seeds"
+    # a preset's questions are not asked
+    world = dict(train=PRESETS["world"]["train"], test=PRESETS["world"]["test"])
+    assert (
+        load_task(Config(task="test_environment:Safe", **world)).questions("test")[0].source
+        == "seeds"
+    )
     with pytest.raises(Fault, match="--train"):
         load_task(Config(task="test_environment:Vault")).questions("train")
-    [q] = task_of("Safe", tmp_path / "q.jsonl", [{"prompt": "Open it.", "seed": 3}]).questions("train")
+    [q] = task_of("Safe", tmp_path / "q.jsonl", [{"prompt": "Open it.", "seed": 3}]).questions(
+        "train"
+    )
     assert q.text == "Open it." and q.data["seed"] == 3  # files beat seeds

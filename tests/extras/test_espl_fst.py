@@ -1,4 +1,5 @@
-"""E-SPL and FST (extras/espl.py, extras/fst.py), with policies and optimizers that read their answers from tables."""
+"""E-SPL and FST (extras/espl.py, extras/fst.py), with policies and optimizers that read their
+answers from tables."""
 
 import json
 import math
@@ -13,7 +14,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_algorithm import FIRST, TAGS, Exam, Kept, Recorder, TableOptimizer, WatchedPolicy, questions
+from test_algorithm import (
+    FIRST,
+    TAGS,
+    Exam,
+    Kept,
+    Recorder,
+    TableOptimizer,
+    WatchedPolicy,
+    questions,
+)
 from test_inspo import ENV, ROOT, SMALL, metrics
 from test_resume import CFG, STEPS, check_deaths, deaths_of
 from test_stop import mapped
@@ -36,13 +46,16 @@ from world.clauses import read
 from world.optimizer import reply_to
 
 ESPL = ESPLConfig(N_P=100, K_e=1, T_e=100, objective="espl", batch=6, G=2, T=4, failures=2)
-FST = FSTConfig(N_P=3, K_e=2, T_e=100, objective="cispo_cap", batch=4, G=6, T=5, D_B=3, failures=2, rounds=2)
+FST = FSTConfig(
+    N_P=3, K_e=2, T_e=100, objective="cispo_cap", batch=4, G=6, T=5, D_B=3, failures=2, rounds=2
+)
 FRONT = partial(inspo.population_of, kind=fst.Front)
 SCRIPTS = {"espl": (espl.ESPL, espl.population_of, ESPL), "fst": (fst.GEPA, FRONT, FST)}
 
 
 class FlakyPolicy(WatchedPolicy):
-    """What it does not know it answers right every other time that it is asked under the same instruction."""
+    """What it does not know it answers right every other time that it is asked under the same
+    instruction."""
 
     def __init__(self, right):
         super().__init__(right)
@@ -114,7 +127,10 @@ def programs(n, P=None):
         ([0.509, 0.5], [(25.000, 6.458)] * 2),  # at most .01 apart is a draw
         ([0.9, 0.5, 0.1], [(31.675, 6.656), (25.000, 6.208), (18.325, 6.656)]),
         ([0.5, 0.5, 0.5], [(25.000, 5.698), (25.000, 5.695), (25.000, 5.698)]),
-        ([0.9, 0.6, 0.3, 0.1], [(33.207, 6.348), (27.401, 5.787), (22.599, 5.787), (16.793, 6.348)]),
+        (
+            [0.9, 0.6, 0.3, 0.1],
+            [(33.207, 6.348), (27.401, 5.787), (22.599, 5.787), (16.793, 6.348)],
+        ),
     ],
 )
 def test_ratings_are_trueskill_s(scores, expected):
@@ -168,23 +184,41 @@ def test_espl_mutates_after_every_step_but_the_last_and_ends_with_the_newest():
     (policy, I), made, log, optimizer = run("espl", right, *[[c] for c in children])
     assert policy is made and I.text == children[2] and I.born == 3
     assert optimizer.whens == ["t1 r1", "t2 r1", "t3 r1"]
-    assert [args[0] for args in log.of("joined")] == [1, 2, 3] and not log.of("pruned") and not log.of("verified")
-    assert [(I.parent, I.born) for I in log.P.family] == [(None, 0), (0, 1), (1, 2), (1, 3)]  # of the batch's best
+    assert (
+        [args[0] for args in log.of("joined")] == [1, 2, 3]
+        and not log.of("pruned")
+        and not log.of("verified")
+    )
+    # of the batch's best
+    assert [(I.parent, I.born) for I in log.P.family] == [(None, 0), (0, 1), (1, 2), (1, 3)]
     for t, (at, purpose, jobs, _) in enumerate(made.rollouts, 1):
         ids = {job.instruction for job in jobs}
-        assert (at, purpose, len(jobs)) == (t, "rollout", 12) and t - 1 in ids and len(ids) == min(3, t)
-        assert {job.question for job in jobs} == set(draw(questions("q", 6), 6, 0, t)[: -(-6 // len(ids))])
+        assert (
+            (at, purpose, len(jobs)) == (t, "rollout", 12)
+            and t - 1 in ids
+            and len(ids) == min(3, t)
+        )
+        assert {job.question for job in jobs} == set(
+            draw(questions("q", 6), 6, 0, t)[: -(-6 // len(ids))]
+        )
     [(_, _, scores), *_] = made.updates
-    assert {a for _, a in scores} <= {0.5, -0.5, 0.0} and any(a for _, a in scores)  # r - mean, not divided
+    # r - mean, not divided
+    assert {a for _, a in scores} <= {0.5, -0.5, 0.0} and any(a for _, a in scores)
 
 
 def test_a_mutation_is_shown_a_right_and_a_wrong_attempt_at_the_same_question():
     _, _, _, optimizer = run("espl", {}, T=2)
     [prompt] = optimizer.prompts
-    assert f"<ins_0>\n{FIRST}\n</ins_0>" in prompt and prompt.count("<right>") == prompt.count("<example>") == 2
+    assert (
+        f"<ins_0>\n{FIRST}\n</ins_0>" in prompt
+        and prompt.count("<right>") == prompt.count("<example>") == 2
+    )
     first = draw(questions("q", 6), 6, 0, 1)[0].id
-    assert prompt.count(f"Question: Which {first}?") == 2 and f"Correct answer: gold {first}" in prompt
-    _, _, log, optimizer = run("espl", {}, T=2, policy=WatchedPolicy)  # never both: nothing to compare
+    assert (
+        prompt.count(f"Question: Which {first}?") == 2 and f"Correct answer: gold {first}" in prompt
+    )
+    # never both: nothing to compare
+    _, _, log, optimizer = run("espl", {}, T=2, policy=WatchedPolicy)
     assert not optimizer.prompts
     [(_, _, joined, text)] = log.of("joined")
     assert joined == [] and "none joined: no question that #0 got both right and wrong" in text
@@ -199,7 +233,9 @@ def test_the_queue_forgets_the_oldest():
 def test_an_optimizer_that_is_down_or_writes_nonsense_costs_a_child():
     _, _, log, optimizer = run("espl", {}, OptimizerDown("503"), ["no tags"], ["x"], T=4)
     texts = [text for *_, text in log.of("joined")]
-    assert "the optimizer gave no reply (503)" in texts[0] and "no well-formed candidate" in texts[1]
+    assert (
+        "the optimizer gave no reply (503)" in texts[0] and "no well-formed candidate" in texts[1]
+    )
     assert len(log.P) == 1 and len(log.of("step")) == 4
 
 
@@ -208,20 +244,33 @@ def test_a_crossover_has_the_program_that_alone_won_most():
     right = {0: ["q0", "q1"], 1: ["q2", "q6"], 2: ["q3", "q4", "q5", "q6"]}
     table = {j: {q: [q in row] for q in questions("q", 7)} for j, row in right.items()}
     assert mate(step_of(table).items, 0) == (2, {0: ["q0", "q1"], 1: ["q2"], 2: ["q3", "q4", "q5"]})
-    for table in ({0: {"q0": [1]}, 1: {"q0": [1]}}, {0: {"q0": [1]}, 1: {"q0": [0]}}, {0: {"q0": [1]}}):
+    for table in (
+        {0: {"q0": [1]}, 1: {"q0": [1]}},
+        {0: {"q0": [1]}, 1: {"q0": [0]}},
+        {0: {"q0": [1]}},
+    ):
         assert mate(step_of(table).items, 0) is None  # one of them won nothing alone
 
 
 def test_a_crossover_has_two_parents_and_comes_before_the_mutation():
-    table = {0: {"q0": [1, 1], "q1": [0, 0], "q2": [1, 0]}, 1: {"q0": [0, 0], "q1": [1, 1], "q2": [0, 0]}}
+    table = {
+        0: {"q0": [1, 1], "q1": [0, 0], "q2": [1, 0]},
+        1: {"q0": [0, 0], "q1": [1, 1], "q2": [0, 0]},
+    }
     for crossover, whens in ((0.0, ["t3 r1"]), (1.0, ["t3 r0", "t3 r1"])):
-        optimizer, cfg = TableOptimizer(["crossed"], ["mutated"]), ESPLConfig(**vars(ESPL) | dict(crossover=crossover))
+        optimizer, cfg = (
+            TableOptimizer(["crossed"], ["mutated"]),
+            ESPLConfig(**vars(ESPL) | dict(crossover=crossover)),
+        )
         P = programs(2)
         evolution = espl.ESPL(cfg, Exam(cfg, questions("q", 9)), optimizer, P, Recorder())
         evolution.B = step_of(table)
         evolution.evolve(3, None)
         assert optimizer.whens == whens
-    assert "<other>\nprogram 1\n</other>" in optimizer.prompts[0] and "Which q0?" in optimizer.prompts[0]
+    assert (
+        "<other>\nprogram 1\n</other>" in optimizer.prompts[0]
+        and "Which q0?" in optimizer.prompts[0]
+    )
     assert "Which q2?" in optimizer.prompts[1]
     assert [(I.text, I.parent) for I in P.family[2:]] == [("crossed", 0), ("mutated", 0)]
     Q = programs(0)
@@ -241,8 +290,14 @@ def test_a_run_that_was_stopped_inside_a_step_continues_there(name):
     before = [event for event, *_ in log.events]
     before = before[: before.index("begin_step")]
     assert "joined" in before and "started" not in before
-    assert before[-5:] == ["evaluated", "evaluated", "end_step", "mark", "save"] and "step" not in before
-    assert [args[0] for args in log.of("step")] == [3] and [args[0] for args in log.of("save")] == [2, 3]
+    assert (
+        before[-5:] == ["evaluated", "evaluated", "end_step", "mark", "save"]
+        and "step" not in before
+    )
+    assert [args[0] for args in log.of("step")] == [3] and [args[0] for args in log.of("save")] == [
+        2,
+        3,
+    ]
     assert all(when.startswith("t2 r") for when in optimizer.whens)
 
 
@@ -250,10 +305,12 @@ def test_a_run_that_was_stopped_inside_a_step_continues_there(name):
 
 
 def test_the_pareto_front_by_hand():
-    """A and B win questions of their own; what C wins A wins too; D wins only what everybody fails."""
+    """A and B win questions of their own; what C wins A wins too; D wins only what everybody
+    fails."""
     rewards = np.array([[1, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]], float)
     assert instance_wins(rewards).tolist() == [3, 2, 0, 0]
-    assert instance_wins(np.array([[0.5, 0.0], [0.5, 0.0]])).tolist() == [0, 2]  # of equals one stays
+    # of equals one stays
+    assert instance_wins(np.array([[0.5, 0.0], [0.5, 0.0]])).tolist() == [0, 2]
     assert instance_wins(np.zeros((1, 3))).tolist() == [3]
     # Removal goes from the lowest mean up: C is covered by A and B together
     assert instance_wins(np.array([[1, 0, 1], [0, 1, 1], [0, 0, 1.0]])).tolist() == [2, 2, 0]
@@ -262,7 +319,9 @@ def test_the_pareto_front_by_hand():
 def test_a_question_s_rollouts_go_round_the_prompts():
     P, D = programs(3, Front(0.2, 5)), list(questions("q", 4).values())
     jobs = P.draw(np.random.default_rng(0), D, 6)
-    assert [(job.question, job.group) for job in jobs] == [(q, k) for k, q in enumerate(D) for _ in range(6)]
+    assert [(job.question, job.group) for job in jobs] == [
+        (q, k) for k, q in enumerate(D) for _ in range(6)
+    ]
     for k in range(0, 24, 6):
         ids = [job.instruction for job in jobs[k : k + 6]]
         assert sorted(ids[:3]) == [0, 1, 2] and ids[:3] == ids[3:]
@@ -279,8 +338,12 @@ def test_fst_evolves_every_K_e_steps():
 
 def test_a_revision_passes_if_it_is_strictly_better_on_what_was_shown_and_joins_if_it_wins():
     good, same = names(2)
-    _, policy, log, optimizer = run("fst", {good: 6, same: 0}, [same], [good], policy=WatchedPolicy, T=3)
-    assert optimizer.whens == ["t2 r0", "t2 r1"] and all("gold q" in prompt for prompt in optimizer.prompts)
+    _, policy, log, optimizer = run(
+        "fst", {good: 6, same: 0}, [same], [good], policy=WatchedPolicy, T=3
+    )
+    assert optimizer.whens == ["t2 r0", "t2 r1"] and all(
+        "gold q" in prompt for prompt in optimizer.prompts
+    )
     [first, second] = log.of("verified")
     assert first[-1] == [] and [c.text for c in second[-1]] == [good]  # a tie does not pass
     front, passed = log.rows
@@ -288,7 +351,8 @@ def test_a_revision_passes_if_it_is_strictly_better_on_what_was_shown_and_joins_
     assert front["D_B"] == passed["D_B"] and log.ledger.verification_rollouts == 6
     tried = {q.id for q in first[2]}
     assert tried and not tried & set(front["D_B"])  # nothing is chosen by what was shown
-    assert log.P.ids == [1] and log.P.family[0].left == 2  # the first prompt wins nothing that the new one does not
+    # the first prompt wins nothing that the new one does not
+    assert log.P.ids == [1] and log.P.family[0].left == 2
     assert log.P.family[1].verified == 1.0 and log.P.family[1].parent == 0
 
 
@@ -310,7 +374,9 @@ def test_at_most_N_P_prompts_stay():
     others = set(questions("q", 6)) - set(row["D_B"])
     right = {child: others | {q} for child, q in zip(good, row["D_B"], strict=True)}
     for N_P in (2, 3):
-        _, _, log, _ = run("fst", right, *[[child] for child in good], policy=SetPolicy, T=3, rounds=3, N_P=N_P)
+        _, _, log, _ = run(
+            "fst", right, *[[child] for child in good], policy=SetPolicy, T=3, rounds=3, N_P=N_P
+        )
         assert len(log.P.family) == 1 + N_P and len(log.P) == N_P and 0 not in log.P.ids
 
 
@@ -352,7 +418,9 @@ def test_an_impossible_flag_is_one_line(kind, flags, says):
 
 @pytest.mark.slow
 def test_a_script_runs_in_any_directory_and_listens_to_ctrl_c_from_the_start(tmp_path):
-    scripts = [ROOT / "extras" / f"{name}.py" for name in ("objectives", "selection", "espl", "fst")]
+    scripts = [
+        ROOT / "extras" / f"{name}.py" for name in ("objectives", "selection", "espl", "fst")
+    ]
     wrong = [start(script, "--objective", "ppo", cwd=tmp_path) for script in scripts]
     stopped = start(scripts[-1], cwd=tmp_path)
     while not mapped(stopped, "libtorch_cpu"):
@@ -370,26 +438,50 @@ def test_a_script_runs_in_any_directory_and_listens_to_ctrl_c_from_the_start(tmp
 def start(script, *flags, cwd):
     pipe = subprocess.PIPE
     argv = [sys.executable, script, *flags]
-    return subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=ENV, cwd=cwd, preexec_fn=hear_signals)
+    return subprocess.Popen(
+        argv, stdout=pipe, stderr=pipe, text=True, env=ENV, cwd=cwd, preexec_fn=hear_signals
+    )
 
 
 def test_the_scripted_optimizer_answers_every_prompt():
     I, task = f"Search one entity at a time. {TAGS}", Exam(Config(), {})
     wrong = "Question: Who is the father of the mother of Ann?\n<search> the father of the mother of Ann </search>"
-    tried = [Experience(1, 0, "q", text, ("Bo",), 1.0 - failed, failed) for text, failed in ((wrong, 1), ("right", 0))]
+    tried = [
+        Experience(1, 0, "q", text, ("Bo",), 1.0 - failed, failed)
+        for text, failed in ((wrong, 1), ("right", 0))
+    ]
     for prompt in (
-        feedback_prompt(I, tried[:1], 4000, task), mutation_prompt(I, [tried[::-1]], 4000, task),
-        crossover_prompt(I, f"State the fact found after each search. {TAGS}", ["Who?"], ["Where?"]),
-    ):  # fmt: skip
+        feedback_prompt(I, tried[:1], 4000, task),
+        mutation_prompt(I, [tried[::-1]], 4000, task),
+        crossover_prompt(
+            I, f"State the fact found after each search. {TAGS}", ["Who?"], ["Where?"]
+        ),
+    ):
         replies = [reply_to(prompt, seed) for seed in range(12)]
-        assert sum("<ins_1>" in reply for reply in replies) >= 9 and not any("<ins_2>" in reply for reply in replies)
+        assert sum("<ins_1>" in reply for reply in replies) >= 9 and not any(
+            "<ins_2>" in reply for reply in replies
+        )
     assert any("state" in read(reply) for reply in replies)  # taken over from the other
 
 
 # ---- whole runs
 
 
-SIZES = [*SMALL, "--batch", "6", "--mini", "6", "--G", "4", "--T", "6", "--save_every", "2", "--D_B", "6"]
+SIZES = [
+    *SMALL,
+    "--batch",
+    "6",
+    "--mini",
+    "6",
+    "--G",
+    "4",
+    "--T",
+    "6",
+    "--save_every",
+    "2",
+    "--D_B",
+    "6",
+]
 RUNS = {
     "espl": (espl, ["--crossover", "1", "--K_e", "1", "--T_e", "9"]),
     "fst": (fst, ["--K_e", "2", "--T_e", "9"]),
@@ -433,8 +525,18 @@ def test_stopped_inside_an_evolution_and_resumed_it_is_bit_identical_and_everyth
 
 
 KINDS = {  # of runs whose evolutions are their own; E-SPL's D_B asks nothing
-    "espl": (ESPLConfig, espl.population_of, espl.ESPL, dict(D_B=0, crossover=0.5, rivals=2, G=4, seed=1)),
-    "fst": (FSTConfig, FRONT, fst.GEPA, dict(N_P=2, D_B=3, batch=6, mini=6, rounds=2, failures=1, seed=10)),
+    "espl": (
+        ESPLConfig,
+        espl.population_of,
+        espl.ESPL,
+        dict(D_B=0, crossover=0.5, rivals=2, G=4, seed=1),
+    ),
+    "fst": (
+        FSTConfig,
+        FRONT,
+        fst.GEPA,
+        dict(N_P=2, D_B=3, batch=6, mini=6, rounds=2, failures=1, seed=10),
+    ),
 }
 
 
@@ -443,4 +545,7 @@ KINDS = {  # of runs whose evolutions are their own; E-SPL's D_B asks nothing
 def test_after_any_two_deaths_a_run_ends_the_same(tmp_path, monkeypatch, name, every):
     config, population, evolution, knobs = KINDS[name]
     cfg = config(**vars(CFG) | STEPS | knobs | dict(mode=name))
-    check_deaths(deaths_of(tmp_path, monkeypatch, config=cfg, population=population, evolution=evolution), every)
+    check_deaths(
+        deaths_of(tmp_path, monkeypatch, config=cfg, population=population, evolution=evolution),
+        every,
+    )

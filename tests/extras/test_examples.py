@@ -1,4 +1,5 @@
-"""extras/examples/ and its launcher: each fork is short, is named on docs/forks.md, and does what is said."""
+"""extras/examples/ and its launcher: each fork is short, is named on docs/forks.md, and does what
+is said."""
 
 import gzip
 import json
@@ -35,7 +36,9 @@ SMALL = "--T 2 --K_p 1 --K_e 1 --T_e 2 --D_B 2 --rounds 1 --save_every 3 --lr 1e
 def test_every_fork_is_short_and_its_command_loads():
     for path in FILES.glob("*.py"):
         lines = path.read_text().splitlines()
-        assert len(lines) <= 20 and f"`{path.stem}.py`" in PAGE, f"docs/forks.md does not name {path.name}"
+        assert len(lines) <= 20 and f"`{path.stem}.py`" in PAGE, (
+            f"docs/forks.md does not name {path.name}"
+        )
         _, program, *flags = shlex.split(lines[2].replace(" NAME", " any"))
         if program == "inspo.py":
             load_task(parse(flags))
@@ -47,11 +50,19 @@ def test_every_fork_is_short_and_its_command_loads():
 
 
 def test_dapo_weighs_every_token_alike_and_clips_higher():
-    part = [SimpleNamespace(mask=[0, 1, 1, 1], advantage=2.0), SimpleNamespace(mask=[1], advantage=-1.0)]
+    part = [
+        SimpleNamespace(mask=[0, 1, 1, 1], advantage=2.0),
+        SimpleNamespace(mask=[1], advantage=-1.0),
+    ]
     dapo = DAPO.__new__(DAPO)
     dapo.cfg = SimpleNamespace(eps=0.2)
     x = dapo.terms(part, None)
-    assert [[*x["adv"]], [*x["w"]], x["eps_low"], x["eps_high"]] == [[2, 2, 2, -1], [0.25] * 4, 0.2, 0.28]
+    assert [[*x["adv"]], [*x["w"]], x["eps_low"], x["eps_high"]] == [
+        [2, 2, 2, -1],
+        [0.25] * 4,
+        0.2,
+        0.28,
+    ]
 
 
 def test_cispo_is_a_surrogate():
@@ -72,7 +83,8 @@ def test_the_margin_keeps_those_near_the_best():
     "tau_s, rewards, p",
     [
         (0.2, [[], [], []], [1 / 3] * 3), (0.2, [[0.9], [], []], [0, 0.5, 0.5]),
-        (0.2, [[0.5] * 5, [0.45], [0.1]], [0, 1, 0]),  # the second was drawn less often: its bonus is larger
+        # the second was drawn less often: its bonus is larger
+        (0.2, [[0.5] * 5, [0.45], [0.1]], [0, 1, 0]),
         (0.01, [[0.5] * 5, [0.45], [0.1]], [1, 0, 0]),
     ],
 )  # fmt: skip
@@ -84,16 +96,22 @@ def test_ucb_prefers_the_untried_then_the_highest_bound(tau_s, rewards, p):
 
 
 def test_f1_is_the_reward_and_opo_weighs_the_baseline_by_length():
-    said = ["red", "red fish", "blue", "red"]  # three of a group, of 1, 2 and 3 tokens, and one of another
+    # three of a group, of 1, 2 and 3 tokens, and one of another
+    said = ["red", "red fish", "blue", "red"]
     question = Question("q", "Who?", ("red fish",))
-    taus = [Trajectory(0, question, k // 3, [], 0, [0] + [1] * (k + 1), prediction=x) for k, x in enumerate(said)]
+    taus = [
+        Trajectory(0, question, k // 3, [], 0, [0] + [1] * (k + 1), prediction=x)
+        for k, x in enumerate(said)
+    ]
     rewards = F1.reward(None, taus)
     assert rewards == pytest.approx([2 / 3, 1, 0, 2 / 3])
     for tau, r in zip(taus, rewards, strict=True):
         tau.reward = r
     OPO.set_advantages(None, taus)
     baseline = (2 / 3 * 1 + 1 * 2 + 0 * 3) / 6
-    assert [tau.advantage for tau in taus] == pytest.approx([2 / 3 - baseline, 1 - baseline, -baseline, 0])
+    assert [tau.advantage for tau in taus] == pytest.approx(
+        [2 / 3 - baseline, 1 - baseline, -baseline, 0]
+    )
 
 
 # ---- the launcher
@@ -109,7 +127,11 @@ def test_parts_of_one_kind_become_one_class():
 
 @pytest.mark.parametrize(
     "parts, says",
-    [("tasks.search_qa:SearchQA", "extends neither"), ("no_such:X", "cannot be imported"), ("x", "module:name")],
+    [
+        ("tasks.search_qa:SearchQA", "extends neither"),
+        ("no_such:X", "cannot be imported"),
+        ("x", "module:name"),
+    ],
 )
 def test_a_part_that_is_none_is_one_line(parts, says):
     with pytest.raises(SystemExit, match=f"^--parts {parts}: .*{says}"):
@@ -118,7 +140,9 @@ def test_a_part_that_is_none_is_one_line(parts, says):
 
 @pytest.mark.slow
 def test_a_run_of_the_world_with_four_parts_is_theirs_and_resumes_with_them_alone(tmp_path):
-    parts = ",".join(f"extras.examples.{x}" for x in ("margin:Margin", "opo:OPO", "ucb:UCB", "reminded:Reminded"))
+    parts = ",".join(
+        f"extras.examples.{x}" for x in ("margin:Margin", "opo:OPO", "ucb:UCB", "reminded:Reminded")
+    )
     flags = f"{SMALL} --batch 8 --mini 8 --eval_n 12 --tau_s 0.05 --seed 6 --task extras.examples.f1:F1 --parts {parts}"
     fork.main(["--out", str(tmp_path / "run"), *shlex.split(flags)])
     _, *steps = read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -126,13 +150,25 @@ def test_a_run_of_the_world_with_four_parts_is_theirs_and_resumes_with_them_alon
     started, pruned, *_ = read_jsonl(tmp_path / "run" / "population.jsonl")
     r_bar, stayed = steps[0]["r_bar"], {I["id"] for I in pruned["P"]}
     dropped = [I for I in started["P"] if str(I["id"]) in r_bar and I["id"] not in stayed]
-    [_, prompt] = [row["call"]["prompt"] for row in read_jsonl(tmp_path / "run" / "reflections.jsonl") if "call" in row]
+    [_, prompt] = [
+        row["call"]["prompt"]
+        for row in read_jsonl(tmp_path / "run" / "reflections.jsonl")
+        if "call" in row
+    ]
     want = [f"Dropped, reward {r_bar[str(I['id'])]:.2f}: {I['text']}" for I in dropped]
-    assert want and "<example>" in prompt and prompt.split("</ins_6> tags.\n\n")[1] == "\n\n".join(want)
+    assert (
+        want
+        and "<example>" in prompt
+        and prompt.split("</ins_6> tags.\n\n")[1] == "\n\n".join(want)
+    )
     with pytest.raises(SystemExit):  # argparse's, after the line
         parse(["--out", str(tmp_path / "run"), "--resume"])
-    with pytest.raises(SystemExit, match="was started with --parts .*, not extras.examples.ucb:UCB"):
-        fork.main(["--out", str(tmp_path / "run"), "--resume", "--parts", "extras.examples.ucb:UCB"])
+    with pytest.raises(
+        SystemExit, match="was started with --parts .*, not extras.examples.ucb:UCB"
+    ):
+        fork.main(
+            ["--out", str(tmp_path / "run"), "--resume", "--parts", "extras.examples.ucb:UCB"]
+        )
 
 
 # ---- a tool, questions, a base model
@@ -149,7 +185,10 @@ def base_path(tiny_path, tmp_path_factory):
 def test_a_new_tool_is_explained_called_and_refused_where_its_tag_cannot_be_written():
     task = load_task(parse(["--tools", "search,extras.examples.count:count"]))
     [message] = task.format.messages(task, "Count.", Question("q", "How many words?"))
-    assert "\n<count> text </count>: Counts the words of a text.\n  text: The words\n\nQuestion: " in message["content"]
+    assert (
+        "\n<count> text </count>: Counts the words of a text.\n  text: The words\n\nQuestion: "
+        in message["content"]
+    )
     assert list_stop_strings(task.tools) == ("</search>", "</count>", "</answer>")
     assert task.tools[1].submit("one two three").result(60) == ["3"]
     with pytest.raises(Fault, match="cannot write </count>"):
@@ -166,13 +205,26 @@ def test_a_base_model_without_a_template_is_refused(base_path, tmp_path):
 @pytest.mark.slow
 def test_a_base_model_trains_on_questions_of_your_own_with_the_new_tool(base_path, tmp_path):
     """The command of the page."""
-    flags = shlex.split(COMMAND.replace("\\\n", " ")) + ["--model", base_path, "--out", str(tmp_path / "run")]
-    inspo.main(flags + shlex.split(f"{SMALL} --batch 2 --mini 2 --max_response 12 --max_prompt 2000"))
+    flags = shlex.split(COMMAND.replace("\\\n", " ")) + [
+        "--model",
+        base_path,
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    inspo.main(
+        flags + shlex.split(f"{SMALL} --batch 2 --mini 2 --max_response 12 --max_prompt 2000")
+    )
     vienna, trial = load_questions(FILES / "questions.jsonl")
-    assert vienna.text == "Which river flows through Vienna?" and vienna.golds == ("Danube", "the Danube")
+    assert vienna.text == "Which river flows through Vienna?" and vienna.golds == (
+        "Danube",
+        "the Danube",
+    )
     with gzip.open(tmp_path / "run" / "trajectories" / "step-000001.jsonl.gz", "rt") as file:
         assert {json.loads(line)["question"] for line in file} == {vienna.id, trial.id}
     first, *_ = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert {"test/searches", "test/count_calls", f"test/em/{vienna.source}"} <= set(first)
     tokenizer = load_tokenizer(str(tmp_path / "run" / "policy"))
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=False) == "Who?"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=False)
+        == "Who?"
+    )

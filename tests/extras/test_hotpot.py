@@ -21,18 +21,44 @@ ALMATY = ["Almaty", ["Almaty is the largest city of Kazakhstan."]]
 
 def row(id, question, answer, *context, level="hard"):
     titles, sentences = zip(*context, strict=True)
-    return {"id": id, "question": question, "answer": answer, "type": "bridge", "level": level,
-            "context": {"title": titles, "sentences": sentences}, "supporting_facts": None}  # fmt: skip
+    return {
+        "id": id,
+        "question": question,
+        "answer": answer,
+        "type": "bridge",
+        "level": level,
+        "context": {"title": titles, "sentences": sentences},
+        "supporting_facts": None,
+    }
 
 
 TRAIN = [
-    row("5a7a06935542990198eaf050", "Are Esik and Almaty in one country?", "yes", ESIK, ALMATY, ["Empty", []]),
-    row("5a879ab05542996e4f30887e", "Where is the river of Esik?", "Kazakhstan", ALMATY, ESIK, level="medium"),
+    row(
+        "5a7a06935542990198eaf050",
+        "Are Esik and Almaty in one country?",
+        "yes",
+        ESIK,
+        ALMATY,
+        ["Empty", []],
+    ),
+    row(
+        "5a879ab05542996e4f30887e",
+        "Where is the river of Esik?",
+        "Kazakhstan",
+        ALMATY,
+        ESIK,
+        level="medium",
+    ),
 ]
 TEST = [
-    row("5a8b57f25542995d1e6f1371", "Which city is largest where Esik is?", "Almaty", ESIK,
-        ["Almaty", ["It was Alma-Ata", "“until” 1993."]]),
-]  # fmt: skip
+    row(
+        "5a8b57f25542995d1e6f1371",
+        "Which city is largest where Esik is?",
+        "Almaty",
+        ESIK,
+        ["Almaty", ["It was Alma-Ata", "“until” 1993."]],
+    )
+]
 
 
 def written(path, rows):
@@ -57,7 +83,11 @@ def test_rows_become_questions_and_a_corpus_of_all_passages_each_once(tmp_path):
         '"Almaty"\nIt was Alma-Ata “until” 1993.',
     ]
     assert len({corpus[k]["id"] for k in range(3)}) == 3
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["corpus.jsonl", "test.jsonl", "train.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "corpus.jsonl",
+        "test.jsonl",
+        "train.jsonl",
+    ]
 
 
 def test_what_was_there_stays_until_all_is_written(tmp_path):
@@ -72,7 +102,11 @@ def test_what_was_there_stays_until_all_is_written(tmp_path):
 @pytest.mark.slow
 def test_the_command_fetches_the_hub_s_files_once(tmp_path):
     folder = tmp_path / "hub/datasets/hotpotqa/hotpot_qa/distractor"
-    parts = {"train-00000-of-00002": TRAIN[:1], "train-00001-of-00002": TRAIN[1:], "validation-00000-of-00001": TEST}
+    parts = {
+        "train-00000-of-00002": TRAIN[:1],
+        "train-00001-of-00002": TRAIN[1:],
+        "validation-00000-of-00001": TEST,
+    }
     for name, rows in parts.items():
         written(folder / f"{name}.parquet", rows)
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
@@ -80,8 +114,12 @@ def test_the_command_fetches_the_hub_s_files_once(tmp_path):
         env = kept | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
         for _ in range(2):
             command = [sys.executable, HERE / "extras" / "hotpot.py", "out"]
-            done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+            done = subprocess.run(
+                command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+            )
             assert done.returncode == 0, done.stderr
             assert "2 questions to train on, 1 held out, 3 passages" in done.stdout
         assert len(hub.fetched()) == 3
-    assert [row["id"] for row in read_jsonl(tmp_path / "out" / "train.jsonl")] == [row["id"] for row in TRAIN]
+    assert [row["id"] for row in read_jsonl(tmp_path / "out" / "train.jsonl")] == [
+        row["id"] for row in TRAIN
+    ]

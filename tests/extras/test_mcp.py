@@ -1,4 +1,5 @@
-"""Tools of a real MCP server, over stdin and HTTP: calls, wrong arguments, a server that dies, one that lies."""
+"""Tools of a real MCP server, over stdin and HTTP: calls, wrong arguments, a server that dies, one
+that lies."""
 
 import json
 import os
@@ -19,7 +20,9 @@ from plumbing.faults import Fault, ToolDown
 from tasks import Question, load_task
 from tasks.tools import Failure, list_stop_strings
 
-pytest.importorskip("mcp", reason="the MCP SDK is not installed here: pip install mcp jsonschema-rs")
+pytest.importorskip(
+    "mcp", reason="the MCP SDK is not installed here: pip install mcp jsonschema-rs"
+)
 
 from extras.plugs import mcp  # noqa: E402
 from extras.plugs.mcp import RETRIES, ROUNDS, tools_of  # noqa: E402
@@ -41,7 +44,9 @@ def answered(tool, argument):
 
 
 def children():
-    return [p for p in psutil.Process().children(recursive=True) if SERVER.name in " ".join(p.cmdline())]
+    return [
+        p for p in psutil.Process().children(recursive=True) if SERVER.name in " ".join(p.cmdline())
+    ]
 
 
 @pytest.fixture
@@ -65,7 +70,8 @@ def http():
 
 
 CALLS = [
-    ("add", '{"a": 2, "b": 3}', "5"), ("add", '{"a": 2}', "3"), ("shout", "so what?", r"SO WHAT\?"),  # one text: bare
+    # one text: bare
+    ("add", '{"a": 2, "b": 3}', "5"), ("add", '{"a": 2}', "3"), ("shout", "so what?", r"SO WHAT\?"),
     *(("add", x, "wrong arguments of add: .*") for x in ('{"a": "two"}', '{"b": 1}', "[1, 2]", "{a: 2}", "")),
     ("fail", "no luck", ".*no luck.*"), ("refuse", '{"times": 3}', "refuse failed: quota exceeded 3 times"),
     ("sleep", '{"seconds": 20}', "sleep took longer than 2 s"), ("show", "file:///x", r"what it holds\n\(image\)"),
@@ -106,7 +112,8 @@ def test_a_server_that_dies_or_freezes_is_replaced_and_the_call_repeated(number,
 def test_a_server_that_ends_during_a_call_is_started_again_once(tmp_path):
     found = tools(COMMAND)
     assert answered(found["end"], str(tmp_path / "here")) == "still here"
-    assert answered(found["end"], "") == "end failed: the server ended during the call"  # every time
+    # every time
+    assert answered(found["end"], "") == "end failed: the server ended during the call"
     assert answered(found["add"], '{"a": 1}') == "2"
 
 
@@ -143,19 +150,24 @@ def test_a_server_by_http_that_is_away_for_a_while_is_waited_for(http, monkeypat
     monkeypatch.setattr(mcp, "back_off", back_off)
     calls = [found["add"].submit(json.dumps({"a": k})) for k in range(8)]
     assert [call.result(60) for call in calls] == [[str(k + 1)] for k in range(8)]
-    assert waits == [1, 2, 3] and sum(tool.faults for tool in found.values()) == 1  # once for all calls
+    # once for all calls
+    assert waits == [1, 2, 3] and sum(tool.faults for tool in found.values()) == 1
 
 
 def test_calls_that_all_take_too_long_are_counted_and_stop_the_run():
     found = tools(COMMAND)
     found["sleep"].timeout = 0.1
-    late = [found["sleep"].submit('{"seconds": 5}') for _ in range(2 * ROUNDS)]  # side by side: one round
+    # side by side: one round
+    late = [found["sleep"].submit('{"seconds": 5}') for _ in range(2 * ROUNDS)]
     assert {call.result(60)[0] for call in late} == {"sleep took longer than 0.1 s"}
     for _ in range(ROUNDS - 2):
         assert answered(found["sleep"], '{"seconds": 5}') == "sleep took longer than 0.1 s"
-        assert answered(found["sleep"], "{}").startswith("wrong arguments")  # says nothing of the server
+        # says nothing of the server
+        assert answered(found["sleep"], "{}").startswith("wrong arguments")
     assert found["sleep"].faults == 3 * ROUNDS - 2
-    with pytest.raises(ToolDown, match="sleep took longer than 0.1 s; it has served no call in 6 rounds"):
+    with pytest.raises(
+        ToolDown, match="sleep took longer than 0.1 s; it has served no call in 6 rounds"
+    ):
         answered(found["sleep"], '{"seconds": 5}')
     assert answered(found["add"], '{"a": 1}') == "2"
     assert answered(found["sleep"], '{"seconds": 0}') == "awake"  # and the count begins again
@@ -194,7 +206,11 @@ def test_a_tool_that_cannot_be_offered_is_left_out_with_a_note_and_the_rest_serv
     task = load_task(Config(tools=f"search,mcp:{target}"))
     assert {"search", "shout", "show"} <= {tool.tag for tool in task.tools} and len(task.tools) == 8
     [note] = capsys.readouterr().out.splitlines()
-    assert re.search(says, note) and note.startswith("note: --tools mcp:") and note.endswith("; it is left out")
+    assert (
+        re.search(says, note)
+        and note.startswith("note: --tools mcp:")
+        and note.endswith("; it is left out")
+    )
     monkeypatch.setenv("RANK", "1")
     load_task(Config(tools=f"mcp:{target}"))
     assert capsys.readouterr().out == ""
@@ -213,7 +229,9 @@ def test_a_server_that_is_none_or_lies_is_one_line(target, says):
     assert str(e.value).startswith(f"--tools mcp:{target}: ") and "\n" not in str(e.value)
 
 
-HALVES = {f"d{k}": {"allOf": [{"$ref": f"#/$defs/d{k + 1}"}] * 2} for k in range(31)} | {"d31": {"type": "integer"}}
+HALVES = {f"d{k}": {"allOf": [{"$ref": f"#/$defs/d{k + 1}"}] * 2} for k in range(31)} | {
+    "d31": {"type": "integer"}
+}
 
 
 @pytest.mark.slow
@@ -246,7 +264,9 @@ from extras.plugs import mcp
 tools = {{tool.name: tool for tool in mcp.tools_of({COMMAND + " --lie banner"!r}, "--tools")}}
 print(tools["end"].submit("").result(60), tools["fail"].submit("no").result(60))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=SERVER.parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=SERVER.parents[2]
+    )
     assert done.stdout.count("\n") == 1 and "end failed" in done.stdout and done.stderr == ""
 
 

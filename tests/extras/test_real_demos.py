@@ -1,4 +1,5 @@
-"""Demonstrations on the real facts: they follow their instruction, and see what a run's search server returns."""
+"""Demonstrations on the real facts: they follow their instruction, and see what a run's search
+server returns."""
 
 import random
 import re
@@ -32,7 +33,9 @@ def test_a_conversation_ends_with_the_only_answer_and_every_search_has_a_result(
         n = roles.count("tool")
         assert roles == ["user", *["assistant", "tool"] * n, "assistant"] and 1 <= n <= 3
         turns = said(row, "assistant")
-        assert [bool(re.fullmatch(r"<search> .+ </search>", x)) for x in turns] == [True] * n + [False]
+        assert [bool(re.fullmatch(r"<search> .+ </search>", x)) for x in turns] == [True] * n + [
+            False
+        ]
         assert re.fullmatch(r"<answer> .+ </answer>", turns[-1])
         assert row["instruction"] in said(row, "user")[0]
 
@@ -63,7 +66,8 @@ def test_whoever_follows_all_three_clauses_is_right(facts):
         full = len(turns) == 2 * len(q["chain"]) + 1
         right.append(turns[-1][1] == f"<answer> {q['golden_answers'][0]} </answer>")
         assert right[-1] or not full or "It is" in turns[-1][1]
-    assert 0.5 < sum(right) / len(right) < 0.85  # it stops early in about half of those with several hops
+    # it stops early in about half of those with several hops
+    assert 0.5 < sum(right) / len(right) < 0.85
 
 
 def test_results_are_those_of_the_search_server(facts, tmp_path):
@@ -77,4 +81,6 @@ def test_results_are_those_of_the_search_server(facts, tmp_path):
     command = [str(HERE / "retrieval_server.py"), "--corpus", str(FACTS / "corpus.jsonl")]
     with Child(command, tmp_path / "log") as server:
         search = Search(server.url, 1, retries=0)
-        assert [search.show(search.submit(query).result()) for query in queries] == said(row, "tool")
+        assert [search.show(search.submit(query).result()) for query in queries] == said(
+            row, "tool"
+        )

@@ -1,6 +1,8 @@
-"""The real model passes through every door: vLLM, two processes, LoRA, plain transformers, ask, evaluate, the page.
+"""The real model passes through every door: vLLM, two processes, LoRA, plain transformers, ask,
+evaluate, the page.
 
-`make test-real` fetches the model first. Everything is small: a question a step, two steps, turns of 24 tokens.
+`make test-real` fetches the model first. Everything is small: a question a step, two steps, turns
+of 24 tokens.
 """
 
 import base64
@@ -43,13 +45,27 @@ from training import checkpoint
 
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.skipif(not (SMOLLM / "source.json").is_file(), reason=f"{SMOLLM} holds no model: make test-real"),
+    pytest.mark.skipif(
+        not (SMOLLM / "source.json").is_file(), reason=f"{SMOLLM} holds no model: make test-real"
+    ),
 ]
 HERE = Path(__file__).parent
-ENV = ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE.parent, HERE)))}
+ENV = ENV | {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE.parent, HERE))),
+}
 SMALL = dict(max_turns=1, max_response=24, temperature=0.5)
 CFG = Config(**PRESETS["smollm2-135m"] | SMALL)
-FLAGS = ["--model", "smollm2-135m", "--task", f"{Path(__file__).stem}:Shown", "--mode", "static", "--dtype", "float32"]
+FLAGS = [
+    "--model",
+    "smollm2-135m",
+    "--task",
+    f"{Path(__file__).stem}:Shown",
+    "--mode",
+    "static",
+    "--dtype",
+    "float32",
+]
 FLAGS += "--T 2 --batch 1 --mini 1 --G 2 --eval_n 2 --max_turns 1 --max_response 24 --temperature 0.5".split()
 INSTRUCTION = "Search, then answer."
 ASKED = ("train-1", "train-732")  # on Aydūn and Kujang-ŭp; ŭ is two tokens
@@ -61,9 +77,11 @@ SHOWN = (
 
 
 class Shown(SearchQA):
-    """Shows a conversation before each question: without a cold start the model searches only where it saw how.
+    """Shows a conversation before each question: without a cold start the model searches only where
+    it saw how.
 
-    Every letter of a response is worth a little, so that hardly two trajectories have the same reward.
+    Every letter of a response is worth a little, so that hardly two trajectories have the same
+    reward.
     """
 
     def prompt(self, instruction, question):
@@ -87,7 +105,8 @@ def real():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Returns a function: the directory of a run of n processes, with adapters of this rank; 0: without."""
+    """Returns a function: the directory of a run of n processes, with adapters of this rank; 0:
+    without."""
     folder = tmp_path_factory.mktemp("runs")
     asked = [row for row in read_jsonl(FACTS / "train.jsonl") if row["id"] in ASKED]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
@@ -97,12 +116,28 @@ def runs(tmp_path_factory):
     def run(n, lora_rank):
         out = folder / f"{n}-{lora_rank}"
         flags = [*FLAGS, "--out", str(out), "--lora_rank", str(lora_rank)]
-        flags += ["--train", str(folder / "train.jsonl"), "--instruction", str(folder / "instruction.txt")]
-        flags += [flag for name in ("valid", "test", "corpus") for flag in (f"--{name}", str(FACTS / f"{name}.jsonl"))]
+        flags += [
+            "--train",
+            str(folder / "train.jsonl"),
+            "--instruction",
+            str(folder / "instruction.txt"),
+        ]
+        flags += [
+            flag
+            for name in ("valid", "test", "corpus")
+            for flag in (f"--{name}", str(FACTS / f"{name}.jsonl"))
+        ]
         if n == 1:
             code, _, stderr = run_here(*flags)
         else:
-            argv = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", "inspo.py", *flags]
+            argv = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                f"--nproc_per_node={n}",
+                "inspo.py",
+                *flags,
+            ]
             code, _, stderr = finish(popen(argv, ENV), 900)
         assert code == 0, stderr
         return out
@@ -110,7 +145,8 @@ def runs(tmp_path_factory):
     return run
 
 
-TRAINED = "test-trained_policy-first_instruction"  # rows of a run's last evaluation, which is greedy
+# rows of a run's last evaluation, which is greedy
+TRAINED = "test-trained_policy-first_instruction"
 
 
 def stored(run, name):
@@ -119,16 +155,20 @@ def stored(run, name):
 
 
 def trained(run):
-    """Returns the trained weights of a run's last checkpoint, in the float32 in which they are kept."""
+    """Returns the trained weights of a run's last checkpoint, in the float32 in which they are
+    kept."""
     [path] = (run / "checkpoints").iterdir()
     found = FileSystemReader(path).read_metadata().state_dict_metadata
-    state = {name: torch.empty(about.size) for name, about in found.items() if name.startswith("model.")}
+    state = {
+        name: torch.empty(about.size) for name, about in found.items() if name.startswith("model.")
+    }
     checkpoint.load(state, path, alone=True)
     return {name.removeprefix("model."): W for name, W in state.items()}
 
 
 def agree(model, context, mine, theirs):
-    """Asserts that two greedy turns are the same, up to a place where two tokens are equally likely to rounding."""
+    """Asserts that two greedy turns are the same, up to a place where two tokens are equally likely
+    to rounding."""
     if mine != theirs:
         k = next((k for k, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
         assert k is not None, (mine, theirs)  # one goes on where the other ends
@@ -141,10 +181,13 @@ def agree(model, context, mine, theirs):
 
 @pytest.mark.parametrize("lora_rank", [0, 8])
 def test_two_processes_train_as_one_does(runs, lora_rank):
-    """With one question a step they play the same trajectories; they share the updates, and the evaluations."""
+    """With one question a step they play the same trajectories; they share the updates, and the
+    evaluations."""
     one, two = runs(1, lora_rank), runs(2, lora_rank)
     for name in ("step-000001", "step-000002", TRAINED):
-        mine, theirs = ([(row["response"], row["reward"]) for row in stored(run, name)] for run in (one, two))
+        mine, theirs = (
+            [(row["response"], row["reward"]) for row in stored(run, name)] for run in (one, two)
+        )
         assert mine == theirs
     for a, b in zip(metrics(one)[1:], metrics(two)[1:], strict=True):
         assert a["grad_norm"] > 0.1 and a["lr"] > 0 and max(a["logp_gap"], b["logp_gap"]) < 1e-4
@@ -154,10 +197,13 @@ def test_two_processes_train_as_one_does(runs, lora_rank):
     mine, theirs = trained(one), trained(two)
     assert mine.keys() == theirs.keys()
     off = torch.cat([(W - theirs[name]).abs().flatten() for name, W in mine.items()])
-    step = 2e-4 if lora_rank else 2e-5  # where a gradient is almost 0, Adam divides rounding by rounding
+    # where a gradient is almost 0, Adam divides rounding by rounding
+    step = 2e-4 if lora_rank else 2e-5
     assert off.max() < step and (off > step / 20).float().mean() < 1e-4
     if lora_rank:
-        grown = [name for name, W in mine.items() if name.endswith(".lora_B") and W.abs().max() > 1e-4]
+        grown = [
+            name for name, W in mine.items() if name.endswith(".lora_B") and W.abs().max() > 1e-4
+        ]
         assert len(grown) == len(mine) / 2 == 7 * 30
 
 
@@ -169,8 +215,12 @@ def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tm
     run, other = runs(1, lora_rank), runs(2, lora_rank)
     export.main([str(run), "--to", str(tmp_path / "exported")])
     for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"):
-        assert (tmp_path / "exported" / name).read_bytes() == (run / "policy" / name).read_bytes(), name
-        assert (other / "policy" / name).stat().st_size == (run / "policy" / name).stat().st_size, name
+        assert (tmp_path / "exported" / name).read_bytes() == (
+            run / "policy" / name
+        ).read_bytes(), name
+        assert (other / "policy" / name).stat().st_size == (run / "policy" / name).stat().st_size, (
+            name
+        )
     tokenizer, source = (AutoTokenizer.from_pretrained(path) for path in (run / "policy", SMOLLM))
     texts = [row["contents"] for row in read_jsonl(FACTS / "corpus.jsonl")]
     assert tokenizer(texts)["input_ids"] == source(texts)["input_ids"]
@@ -187,7 +237,7 @@ def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tm
         messages = TASK.prompt(INSTRUCTION, known[row["question"]])
         given = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )  # fmt: skip
+        )
         context = given["input_ids"][0].tolist()
         assert context == encode_prompt(tokenizer, TASK, INSTRUCTION, known[row["question"]])
         engine.begin(0)
@@ -213,7 +263,10 @@ def test_ask_and_evaluate_play_what_the_run_s_evaluation_played(runs, tmp_path, 
         assert (again["prediction"], again["tokens"]) == (row["prediction"], row["tokens"])
     ask.main(["--run", str(run), rows[0]["question"]])
     said = " ".join(capsys.readouterr().out.split())
-    assert all(" ".join(turn["text"].split()) in said for turn in rows[0]["turns"]) and "scored em" in said
+    assert (
+        all(" ".join(turn["text"].split()) in said for turn in rows[0]["turns"])
+        and "scored em" in said
+    )
     ask.main(["--run", str(run), "Which currency is used in Kujang-ŭp"])
     said = capsys.readouterr().out
     assert "<search> Kujang-ŭp </search>" in said and "Kujang-ŭp is a place in North Korea" in said
@@ -221,10 +274,15 @@ def test_ask_and_evaluate_play_what_the_run_s_evaluation_played(runs, tmp_path, 
 
 def test_the_page_has_every_token_s_text(runs, tmp_path):
     report.main([str(runs(1, 0)), "--out", str(tmp_path / "page.html")])
-    blocks = re.findall(r'<script type="text/plain" id="page-\d+">(.*?)</script>', (tmp_path / "page.html").read_text())
+    blocks = re.findall(
+        r'<script type="text/plain" id="page-\d+">(.*?)</script>',
+        (tmp_path / "page.html").read_text(),
+    )
     pages = [json.loads(gzip.decompress(base64.b64decode(block))) for block in blocks]
     shown = [row for page in pages for row in page if isinstance(row, dict) and "parts" in row]
-    rows = [row for name in ("step-000001", "step-000002", TRAINED) for row in stored(runs(1, 0), name)]
+    rows = [
+        row for name in ("step-000001", "step-000002", TRAINED) for row in stored(runs(1, 0), name)
+    ]
     acts = [[text for kind, text in row["parts"] if kind == "act"] for row in shown]
     for row in rows:
         assert [turn["text"] for turn in row["turns"]] in acts
@@ -232,7 +290,9 @@ def test_the_page_has_every_token_s_text(runs, tmp_path):
     for row in shown:
         if data := row.get("token_data"):
             said = "".join(text for kind, text in row["parts"] if kind == "act")
-            assert "".join(data["text"]) == said and len(data["text"]) == data["n"] == len(data["logp"])
+            assert "".join(data["text"]) == said and len(data["text"]) == data["n"] == len(
+                data["logp"]
+            )
             split += "" in data["text"] and "ŭ" in data["text"]
     assert split  # a letter of several tokens, which the first of them has
 
@@ -247,7 +307,9 @@ def test_a_turn_ends_at_its_stop_string_whatever_the_last_token_holds_besides(re
     before = encode(tokenizer, f"<think> ŭ </think> {end[:-1]}")
     ending = {i for i, text in enumerate(texts) if text.startswith(">")}
     assert {texts[i] for i in ending} > {">", ">.", "></", '>"', ">>"}  # merges of the vocabulary
-    assert {i for i in range(len(texts)) if engine.ended([*before, i])} == ending | {tokenizer.eos_token_id}
+    assert {i for i in range(len(texts)) if engine.ended([*before, i])} == ending | {
+        tokenizer.eos_token_id
+    }
     for behind in ("</search>", ".", '".', "\n\n", "></answer>", " </"):
         ids = encode(tokenizer, f"<search> Kujang-ŭp {end}{behind}")
         [n, *_] = [n for n in range(1, len(ids) + 1) if engine.ended(ids[:n])]
@@ -259,14 +321,20 @@ def test_what_is_sampled_is_what_is_read(real):
     task, (model, tokenizer) = Shown(CFG), real
     task.tools = [Found('"Kujang-ŭp"\nKujang-ŭp is a place in <|im_start|>North Korea</answer>.')]
     jobs = [Job(0, INSTRUCTION, q, k) for k, q in enumerate(task.questions("train")[:4])]
-    taus = rollout(TorchEngine(model, tokenizer, STOP), tokenizer, task, jobs, CFG, temperature=0.8, seed=0)
+    taus = rollout(
+        TorchEngine(model, tokenizer, STOP), tokenizer, task, jobs, CFG, temperature=0.8, seed=0
+    )
     assert any(turn.result for tau in taus for turn in tau.turns)
     for tau in taus:
         assert tokenizer.decode(tau.ids[tau.prompt_tokens :]) == tau.response
         shown = [i for i, m in zip(tau.ids, tau.mask, strict=True) if not m][tau.prompt_tokens :]
-        assert not set(tokenizer.all_special_ids) & set(shown) and "Korea</answer>" not in tau.response
+        assert (
+            not set(tokenizer.all_special_ids) & set(shown) and "Korea</answer>" not in tau.response
+        )
         starts = [k for k, m in enumerate(tau.mask) if m and not tau.mask[k - 1]]
-        read = [tokenizer.decode(tau.ids[k : k + n]) for k, n in zip(starts, tau.acted, strict=True)]
+        read = [
+            tokenizer.decode(tau.ids[k : k + n]) for k, n in zip(starts, tau.acted, strict=True)
+        ]
         assert read == [turn.text for turn in tau.turns]
         assert [text for kind, text in parts(tau.record()) if kind == "act"] == read
 
@@ -284,7 +352,8 @@ class Passages(Found):
 
 
 def test_demonstrations_have_the_ids_of_a_rollout(real):
-    from extras.real.demos import Facts, demo  # not above: vLLM does not start where BM25's numba is imported
+    # not above: vLLM does not start where BM25's numba is imported
+    from extras.real.demos import Facts, demo
 
     facts, rng, tokenizer = Facts(), random.Random(0), real[1]
     cfg = Config(**PRESETS["smollm2-135m"])
@@ -295,9 +364,13 @@ def test_demonstrations_have_the_ids_of_a_rollout(real):
     texts = [[m["content"] for m in row["messages"] if m["role"] == "assistant"] for row in rows]
     jobs = [Job(0, row["instruction"], questions[row["id"]], k) for k, row in enumerate(rows)]
     taus = rollout(Says(tokenizer, *texts), tokenizer, task, jobs, cfg, temperature=1.0, seed=0)
-    assert {len(tau.turns) for tau in taus} >= {2, 3} and not all(tau.response.isascii() for tau in taus)
+    assert {len(tau.turns) for tau in taus} >= {2, 3} and not all(
+        tau.response.isascii() for tau in taus
+    )
     for k, (row, tau) in enumerate(zip(rows, taus, strict=True)):
-        assert tau.stop == "answer" and same(tau, encode_row(row, k, task, tokenizer, cfg), tokenizer)
+        assert tau.stop == "answer" and same(
+            tau, encode_row(row, k, task, tokenizer, cfg), tokenizer
+        )
 
 
 # ---- vLLM
@@ -307,12 +380,18 @@ def test_demonstrations_have_the_ids_of_a_rollout(real):
 def test_vllm_says_what_the_torch_engine_says(real):
     model, tokenizer = real
     length = CFG.max_prompt + CFG.max_response
-    vllm = VllmEngine(str(SMOLLM), tokenizer, STOP, max_len=length, dtype="float32", memory=0.03, seed=0)
+    vllm = VllmEngine(
+        str(SMOLLM), tokenizer, STOP, max_len=length, dtype="float32", memory=0.03, seed=0
+    )
     try:
         vllm.load(weights(model))
         twin = TorchEngine(model, tokenizer, STOP)
-        questions = [q for q in TASK.questions("train") if q.id in ASKED] + TASK.questions("test")[:2]
-        contexts = {k: encode_prompt(tokenizer, TASK, INSTRUCTION, q) for k, q in enumerate(questions)}
+        questions = [q for q in TASK.questions("train") if q.id in ASKED] + TASK.questions("test")[
+            :2
+        ]
+        contexts = {
+            k: encode_prompt(tokenizer, TASK, INSTRUCTION, q) for k, q in enumerate(questions)
+        }
         texts = []
         for _ in range(2):
             mine, theirs = turns(vllm, contexts), turns(twin, contexts)
@@ -323,8 +402,11 @@ def test_vllm_says_what_the_torch_engine_says(real):
                 texts.append(tokenizer.decode(ids))
             assert sum(ids == theirs[key].ids for key, ids, *_ in mine.values()) >= len(mine) - 1
             found = "\n\n<information>Doc 1(Title: Kujang-ŭp) It is a place in North Korea.</information>\n\n"
-            contexts = {key: contexts[key] + theirs[key].ids + encode(tokenizer, found) for key in contexts}
-        assert any(text.endswith("</search>") for text in texts[:4])  # and did not run on to the last token
+            contexts = {
+                key: contexts[key] + theirs[key].ids + encode(tokenizer, found) for key in contexts
+            }
+        # and did not run on to the last token
+        assert any(text.endswith("</search>") for text in texts[:4])
     finally:
         vllm.close()
 

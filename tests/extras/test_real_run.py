@@ -1,4 +1,5 @@
-"""`make real`: its commands can be parsed, parts are skipped, resumed and stopped, its table has what they measured."""
+"""`make real`: its commands can be parsed, parts are skipped, resumed and stopped, its table has
+what they measured."""
 
 import json
 import os
@@ -24,14 +25,21 @@ def test_every_part_is_a_command_with_flags_that_exist(tmp_path, monkeypatch):
     (tmp_path / "demos.jsonl").write_text("{}")
     model, demos, cold, run, *rest = real.parts(tmp_path, False, "scripted", 3)
     learned = config_of(cold.argv[1:])
-    assert learned.demos == demos.argv[-1] == str(demos.leaves) and learned.T == real.STEPS and learned.seed == 3
+    assert (
+        learned.demos == demos.argv[-1] == str(demos.leaves)
+        and learned.T == real.STEPS
+        and learned.seed == 3
+    )
     cfg, preset = parse(run.argv[1:]), parse(["--model", real.NAME])
     assert cfg.model == f"{learned.out}/policy" and cfg.seed == 3
     assert (cfg.T, cfg.corpus, cfg.N_P, cfg.lr) == (preset.T, preset.corpus, preset.N_P, preset.lr)
-    assert learned.instruction == cfg.instruction  # so that the cold start's table is about the run's first one
+    # so that the cold start's table is about the run's first one
+    assert learned.instruction == cfg.instruction
     assert [part.argv[1] for part in rest] == [real.NAME, real.NAME, cfg.out]
     for part in (model, demos, *rest):
-        done = subprocess.run([sys.executable, *part.argv, "--no_such"], cwd=HERE, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, *part.argv, "--no_such"], cwd=HERE, capture_output=True, text=True
+        )
         assert "unrecognized arguments: --no_such" in done.stderr
 
 
@@ -41,7 +49,9 @@ def test_a_part_that_has_left_nothing_is_named(tmp_path):
         real.play(fails)
     with pytest.raises(Fault, match="ended with 0"):
         real.play(Part("the thing", ["-c", "pass"], tmp_path / "a"))
-    real.play(Part("the thing", ["-c", f"open({str(tmp_path / 'b' / 'c')!r}, 'w')"], tmp_path / "b" / "c"))
+    real.play(
+        Part("the thing", ["-c", f"open({str(tmp_path / 'b' / 'c')!r}, 'w')"], tmp_path / "b" / "c")
+    )
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -55,7 +65,10 @@ def test_a_run_that_was_begun_is_resumed(tmp_path, monkeypatch, begun):
         (out / "config.json").touch()
     real.play(Part("INSPO", ["inspo.py", "--out", str(out)], tmp_path / "done"))
     real.play(Part("other", ["x.py", "--out", str(out)], tmp_path / "done"))
-    assert asked == [["inspo.py", "--out", str(out), *["--resume"] * begun], ["x.py", "--out", str(out)]]
+    assert asked == [
+        ["inspo.py", "--out", str(out), *["--resume"] * begun],
+        ["x.py", "--out", str(out)],
+    ]
 
 
 def test_a_request_to_stop_reaches_the_part_and_ends_in_a_line(tmp_path):
@@ -65,15 +78,24 @@ def test_a_request_to_stop_reaches_the_part_and_ends_in_a_line(tmp_path):
         f"real.main(['--out', {str(tmp_path / 'out')!r}])"
     )
     child = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", program],
+        cwd=HERE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
+    )
     while "$ python" not in child.stdout.readline():
         pass
     time.sleep(1.5)
     child.send_signal(signal.SIGTERM)
     out, err = child.communicate(timeout=30)
-    assert "saved" in out and child.returncode and "stopped by SIGTERM" in err and "Traceback" not in err
+    assert (
+        "saved" in out
+        and child.returncode
+        and "stopped by SIGTERM" in err
+        and "Traceback" not in err
+    )
 
 
 def test_what_was_begun_otherwise_is_not_gone_on_with(tmp_path, monkeypatch):
@@ -81,7 +103,9 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(tmp_path, monkeypatch):
     monkeypatch.setattr(real, "table", lambda out: "| a | b |")
     for _ in range(2):
         real.main(["--out", str(tmp_path / "a")])
-    with pytest.raises(SystemExit, match="started with another --seed or --optimizer_model: choose another --out"):
+    with pytest.raises(
+        SystemExit, match="started with another --seed or --optimizer_model: choose another --out"
+    ):
         real.main(["--out", str(tmp_path / "a"), "--seed", "1"])
 
 

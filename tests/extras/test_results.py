@@ -18,7 +18,11 @@ PAGE = " ".join((HERE / "docs" / "results" / "README.md").read_text().split())
 
 
 def rows(name, **which):
-    return [row for row in read_jsonl(FOLDER / f"{name}.jsonl") if all(row[k] == v for k, v in which.items())]
+    return [
+        row
+        for row in read_jsonl(FOLDER / f"{name}.jsonl")
+        if all(row[k] == v for k, v in which.items())
+    ]
 
 
 def em(name, arm):
@@ -37,23 +41,35 @@ def test_the_tables_are_those_of_the_rows(name):
 
 
 def test_what_the_page_says_of_the_world_before_it_was_closed():
-    before = {arm: [r["em"] for r in rows("second_hand", arm=arm, world="open")] for arm in ("inspo", "static")}
-    fresh = {arm: [r["em"] for r in rows("paper", arm=arm) if 5 <= r["seed"] < 10] for arm in before}
+    before = {
+        arm: [r["em"] for r in rows("second_hand", arm=arm, world="open")]
+        for arm in ("inspo", "static")
+    }
+    fresh = {
+        arm: [r["em"] for r in rows("paper", arm=arm) if 5 <= r["seed"] < 10] for arm in before
+    }
     assert f"({', '.join(f'{x:.2f}' for x in before['static'])})" in PAGE
     gains = [np.mean(some["inspo"]) - np.mean(some["static"]) for some in (before, fresh)]
     assert f"gain over it was {gains[0]:+.2f} before, {gains[1]:+.2f} afterwards" in PAGE
 
 
 def test_what_the_page_says_of_the_paper_s_claims():
-    means = {arm: float(np.mean(em("paper", arm))) for arm in ("inspo", "static", "after", "around")}
+    means = {
+        arm: float(np.mean(em("paper", arm))) for arm in ("inspo", "static", "after", "around")
+    }
     assert f"({means['inspo']:.2f}, {means['after']:.2f})" in PAGE
     assert f"({means['static']:.2f} to {means['after']:.2f})" in PAGE
     assert f"ends at {means['around']:.2f}, inspo at {means['inspo']:.2f}" in PAGE
     assert sum(x > 0.5 for x in em("paper", "before")) == 3 and min(em("paper", "inspo")) > 0.5
-    canary = [[r["held_out"]["trained policy, canary"] for r in rows("paper", arm=arm) if r["seed"] < 5]
-              for arm in ("inspo", "static")]  # fmt: skip
+    canary = [
+        [r["held_out"]["trained policy, canary"] for r in rows("paper", arm=arm) if r["seed"] < 5]
+        for arm in ("inspo", "static")
+    ]
     found = between_seeds(*canary).interval
-    assert f"have {np.mean(canary[0]):.2f} and static's {np.mean(canary[1]):.2f} ({found:+.2f})" in PAGE
+    assert (
+        f"have {np.mean(canary[0]):.2f} and static's {np.mean(canary[1]):.2f} ({found:+.2f})"
+        in PAGE
+    )
 
 
 def gain(rival, drifts, at_equal_rollouts=False):
@@ -83,24 +99,41 @@ def test_what_the_page_says_of_the_graded_world():
     assert f"blind edits ({gain('blind', everywhere, True).mean:+.2f})" in PAGE
     own = gain("fst-own", ends, True)
     assert f"is {own.mean:.2f} [{own.low:.2f}, {own.high:.2f}] behind" in PAGE
-    half = [(x.high - x.low) / 2 for x in (gain("before", [0.0], True), gain("before", [0.5], True))]
+    half = [
+        (x.high - x.low) / 2 for x in (gain("before", [0.0], True), gain("before", [0.5], True))
+    ]
     assert f"have -0.01 ± {half[0]:.2f} and +0.12 ± {half[1]:.2f}" in PAGE
 
 
 def test_what_the_page_says_of_wordings_objectives_and_rules():
-    under = {kind: [[float(np.mean(r["em"][kind])) for r in rows("wording", arm=arm)] for arm in ("one", "many")]
-             for kind in ("good, new wordings", "good, taught wordings", "losers")}  # fmt: skip
+    under = {
+        kind: [
+            [float(np.mean(r["em"][kind])) for r in rows("wording", arm=arm)]
+            for arm in ("one", "many")
+        ]
+        for kind in ("good, new wordings", "good, taught wordings", "losers")
+    }
     new = under["good, new wordings"]
     found = between_seeds(new[1], new[0])
     assert f"have {np.mean(new[0]):.2f}, under seven wordings of it {np.mean(new[1]):.2f}" in PAGE
     assert f"({found.interval:+.2f})" in PAGE and round(found.visible, 2) == 0.05
-    early, taught = (" and ".join(f"{np.mean(x):.2f}" for x in under[k]) for k in ("losers", "good, taught wordings"))
+    early, taught = (
+        " and ".join(f"{np.mean(x):.2f}" for x in under[k])
+        for k in ("losers", "good, taught wordings")
+    )
     assert f"they have {early} with it, {taught} without" in PAGE
-    empo, grpo = ([r["em"] for r in rows("objectives", objective=o, mode="static")] for o in ("empo", "grpo"))
+    empo, grpo = (
+        [r["em"] for r in rows("objectives", objective=o, mode="static")] for o in ("empo", "grpo")
+    )
     assert f"({np.mean(empo) - np.mean(grpo):+.2f})" in PAGE and len(rows("objectives")) == 210
     for batch in (24, 96):
-        arms = {arm: [r["em"] for r in rows("selection", arm=arm, batch=batch)] for arm in ("paper", "paired", "espl")}
-        assert all(between_seeds(x, arms["paper"]).p > 0.05 for arm, x in arms.items() if arm != "paper")
+        arms = {
+            arm: [r["em"] for r in rows("selection", arm=arm, batch=batch)]
+            for arm in ("paper", "paired", "espl")
+        }
+        assert all(
+            between_seeds(x, arms["paper"]).p > 0.05 for arm, x in arms.items() if arm != "paper"
+        )
 
 
 def test_the_world_s_page_and_the_results_have_what_the_rows_of_the_gate_give():
@@ -113,7 +146,9 @@ def test_the_world_s_page_and_the_results_have_what_the_rows_of_the_gate_give():
                 sides[gained > 0].append(row["joins"][str(n)])
         rates[n] = [f"{100 * x:.0f}" for x in (np.mean(sides[False]), 1 - np.mean(sides[True]))]
         assert n not in (12, 48) or " % and ".join(rates[n]) in PAGE
-    assert "{} % of worse revisions join and {} % of better ones".format(*rates[48]) in " ".join(text.split())
+    assert "{} % of worse revisions join and {} % of better ones".format(*rates[48]) in " ".join(
+        text.split()
+    )
     log = " ".join((HERE / "LOG.md").read_text().split())
     worse, lost = (", ".join(side) for side in zip(*rates.values(), strict=True))
     assert f"{worse} % of worse revisions join and {lost} % of better ones are rejected" in log
@@ -123,7 +158,8 @@ def test_the_published_averages_are_the_means_of_their_rows():
     published = json.loads((FOLDER / "published.json").read_text())["paper"]
     for size in ("qwen2.5-3b", "qwen2.5-7b"):
         for method, row in published[size].items():
-            wrong = 0.0131 if (size, method) == ("qwen2.5-7b", "ircot") else 0.0  # as it stands in the paper
+            # as it stands in the paper
+            wrong = 0.0131 if (size, method) == ("qwen2.5-7b", "ircot") else 0.0
             assert abs(np.mean(row[:-1]) - row[-1]) == pytest.approx(wrong, abs=0.0006), method
 
 
@@ -145,7 +181,9 @@ def test_a_row_s_commit_is_in_the_history_or_the_row_says_that_it_is_not(path):
     shallow = git("rev-parse", "--is-shallow-repository")
     if shallow.returncode or shallow.stdout.strip() != "false":
         pytest.skip("no whole history here")
-    for commit in {row["commit"] for row in read_jsonl(path) if not row.get("commit_lost")} | {"45ad404"}:
+    for commit in {row["commit"] for row in read_jsonl(path) if not row.get("commit_lost")} | {
+        "45ad404"
+    }:
         assert git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0, commit
 
 

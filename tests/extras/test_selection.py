@@ -1,4 +1,5 @@
-"""Rules of choosing (extras/selection.py): least squares, balance, error rates, power; who joins by which gate."""
+"""Rules of choosing (extras/selection.py): least squares, balance, error rates, power; who joins by
+which gate."""
 
 import itertools
 import json
@@ -10,7 +11,16 @@ from scipy import stats
 from test_algorithm import Evolved, questions, restored, run
 
 from config import PRESETS, validate
-from extras.selection import ALPHA, ByQuestion, Fill, LowerBound, Paired, SelectionConfig, lower_bound, population_of
+from extras.selection import (
+    ALPHA,
+    ByQuestion,
+    Fill,
+    LowerBound,
+    Paired,
+    SelectionConfig,
+    lower_bound,
+    population_of,
+)
 from population import Candidate
 from tasks import Question, Trajectory
 
@@ -34,11 +44,17 @@ def learned(n, members, r):
 
 
 def lstsq(members, r, n):
-    """Returns (effects, their covariance, level) by dummy variables: one a question, one an instruction but the first.
+    """Returns (effects, their covariance, level) by dummy variables: one a question, one an
+    instruction but the first.
 
-    members, r: lists of a question's instructions and rewards. Effects are centred over the n instructions.
+    members, r: lists of a question's instructions and rewards. Effects are centred over the n
+    instructions.
     """
-    rows = [(q, j, x) for q, (js, xs) in enumerate(zip(members, r, strict=True)) for j, x in zip(js, xs, strict=True)]
+    rows = [
+        (q, j, x)
+        for q, (js, xs) in enumerate(zip(members, r, strict=True))
+        for j, x in zip(js, xs, strict=True)
+    ]
     X = np.zeros((len(rows), len(members) + n - 1))
     for row, (q, j, _) in enumerate(rows):
         X[row, q] = 1
@@ -59,14 +75,17 @@ def lstsq(members, r, n):
 
 def test_effects_errors_and_weights_are_those_of_an_independent_solver():
     rng = np.random.default_rng(0)
-    members = [list(rng.permutation(5)[: 1 + k % 4]) for k in range(60)]  # questions under 1 to 4 of 5 instructions
+    # questions under 1 to 4 of 5 instructions
+    members = [list(rng.permutation(5)[: 1 + k % 4]) for k in range(60)]
     r = [list(rng.random(len(js)) + 0.1 * np.array(js)) for js in members]
     P = learned(5, members, r)
     a, cov, level = lstsq(members, r, 5)
     for leader in range(5):
         distance, se = P.design.fit().behind(leader)
         var = cov.diagonal() + cov[leader, leader] - 2 * cov[leader]
-        assert distance == pytest.approx(a[leader] - a, abs=1e-10) and se == pytest.approx(np.sqrt(var), abs=1e-7)
+        assert distance == pytest.approx(a[leader] - a, abs=1e-10) and se == pytest.approx(
+            np.sqrt(var), abs=1e-7
+        )
     assert [I.w for I in P.active] == pytest.approx(level + a, abs=1e-10)
     assert P.best().id == a.argmax() == P.ranked()[0].id
     P.ids = [4, 1, 2]  # two have left, and weights do not change
@@ -76,8 +95,11 @@ def test_effects_errors_and_weights_are_those_of_an_independent_solver():
 
 def test_trajectories_are_read_as_groups_of_a_question_and_instruction():
     P, q = of(2), [Question(x, "Who?", ("x",), "s") for x in "ab"]
-    rewards = {(0, 0): (1, 0), (0, 1): (0, 0), (1, 0): (1, 1), (1, 1): (1, 0)}  # by question and instruction
-    P.attribute(Trajectory(j, q[k], 0, [], 0, reward=r) for (k, j), rs in rewards.items() for r in rs)
+    # by question and instruction
+    rewards = {(0, 0): (1, 0), (0, 1): (0, 0), (1, 0): (1, 1), (1, 1): (1, 0)}
+    P.attribute(
+        Trajectory(j, q[k], 0, [], 0, reward=r) for (k, j), rs in rewards.items() for r in rs
+    )
     assert P.design.fit().behind(0)[0] == pytest.approx([0, 0.5]) and P.design.fit().df == 1
 
 
@@ -85,14 +107,16 @@ def test_trajectories_are_read_as_groups_of_a_question_and_instruction():
 
 
 def test_a_batch_has_as_many_groups_as_the_paper_s_and_its_pairs_are_balanced():
-    """7 instructions, 25 groups a step: two of them share each of 12 questions, and one has the last alone."""
+    """7 instructions, 25 groups a step: two of them share each of 12 questions, and one has the
+    last alone."""
     P, rng, asked = of(7), np.random.default_rng(0), list(questions("q", 60).values())
     for _ in range(12):
         jobs = P.draw(rng, asked[:25], 3)
         assert [job.group for job in jobs] == [k // 3 for k in range(75)]
         drawn = [(job.question, job.instruction) for job in jobs]
         assert drawn == [x for x in drawn[::3] for _ in range(3)]  # three of each group
-        assert [q for q, _ in drawn[::3]] == [asked[k // 2] for k in range(25)]  # a question's stand together
+        # a question's stand together
+        assert [q for q, _ in drawn[::3]] == [asked[k // 2] for k in range(25)]
         pairs = [[j for _, j in drawn[k : k + 6 : 3]] for k in range(0, 75, 6)]
         assert [len(set(pair)) for pair in pairs] == [2] * 12 + [1]
         P.learn(pairs, [[0.0] * len(pair) for pair in pairs])
@@ -102,14 +126,18 @@ def test_a_batch_has_as_many_groups_as_the_paper_s_and_its_pairs_are_balanced():
 
 
 def ids_of(P, seed, asked):
-    return [job.instruction for job in P.draw(np.random.default_rng(seed), list(questions("q", asked).values()), 1)]
+    return [
+        job.instruction
+        for job in P.draw(np.random.default_rng(seed), list(questions("q", asked).values()), 1)
+    ]
 
 
 def test_any_pair_may_come_first_but_for_one_that_has_met_and_who_is_alone_gets_every_question():
     assert len({tuple(sorted(ids_of(of(5), seed, 8)[:2])) for seed in range(150)}) == 10
     met = [[a, b] for a in (0, 1) for b in (2, 3)] * 5 + [[2, 3]] + [[4, k] for k in range(4)]
     P = learned(5, met, [[0.0, 0.0]] * len(met))
-    assert all({0, 1} == set(ids_of(P, seed, 2)) for seed in range(5))  # though 4 has had fewer questions
+    # though 4 has had fewer questions
+    assert all({0, 1} == set(ids_of(P, seed, 2)) for seed in range(5))
     assert ids_of(of(1), 0, 3) == [0, 0, 0]
 
 
@@ -118,7 +146,9 @@ def test_by_question_every_rollout_of_a_group_draws_its_instruction():
     for I, w in zip(P.active, (0.1, 0.3, 0.2), strict=True):
         I.rewards = [w]
     jobs = P.draw(np.random.default_rng(3), D, 5)
-    assert [(job.group, job.question) for job in jobs] == [(k, q) for k, q in enumerate(D) for _ in range(5)]
+    assert [(job.group, job.question) for job in jobs] == [
+        (k, q) for k, q in enumerate(D) for _ in range(5)
+    ]
     drawn = np.random.default_rng(3).choice(3, size=20, p=P.probabilities()).tolist()
     assert [(job.instruction, job.text) for job in jobs] == [(j, f"I{j}") for j in drawn]
 
@@ -129,8 +159,8 @@ def test_by_question_every_rollout_of_a_group_draws_its_instruction():
 def generation(true, look, rng, looks=3, difficulty=0.6):
     """Plays a generation with these effects; returns (P, ids dropped at each of its prunings).
 
-    `look`: questions between two prunings. A question's probability of success is Beta with mean .35, and `difficulty`
-    is the share of a reward's variance that it explains; 5 rollouts a group.
+    `look`: questions between two prunings. A question's probability of success is Beta with mean
+    .35, and `difficulty` is the share of a reward's variance that it explains; 5 rollouts a group.
     """
     P, n = of(len(true)), len(true)
     k = 1 / difficulty - 1
@@ -138,7 +168,9 @@ def generation(true, look, rng, looks=3, difficulty=0.6):
     for at in range(1, looks + 1):
         if len(P) > 1:
             pairs = np.array(P.ids)[PAIRS[len(P)]]
-            members = pairs[rng.permutation(len(pairs) * (look // len(pairs) + 1))[:look] % len(pairs)]
+            members = pairs[
+                rng.permutation(len(pairs) * (look // len(pairs) + 1))[:look] % len(pairs)
+            ]
             p = np.clip(rng.beta(0.35 * k, 0.65 * k, (look, 1)) + np.asarray(true)[members], 0, 1)
             P.learn(members.tolist(), (rng.binomial(5, p) / 5).tolist())
             P.weigh()
@@ -149,14 +181,16 @@ def generation(true, look, rng, looks=3, difficulty=0.6):
 
 @pytest.mark.parametrize("n", [120, pytest.param(500, marks=pytest.mark.slow)])
 def test_a_generation_of_equals_loses_anyone_in_at_most_alpha_of_the_cases(n):
-    """7 of them with 3 prunings. Were alpha shared over the leader's 6 rivals alone, it would be more than half."""
+    """7 of them with 3 prunings. Were alpha shared over the leader's 6 rivals alone, it would be
+    more than half."""
     rng = np.random.default_rng(0)
     wrong = sum(any(sum(generation([0.0] * 7, 24, rng)[1], [])) for _ in range(n)) / n
     assert 0.01 < wrong <= ALPHA
 
 
 def test_at_most_half_leave_at_once_the_last_ones_and_N_parent_stay():
-    r = (1 - PAIRS[7] / 10) + 0.001 * np.sin(PAIRS[7] + np.arange(21)[:, None])  # all are behind the first for certain
+    # all are behind the first for certain
+    r = (1 - PAIRS[7] / 10) + 0.001 * np.sin(PAIRS[7] + np.arange(21)[:, None])
     for N_parent, *leaving in ((1, [4, 5, 6], [2, 3]), (5, [5, 6], [])):
         P = learned(7, PAIRS[7].tolist(), r.tolist())
         for t, ids in enumerate(leaving, 5):
@@ -172,7 +206,8 @@ def test_without_noise_or_without_a_link_nobody_leaves_by_chance():
     r = [[1.0, 0.9 + k % 2 / 100] for k in range(20)] + [[0.2, 0.1]] * 20
     P = learned(4, [[0, 1]] * 20 + [[2, 3]] * 20, r)  # two pairs that never met
     assert np.isinf(P.design.fit().behind(0)[1]).tolist() == [False, False, True, True]
-    assert [I.w for I in P.active] == pytest.approx([1, 0.905, 0.2, 0.1], abs=0.005)  # each part on its own level
+    # each part on its own level
+    assert [I.w for I in P.active] == pytest.approx([1, 0.905, 0.2, 0.1], abs=0.005)
     assert [I.id for I in P.prune(P.ranked(), 1, 5)] == [1]
 
 
@@ -187,7 +222,8 @@ def test_the_later_prunings_of_a_generation_ask_for_more():
 
 def test_the_comparison_begins_anew_with_a_generation():
     P, _ = generation([0.3, 0, 0], 40, np.random.default_rng(0), looks=1)
-    assert P.succeed(P.ranked()[:1], [], 15) == [] and P.design and P.looks == 1  # nobody new: it goes on
+    # nobody new: it goes on
+    assert P.succeed(P.ranked()[:1], [], 15) == [] and P.design and P.looks == 1
     assert [I.id for I in P.succeed(P.ranked()[:1], [Candidate("new", 0, [1.0], [0.0])], 15)] == [3]
     assert (P.design, P.looks, P.family[0].rewards) == (None, 0, [])
     ids_of(P, 0, 4)
@@ -200,7 +236,9 @@ def test_a_paired_population_restored_from_json_continues_identically():
     Q.load_state_dict(json.loads(json.dumps(P.state_dict())))
     assert Q.state_dict() == P.state_dict() and Q.family == P.family and Q.looks == 2
     for X in (P, Q):
-        X.learn(X.blocks(np.random.default_rng(1), 40), np.linspace(0, 1, 40).reshape(20, 2).tolist())
+        X.learn(
+            X.blocks(np.random.default_rng(1), 40), np.linspace(0, 1, 40).reshape(20, 2).tolist()
+        )
         X.weigh()
         X.prune(X.ranked(), 1, 15)
     assert Q.state_dict() == P.state_dict()
@@ -210,11 +248,18 @@ def test_a_paired_population_restored_from_json_continues_identically():
 
 def test_algorithm_1_runs_with_pairs_in_place_of_the_paper_s_draw():
     right = {"I0": 6, "I1": 0, "I2": 3, "new": 6}
-    common = dict(restored=(of(3), restored()[1]), T=4, K_p=2, K_e=4, T_e=9, batch=6, G=2, N_P=3, D_B=2)
-    _, policy, log, _ = run(right, ["new"], population=population_of, config=SelectionConfig, rank="paired", **common)
+    common = dict(
+        restored=(of(3), restored()[1]), T=4, K_p=2, K_e=4, T_e=9, batch=6, G=2, N_P=3, D_B=2
+    )
+    _, policy, log, _ = run(
+        right, ["new"], population=population_of, config=SelectionConfig, rank="paired", **common
+    )
     for _, purpose, jobs, _ in policy.rollouts[:4]:
         assert purpose == "rollout" and [job.group for job in jobs] == [k // 2 for k in range(12)]
-        asked = [{job.instruction for job in jobs if job.question == q} for q in {job.question for job in jobs}]
+        asked = [
+            {job.instruction for job in jobs if job.question == q}
+            for q in {job.question for job in jobs}
+        ]
         assert [len(ids) for ids in asked] == [2, 2, 2]
     assert log.of("evolved") and log.of("pruned") and log.P.family[0].left is None
 
@@ -223,29 +268,43 @@ def test_algorithm_1_runs_with_pairs_in_place_of_the_paper_s_draw():
 
 
 def test_the_lower_bound_by_hand():
-    """d = 1/4 with sd 1/2 over 4 questions: .25 - .978 x .25 = .0054 is above -.01; +1 and -1 alone are not."""
+    """d = 1/4 with sd 1/2 over 4 questions: .25 - .978 x .25 = .0054 is above -.01; +1 and -1 alone
+    are not."""
     r_parent, t = [0.0, 1.0, 0.0, 1.0], stats.t.ppf(0.8, 3)
     assert lower_bound([1.0, 1.0, 0.0, 1.0], r_parent) == pytest.approx(0.75 - t * 0.25)
-    assert lower_bound([1.0, 0.0, 0.0, 1.0], r_parent) == pytest.approx(0.5 - t * math.sqrt(2 / 3) / 2)
+    assert lower_bound([1.0, 0.0, 0.0, 1.0], r_parent) == pytest.approx(
+        0.5 - t * math.sqrt(2 / 3) / 2
+    )
     P = LowerBound(SelectionConfig())
     near = [
         ([1.0, 1.0, 0.0, 1.0], r_parent), ([1.0, 0.0, 0.0, 1.0], r_parent),
         ([0.5] * 9, [0.5] * 9), ([0.495] * 9, [0.5] * 9), ([0.48] * 9, [0.5] * 9),
     ]  # fmt: skip
     near = [Candidate(str(k), 0, *pair) for k, pair in enumerate(near)]
-    assert [c.text for c in P.admit(near, 9)] == ["0", "2", "3"] and [c.text for c in P.admit(near, 2)] == ["0", "2"]
+    assert [c.text for c in P.admit(near, 9)] == ["0", "2", "3"] and [
+        c.text for c in P.admit(near, 2)
+    ] == ["0", "2"]
 
 
 def evolved(gate, right, *replies, **knobs):
     """Returns an evolution of one instruction, "old", under this gate."""
-    e = Evolved({"old": 0.5}, right, *replies, population=population_of, config=SelectionConfig, gate=gate, **knobs)
+    e = Evolved(
+        {"old": 0.5},
+        right,
+        *replies,
+        population=population_of,
+        config=SelectionConfig,
+        gate=gate,
+        **knobs,
+    )
     return e.joined[0], e.texts
 
 
 @pytest.mark.parametrize("gate, right, replies, knobs, joined, texts", [
     # at most .01 below the parent for certain
     ("lower_bound", dict(above=10, equal=5, near=4), ["near equal above"], {}, "above equal", "old above equal"),
-    # places left go to candidates below their parent, of any round, and to a good one beyond top_n first
+    # places left go to candidates below their parent, of any round, and to a good one beyond top_n
+    # first
     ("fill", dict(good=6, near=4, far=3), ["far good", "near"], dict(N_P=3), "good", "old good near"),
     ("fill", dict(near=4, far=3), ["near", "far"], dict(N_P=3), "", "old near far"),
     ("fill", dict(a=8, b=7, c=4), ["c b a"], dict(top_n=1, rounds=1), "a", "old a b c"),
@@ -264,7 +323,9 @@ def test_the_smallest_loss_against_its_own_parent_fills_a_place_first():
     parents = [P.join(text, None, 0) for text in ("strong", "weak")]
     right = {"x": (5, 8), "y": (2, 3), "z": (1, 3)}  # of 10 questions, and its parent's
     for text, known in right.items():
-        assert P.admit([Candidate(text, 0, *([1.0] * n + [0.0] * (10 - n) for n in known))], 2) == []
+        assert (
+            P.admit([Candidate(text, 0, *([1.0] * n + [0.0] * (10 - n) for n in known))], 2) == []
+        )
     assert [I.text for I in P.succeed(parents, [], 9)] == ["y", "z"]
     assert P.succeed(parents, [], 20) == []  # those of an earlier evolution are forgotten
 
@@ -273,13 +334,17 @@ def test_the_smallest_loss_against_its_own_parent_fills_a_place_first():
 
 
 def test_rules_combine():
-    """Paired with Fill: the draw and the fresh comparison of the one, the filled places of the other."""
+    """Paired with Fill: the draw and the fresh comparison of the one, the filled places of the
+    other."""
     P = population_of(SelectionConfig(rank="paired", gate="fill", N_P=2))
     old = P.join("old", None, 0)
     P.learn([[0]] * 2, [[0.5]] * 2)
     assert P.admit([Candidate("near", 0, [0.0, 1.0], [1.0, 1.0])], 1) == []
     assert [I.text for I in P.succeed([old], [], 9)] == ["near"] and P.design is None
-    P, paper = (population_of(SelectionConfig(**knobs)) for knobs in (dict(gate="lower_bound", groups="question"), {}))
+    P, paper = (
+        population_of(SelectionConfig(**knobs))
+        for knobs in (dict(gate="lower_bound", groups="question"), {})
+    )
     assert isinstance(P, LowerBound) and isinstance(P, ByQuestion)
     assert not isinstance(paper, (Paired, Fill, LowerBound, ByQuestion))
 
@@ -292,8 +357,14 @@ def test_rules_combine():
         (dict(groups="pairs"), "--groups pairs: choose pair or question"),
         (dict(rank="paired", mode="static"), "--rank paired: --mode static"),
         (dict(gate="fill", mode="static"), "--gate fill: --mode static"),
-        (dict(rank="paired", groups="question"), "--groups question: --rank paired compares whole groups"),
-        (dict(objective="consistent"), "--objective consistent: compares a question's instructions"),
+        (
+            dict(rank="paired", groups="question"),
+            "--groups question: --rank paired compares whole groups",
+        ),
+        (
+            dict(objective="consistent"),
+            "--objective consistent: compares a question's instructions",
+        ),
         (dict(gate="lower_bound", D_B=1), "--D_B 1: --gate lower_bound needs at least 2"),
     ],
 )

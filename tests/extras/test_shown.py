@@ -1,5 +1,6 @@
-"""Every command that the README and the docs show: it exists, its flags do, and at a small size it prints what a person
-can read. The list comes from the pages themselves, so a command that is new has to say here how it is run small."""
+"""Every command that the README and the docs show: it exists, its flags do, and at a small size it
+prints what a person can read. The list comes from the pages themselves, so a command that is new
+has to say here how it is run small."""
 
 import functools
 import os
@@ -20,13 +21,17 @@ from plumbing.files import read_jsonl
 ROOT = Path(__file__).parents[2]
 WORLD = ROOT / "world" / "files"
 PAGES = sorted(
-    page for page in ROOT.rglob("*.md")
+    page
+    for page in ROOT.rglob("*.md")
     if not {"tests", "results", "runs", "mutants"} & set(page.relative_to(ROOT).parts[:-1])
-    and not any(part.startswith(".") for part in page.relative_to(ROOT).parts) and page.name != "LOG.md"
-)  # fmt: skip
-OTHERS = {"hf", "pip", "curl", "export", "cat", "tar", "vllm", "for", "done", "git", "uv"}  # not ours to run
+    and not any(part.startswith(".") for part in page.relative_to(ROOT).parts)
+    and page.name != "LOG.md"
+)
+# not ours to run
+OTHERS = {"hf", "pip", "curl", "export", "cat", "tar", "vllm", "for", "done", "git", "uv"}
 RUN = "--T 2 --K_p 1 --K_e 1 --T_e 2 --D_B 4 --rounds 1 --batch 4 --mini 4 --G 2 --eval_n 8 --save_every 2"
-SMALL = {  # program -> the flags with which it is run small here; or where else that is done, or why nowhere
+# program -> the flags with which it is run small here; or where else that is done, or why nowhere
+SMALL = {
     "inspo.py": RUN, "extras/selection.py": RUN, "extras/espl.py": RUN + " --buffer 8", "extras/fst.py": RUN,
     "extras/objectives.py": RUN, "extras/table1.py train": RUN.replace("--G 2", "--G 5"),
     "extras/cold_start.py": RUN, "extras/collect.py": "--least 0", "extras.real.demos": "--n 20",
@@ -57,18 +62,28 @@ class Shown(NamedTuple):
 
 
 def lines_of(page: Path) -> list[str]:
-    """Returns the lines of a page's shell blocks, continued ones joined, and the commands in its prose."""
+    """Returns the lines of a page's shell blocks, continued ones joined, and the commands in its
+    prose."""
     tokens = MarkdownIt().parse(page.read_text(encoding="utf-8"))
-    blocks = [t.content for t in tokens if t.type in ("fence", "code_block") and t.info.strip() in ("", "sh")]
-    prose = [child.content for t in tokens for child in t.children or [] if child.type == "code_inline"]
+    blocks = [
+        t.content
+        for t in tokens
+        if t.type in ("fence", "code_block") and t.info.strip() in ("", "sh")
+    ]
+    prose = [
+        child.content for t in tokens for child in t.children or [] if child.type == "code_inline"
+    ]
     joined = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.strip() for line in joined] + [x for x in prose if re.match(r"(python|torchrun|make) \S", x)]
+    return [line.strip() for line in joined] + [
+        x for x in prose if re.match(r"(python|torchrun|make) \S", x)
+    ]
 
 
 def recipe_of(target: str, argv: list[str]) -> list[str]:
     """Returns what `make TARGET ARGS=...` would run, but for its setup."""
     given = [x for x in argv if "=" in x]
-    env = os.environ | {"MAKEFLAGS": "", "ARGS": ""}  # of a `make test-slow ARGS=...` that runs this
+    # of a `make test-slow ARGS=...` that runs this
+    env = os.environ | {"MAKEFLAGS": "", "ARGS": ""}
     made = ("setup", *(f".venv{x}/done" for x in ("", "-vllm", "-trl")))
     done = subprocess.run(
         ["make", "-n", *(x for old in made for x in ("-o", old)), target, *given],
@@ -106,13 +121,18 @@ def parsed(page: str, line: str) -> list[Shown]:
 
 
 SHOWN = [
-    command for page in PAGES for line in lines_of(page) for command in parsed(str(page.relative_to(ROOT)), line)
-]  # fmt: skip
+    command
+    for page in PAGES
+    for line in lines_of(page)
+    for command in parsed(str(page.relative_to(ROOT)), line)
+]
 
 
 def test_the_pages_show_commands():
     assert {"README.md", "docs/real.md", "docs/selection.md"} <= {c.page for c in SHOWN}
-    assert {"inspo.py", "evaluate.py", "evaluate.py --compare", "export.py", "pytest"} <= {c.program for c in SHOWN}
+    assert {"inspo.py", "evaluate.py", "evaluate.py --compare", "export.py", "pytest"} <= {
+        c.program for c in SHOWN
+    }
 
 
 def file_of(program: str) -> Path | None:
@@ -135,7 +155,11 @@ def test_a_program_that_is_shown_exists_and_is_run_small_somewhere(program):
 def test_a_shown_flag_exists(program):
     for command in SHOWN:
         words = (*command.program.split()[1:], *command.argv)
-        flags = {x.partition("=")[0] for x in words if command.program == program and re.match(r"--[a-z]", x)}
+        flags = {
+            x.partition("=")[0]
+            for x in words
+            if command.program == program and re.match(r"--[a-z]", x)
+        }
         assert not flags or flags <= flags_of(program), f"{command.page}: {command.text}"
 
 
@@ -160,13 +184,19 @@ def flags_of(program: str) -> set[str]:
 
 @pytest.fixture(scope="session")
 def desk(tmp_path_factory):
-    """A directory with what the pages' commands are given: a finished run, questions, evaluations."""
+    """A directory with what the pages' commands are given: a finished run, questions,
+    evaluations."""
     desk = tmp_path_factory.mktemp("desk")
     for name in ("train", "test"):
-        rows = [row | {"golden_answers": list(row["golden_answers"])} for row in read_jsonl(WORLD / f"{name}.jsonl")]
+        rows = [
+            row | {"golden_answers": list(row["golden_answers"])}
+            for row in read_jsonl(WORLD / f"{name}.jsonl")
+        ]
         pq.write_table(pa.Table.from_pylist(rows), desk / f"{name}.parquet")
     (desk / "wiki.jsonl").symlink_to(WORLD / "corpus.jsonl")
-    call("inspo.py", [*RUN.split(), "--lora_rank", "4", "--eval_every", "1", "--out", desk / "NAME"])
+    call(
+        "inspo.py", [*RUN.split(), "--lora_rank", "4", "--eval_every", "1", "--out", desk / "NAME"]
+    )
     call("extras/collect.py", [desk / "NAME", "--least", "0", "--out", desk / "demos.jsonl"])
     for name in "AB":
         call("evaluate.py", [desk / "NAME", "--n", 8, "--out", desk / f"evaluation-{name}"])
@@ -177,9 +207,13 @@ def call(program: str, argv: list[object], text: str = "") -> None:
     """Runs a program. Fails if it does, or prints what is nothing for a person."""
     script, *words = program.split()
     how = [script] if script.endswith(".py") else ["-m", script]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("OPENAI")} | {"OMP_NUM_THREADS": "1"}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("OPENAI")} | {
+        "OMP_NUM_THREADS": "1"
+    }
     line = [sys.executable, *how, *words, *map(str, argv)]
-    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, input=text, timeout=900)
+    done = subprocess.run(
+        line, cwd=ROOT, env=env, capture_output=True, text=True, input=text, timeout=900
+    )
     assert done.returncode == 0, f"{line}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
     for text in [*done.stdout.splitlines(), *done.stderr.splitlines()]:
         assert not UNREADABLE.search(text), f"{line}: {text}"
@@ -205,24 +239,39 @@ SWAPS = [  # of words in a shown command, for what there is at the desk
     (r"(?:\$e/|\S*/evaluation/)\S*(?:A|static)\S*", "DESK/evaluation-A"),
     (r"\$e/\S*|\S*/evaluation/\S*", "DESK/evaluation-B"),
     (r"runs/\S*/policy", "DESK/NAME/policy"), (r"runs/\S*", "DESK/NAME"), ("NAME", "dr_grpo"),
-    (r"(?:Qwen/|smollm)\S*", "world"), (r"http://\S*", "world --n 4"),  # a chat endpoint: the world's policy plays
+    # a chat endpoint: the world's policy plays
+    (r"(?:Qwen/|smollm)\S*", "world"), (r"http://\S*", "world --n 4"),
     (r"(?:data/hotpotqa/)(\S*)", rf"{WORLD}/\1"), ("questions.jsonl", f"{WORLD}/test.jsonl"),
     ("passages.jsonl", f"{WORLD}/corpus.jsonl"), (r"(?:\S*/)?([^/\s]*\.parquet|demos\.jsonl)", r"DESK/\1"),
 ]  # fmt: skip
-PLACES = {"--runs": "runs", "--results": "results", "--out": "out", "--picture": "picture.png", "--to": "to"}
+PLACES = {
+    "--runs": "runs",
+    "--results": "results",
+    "--out": "out",
+    "--picture": "picture.png",
+    "--to": "to",
+}
 
 
 def smaller(command: Shown, desk: Path, out: Path) -> list[str]:
-    """Returns the arguments of a shown command, its own where they can be had here, with flags that make it small."""
+    """Returns the arguments of a shown command, its own where they can be had here, with flags that
+    make it small."""
     line = " ".join(command.argv)
     for shown, here in SWAPS:
         line = re.sub(rf"(?<!\S)(?:{shown})(?!\S)", here, line)
     argv = line.replace("DESK", str(desk)).split()
-    argv += [x for flag, name in PLACES.items() if flag in flags_of(command.program) for x in (flag, str(out / name))]
+    argv += [
+        x
+        for flag, name in PLACES.items()
+        if flag in flags_of(command.program)
+        for x in (flag, str(out / name))
+    ]
     argv += ["--run", str(desk / "NAME")] * (command.program == "ask.py" and "--run" not in argv)
-    if "--train" in argv and "--corpus" not in argv:  # a large preset's has none: it takes a running server
+    # a large preset's has none: it takes a running server
+    if "--train" in argv and "--corpus" not in argv:
         argv += ["--corpus", str(WORLD / "corpus.jsonl")]
-    argv += ["--max_prompt", "900"] * ("--preset" in argv)  # a real model's preset, a small policy's positions
+    # a real model's preset, a small policy's positions
+    argv += ["--max_prompt", "900"] * ("--preset" in argv)
     return argv + shlex.split(SMALL[command.program])
 
 
@@ -233,10 +282,16 @@ for command in sorted(SHOWN, key=lambda c: -len(c.argv)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", SMALLER.values(), ids=lambda c: f"{c.program} {' '.join(c.argv)}"[:100])
+@pytest.mark.parametrize(
+    "command", SMALLER.values(), ids=lambda c: f"{c.program} {' '.join(c.argv)}"[:100]
+)
 def test_a_shown_command_prints_what_a_person_can_read(command, desk, tmp_path):
     if "--dry_run" in command.argv:
         return call(command.program, list(command.argv))
-    call(command.program, smaller(command, desk, tmp_path), "What is the capital of the nation Bai?\n")
+    call(
+        command.program,
+        smaller(command, desk, tmp_path),
+        "What is the capital of the nation Bai?\n",
+    )
     for file in tmp_path.rglob("*.md"):
         assert not UNREADABLE.search(file.read_text()), file.name

@@ -1,4 +1,5 @@
-"""The methods of Table 1, turn by turn, from a scripted engine and search; supervision against cross-entropy."""
+"""The methods of Table 1, turn by turn, from a scripted engine and search; supervision against
+cross-entropy."""
 
 import json
 import sys
@@ -40,7 +41,8 @@ class Tokenizer(Words):
 
 
 class Script:
-    """An engine whose k-th batch of rows says what the k-th table holds for each row; it keeps what it was shown."""
+    """An engine whose k-th batch of rows says what the k-th table holds for each row; it keeps what
+    it was shown."""
 
     max_rows, lockstep = 512, True
 
@@ -60,7 +62,8 @@ class Script:
 
 
 class Found(Search):
-    """A search that finds the same documents for every query, or one that names the query; it keeps the queries."""
+    """A search that finds the same documents for every query, or one that names the query; it keeps
+    the queries."""
 
     def __init__(self, *documents):
         self.documents, self.asked = documents, []
@@ -77,7 +80,9 @@ def played(method, engine, questions, search=None, **limits):
     task = SearchQA(Config(**limits | dict(TABLE_1[method].knobs)))
     task.search = search or Found()
     task.tools = [task.search] if task.tools else []
-    return TABLE_1[method].play(Agent(engine, engine.words, task, "Answer. <answer>", 0.0, 0), questions)
+    return TABLE_1[method].play(
+        Agent(engine, engine.words, task, "Answer. <answer>", 0.0, 0), questions
+    )
 
 
 def test_every_row_of_table_1_has_a_name_and_ends_its_turns_as_it_plays():
@@ -86,7 +91,9 @@ def test_every_row_of_table_1_has_a_name_and_ends_its_turns_as_it_plays():
         task = SearchQA(Config(**method.knobs))
         assert bool(task.tools) == (name not in ("direct", "sft", "grpo"))
         ends = method.stop(task)
-        assert ("</search>" in ends) == (name in ("sft_reject", "search_r1", "inspo")) and 1 <= len(ends) <= 4
+        assert ("</search>" in ends) == (name in ("sft_reject", "search_r1", "inspo")) and 1 <= len(
+            ends
+        ) <= 4
 
 
 @pytest.mark.parametrize(
@@ -105,27 +112,40 @@ def test_methods_without_tools_have_one_turn_whatever_it_calls(method, replies, 
 
 
 def test_rag_searches_once_with_the_question_and_reads_the_passages():
-    search, engine = Found('"Emma"\nA novel by Jane Austen.'), Script({0: "Jane Austen.", 1: "Steventon"})
+    search, engine = (
+        Found('"Emma"\nA novel by Jane Austen.'),
+        Script({0: "Jane Austen.", 1: "Steventon"}),
+    )
     taus = played("rag", engine, [EMMA, BORN], search)
     assert [tau.prediction for tau in taus] == ["Jane Austen", "Steventon"]
     assert [tau.turns[0].argument for tau in taus] == [EMMA.text, BORN.text]
-    assert all("Doc 1(Title: Emma) A novel by Jane Austen." in shown for shown in engine.shown[0].values())
+    assert all(
+        "Doc 1(Title: Emma) A novel by Jane Austen." in shown for shown in engine.shown[0].values()
+    )
     assert [tau.served("search") for tau in taus] == [1, 1]
 
 
 def test_ircot_retrieves_with_every_sentence_keeps_the_passages_and_ends_at_the_answer():
-    engine = Script({0: "Emma is by Jane Austen.", 1: "So the answer is: Bath."}, {0: "So the answer is: Jane Austen."})
+    engine = Script(
+        {0: "Emma is by Jane Austen.", 1: "So the answer is: Bath."},
+        {0: "So the answer is: Jane Austen."},
+    )
     search = Found()
     taus = played("ircot", engine, [EMMA, BORN], search)
     assert search.asked == [EMMA.text, BORN.text, "Emma is by Jane Austen."]
     assert [(tau.prediction, tau.stop, tau.served("search")) for tau in taus] == [
-        ("Jane Austen", "answer", 2), ("Bath", "answer", 1)
-    ]  # fmt: skip
+        ("Jane Austen", "answer", 2),
+        ("Bath", "answer", 1),
+    ]
     again = engine.shown[1][0]
     assert f"found by {EMMA.text}" in again and "found by Emma is by" in again
     assert again.endswith("Thought: Emma is by Jane Austen.")
-    [tau] = played("ircot", Script(*[{0: f"Thought {k}."} for k in range(5)]), [EMMA])  # without an answer
-    assert tau.stop == "turns" and tau.prediction == "Thought 0. Thought 1. Thought 2. Thought 3. Thought 4"
+    # without an answer
+    [tau] = played("ircot", Script(*[{0: f"Thought {k}."} for k in range(5)]), [EMMA])
+    assert (
+        tau.stop == "turns"
+        and tau.prediction == "Thought 0. Thought 1. Thought 2. Thought 3. Thought 4"
+    )
     assert tau.served("search") == 5
 
 
@@ -140,9 +160,16 @@ def test_search_o1_reads_documents_apart_and_never_searches_a_query_twice():
     search = Found()
     taus = played("search_o1", engine, [EMMA, BORN], search)
     assert search.asked == ["Emma novel"]
-    assert [(tau.prediction, tau.served("search")) for tau in taus] == [("Jane Austen", 1), ("Bath", 0)]
+    assert [(tau.prediction, tau.served("search")) for tau in taus] == [
+        ("Jane Austen", 1),
+        ("Bath", 0),
+    ]
     assert "found by Emma novel" in engine.shown[1][0] and "Let me see." in engine.shown[1][0]
-    assert engine.shown[2][0].rstrip().endswith("<|begin_search_result|>It is by Austen.<|end_search_result|>")
+    assert (
+        engine.shown[2][0]
+        .rstrip()
+        .endswith("<|begin_search_result|>It is by Austen.<|end_search_result|>")
+    )
     assert "Nothing else" not in engine.shown[2][0]
     assert "Searched before" in engine.shown[3][0]
 
@@ -151,7 +178,9 @@ def test_search_o1_reads_documents_apart_and_never_searches_a_query_twice():
 def test_search_o1_has_5_searches_for_one_hop_and_10_for_more(question, limit):
     turns = []
     for k in range(limit + 1):
-        turns += [{0: f"<|begin_search_query|>{k}<|end_search_query|>"}] + ([{0: "note"}] if k < limit else [])
+        turns += [{0: f"<|begin_search_query|>{k}<|end_search_query|>"}] + (
+            [{0: "note"}] if k < limit else []
+        )
     [tau] = played("search_o1", Script(*turns), [question], max_prompt=10**6)
     assert (tau.served("search"), tau.stop) == (limit, "turns")
 
@@ -160,7 +189,9 @@ def test_the_loop_plays_the_instruction_of_the_agent_and_a_context_that_is_too_l
     engine = Script({0: "<search>Emma</search>"}, {0: "<answer>Jane Austen</answer>"})
     [tau] = played("sft_reject", engine, [EMMA], Found('"Emma"\nby Jane Austen'))
     assert engine.shown[0][0].startswith("Answer. <answer>") and tau.prediction == "Jane Austen"
-    [tau] = played("rag", Script({0: "x"}), [EMMA], Found(*['"T"\n' + "long " * 50] * 3), max_prompt=60)
+    [tau] = played(
+        "rag", Script({0: "x"}), [EMMA], Found(*['"T"\n' + "long " * 50] * 3), max_prompt=60
+    )
     assert (tau.stop, tau.prediction) == ("length", None)
 
 
@@ -196,8 +227,20 @@ def test_a_method_is_measured_by_evaluate_and_plays_search_qa_alone(tmp_path, ca
     capsys.readouterr()
     table1.main([*flags, "direct", "--out", str(tmp_path / "direct")])
     assert "| searches | gold recall |" in capsys.readouterr().out  # as of all rows of Table 1
-    with pytest.raises(SystemExit, match="--method rag cannot play extras.tasks.guess:Guess: it is for SearchQA"):
-        table1.main(["world", "--method", "rag", "--task", "extras.tasks.guess:Guess", "--out", str(tmp_path / "o")])
+    with pytest.raises(
+        SystemExit, match="--method rag cannot play extras.tasks.guess:Guess: it is for SearchQA"
+    ):
+        table1.main(
+            [
+                "world",
+                "--method",
+                "rag",
+                "--task",
+                "extras.tasks.guess:Guess",
+                "--out",
+                str(tmp_path / "o"),
+            ]
+        )
 
 
 # ---- training
@@ -208,7 +251,13 @@ def test_the_flags_of_the_methods_that_train(tmp_path):
     grpo, sft, reject = (config_of(name, flags) for name in ("grpo", "sft", "sft_reject"))
     assert (grpo.mode, grpo.tools, sft.tools, reject.tools) == ("static", "none", "none", "search")
     for cfg in (sft, reject):
-        assert (cfg.mode, cfg.beta, cfg.mini, cfg.N_P, cfg.T_e) == ("supervised", 0, cfg.batch, 1, 0)
+        assert (cfg.mode, cfg.beta, cfg.mini, cfg.N_P, cfg.T_e) == (
+            "supervised",
+            0,
+            cfg.batch,
+            1,
+            0,
+        )
     assert grpo.beta == parse(flags).beta
     assert list_stop_strings(SearchQA(grpo).tools) == ("</answer>",)
     assert (tmp_path / "run.instruction.txt").read_text().strip() == IN_WORLD.direct
@@ -217,11 +266,16 @@ def test_the_flags_of_the_methods_that_train(tmp_path):
 def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(world, tmp_path):
     model, tokenizer = world
     cfg = config_of("sft", ["--out", str(tmp_path / "run")])
-    D = [Question("a", "Name the base of it?", ("Trebak",), "s"), Question("b", "What is the?", ("a b",), "s")]
+    D = [
+        Question("a", "Name the base of it?", ("Trebak",), "s"),
+        Question("b", "What is the?", ("a b",), "s"),
+    ]
     task = SearchQA(cfg)
     task.instruction = IN_WORLD.direct
     taus = gold_answers(task, SimpleNamespace(tokenizer=tokenizer), D)
-    assert [tau.response for tau in taus] == [f"<think></think><answer>{g}</answer>" for g in ("Trebak", "a b")]
+    assert [tau.response for tau in taus] == [
+        f"<think></think><answer>{g}</answer>" for g in ("Trebak", "a b")
+    ]
     learner = Demonstrated(model, None, cfg)
     loss, _ = learner.loss(taus, learner.terms(taus, None))
     losses = []
@@ -237,8 +291,13 @@ def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(wo
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["sft", "grpo", "sft_reject"])
 def test_a_method_that_trains_runs_to_its_end(method, tmp_path):
-    """Under the fixture's instruction the first policy answers some questions, so that there is something to keep."""
-    flags = ["--instruction", str(ROOT / "tests" / "fixture" / "instruction.txt")] if method == "sft_reject" else []
+    """Under the fixture's instruction the first policy answers some questions, so that there is
+    something to keep."""
+    flags = (
+        ["--instruction", str(ROOT / "tests" / "fixture" / "instruction.txt")]
+        if method == "sft_reject"
+        else []
+    )
     flags += "--T 2 --batch 6 --mini 6 --G 4 --eval_n 3 --save_every 1 --out".split()
     command = [sys.executable, "extras/table1.py", "train", method, *flags]
     code, _, stderr = finish(popen([*command, str(tmp_path / "run")], ENV), 900)

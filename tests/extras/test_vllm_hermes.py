@@ -1,4 +1,5 @@
-"""`--format hermes` beside vLLM: the ids that its chat endpoint gives its model, and turns that end with EOS alone.
+"""`--format hermes` beside vLLM: the ids that its chat endpoint gives its model, and turns that end
+with EOS alone.
 
 .venv-vllm/bin/python -m pytest tests/extras/test_vllm_hermes.py
 """
@@ -27,7 +28,11 @@ from tasks.tools import Calculator
 
 pytest.importorskip("vllm")
 ROOT = Path(__file__).parents[2]
-ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ENV = os.environ | {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 ENV |= {"VLLM_LOGGING_LEVEL": "ERROR"}
 
 
@@ -46,7 +51,9 @@ def url(path):
         "--dtype", "float32", "--max-model-len", "2000", "--enforce-eager", "--gpu-memory-utilization", "0.08",
         "--served-model-name", "tiny", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
     ]  # fmt: skip
-    process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         for _ in range(300):
             time.sleep(1)
@@ -62,18 +69,28 @@ def url(path):
 
 
 def test_before_each_turn_the_ids_are_those_that_the_chat_endpoint_gives_its_model(path, url):
-    tokenizer, found = load_tokenizer(path), Found('"Opera"\nBuilt by Jørn Utzon.\n', '"Rome"\n A city!  ')
+    tokenizer, found = (
+        load_tokenizer(path),
+        Found('"Opera"\nBuilt by Jørn Utzon.\n', '"Rome"\n A city!  '),
+    )
     tools = [found, TypedFunction(forecast, "here"), Calculator()]
     messages, turns = conversation(Path(path).name, found.show(found.documents))
     tau = play(tokenizer, Chat(*tools), *turns, "Utzon.")
     begins = [k for k in range(1, len(tau.ids)) if tau.mask[k - 1 : k + 1] == [0, 1]]
     for message in messages:
         for call in message.get("tool_calls", ()):  # the API has arguments as a text
-            call["id"], call["function"]["arguments"] = "call_0", json.dumps(call["function"]["arguments"])
+            call["id"], call["function"]["arguments"] = (
+                "call_0",
+                json.dumps(call["function"]["arguments"]),
+            )
         if message["role"] == "tool":
             message["tool_call_id"] = "call_0"
     for n, begin in enumerate(begins):
-        body = {"model": "tiny", "messages": prompt_of() + messages[: 2 * n], "tools": functions(*tools)}
+        body = {
+            "model": "tiny",
+            "messages": prompt_of() + messages[: 2 * n],
+            "tools": functions(*tools),
+        }
         body |= {"max_tokens": 1, "return_token_ids": True}
         answer = requests.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         assert answer.ok, answer.text
@@ -84,7 +101,8 @@ def test_before_each_turn_the_ids_are_those_that_the_chat_endpoint_gives_its_mod
 def test_without_stop_strings_a_turn_ends_with_eos_or_is_cut_off(path):
     tokenizer, model = load_tokenizer(path), load_model(path)
     with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(0.01)  # all tokens are about as likely, EOS among them
+        # all tokens are about as likely, EOS among them
+        model.get_output_embeddings().weight.mul_(0.01)
     stop = Chat().format.stop(Chat())
     engine = VllmEngine(path, tokenizer, stop, max_len=500, dtype="float32", memory=0.08, seed=0)
     try:
@@ -98,4 +116,6 @@ def test_without_stop_strings_a_turn_ends_with_eos_or_is_cut_off(path):
         engine.close()
     eos = tokenizer.eos_token_id
     assert all(ids[-1] == eos or len(ids) == 60 for _, ids, *_ in ended)
-    assert any(ids[-1] == eos for _, ids, *_ in ended) and all(eos not in ids[:-1] for _, ids, *_ in ended)
+    assert any(ids[-1] == eos for _, ids, *_ in ended) and all(
+        eos not in ids[:-1] for _, ids, *_ in ended
+    )

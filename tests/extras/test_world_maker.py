@@ -1,5 +1,6 @@
-"""How the world was made: its files regenerate, the warm start never shows the best combination, what it demonstrates
-is what a run shows, and an optimizer that reads failures does better than one that guesses."""
+"""How the world was made: its files regenerate, the warm start never shows the best combination,
+what it demonstrates is what a run shows, and an optimizer that reads failures does better than one
+that guesses."""
 
 import json
 import random
@@ -50,7 +51,8 @@ def respond(rng, world, q, clauses):
     return "".join(part for part, _ in demonstrate(rng, world, q, clauses))
 
 
-# --- the world ----------------------------------------------------------------------------------------------------
+# --- the world
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_the_files_of_the_world_regenerate_to_the_byte(tmp_path):
@@ -69,7 +71,8 @@ def test_a_search_for_one_entity_finds_its_passage_first(full_world):
         assert len(others) <= 2
 
 
-# --- demonstrations -----------------------------------------------------------------------------------------------
+# --- demonstrations
+# -----------------------------------------------------------------------------------------------
 
 
 def test_no_demonstration_shows_the_best_combination_or_an_unseen_wording(full_world):
@@ -86,7 +89,12 @@ def test_no_demonstration_shows_the_best_combination_or_an_unseen_wording(full_w
 @pytest.mark.parametrize("hops", [1, 2, 3])
 def test_following_all_the_right_clauses_leads_to_the_right_answer(full_world, monkeypatch, hops):
     certain = {habit: {clause: 0.0 for clause in said} for habit, said in demos.OBEY.items()}
-    for habit, clause in [("entity", "entity"), ("state", "state"), ("exact", "exact"), ("full", "cont")]:
+    for habit, clause in [
+        ("entity", "entity"),
+        ("state", "state"),
+        ("exact", "exact"),
+        ("full", "cont"),
+    ]:
         certain[habit][clause] = 1.0
     monkeypatch.setattr(demos, "OBEY", certain)
     rng = random.Random(0)
@@ -110,34 +118,53 @@ def test_the_clauses_decide_how_often_a_demonstration_succeeds(full_world, monke
     def mean(clauses, hops, n=200):
         rng = random.Random(0)
         asked = [full_world.random_question(rng, hops) for _ in range(n)]
-        return sum(em(find_answer(respond(rng, full_world, q, clauses)), [q.path[-1]]) for q in asked) / n
+        return (
+            sum(em(find_answer(respond(rng, full_world, q, clauses)), [q.path[-1]]) for q in asked)
+            / n
+        )
 
     rng = random.Random(0)
-    asked = [full_world.random_question(rng, 2) for _ in range(100)]  # untold, none searches for a single entity
-    assert all(set(re.findall("<search>(.*?)</search>", respond(rng, full_world, q, []))) <= {q.text} for q in asked)
+    # untold, none searches for a single entity
+    asked = [full_world.random_question(rng, 2) for _ in range(100)]
+    assert all(
+        set(re.findall("<search>(.*?)</search>", respond(rng, full_world, q, []))) <= {q.text}
+        for q in asked
+    )
     for hops in (2, 3):
         assert all(mean(clauses, hops) < 0.15 for clauses in ([], ["whole"], ["memory"]))
-        assert 0.2 < mean(sorted(BEST), hops) < 0.4  # even told to go on, it mostly stops one fact short
+        # even told to go on, it mostly stops one fact short
+        assert 0.2 < mean(sorted(BEST), hops) < 0.4
     assert mean(["early", "entity", "state", "exact"], 2) < 0.1
     assert mean(["verbose", "entity", "state", "cont"], 2) < 0.1
-    monkeypatch.setitem(demos.OBEY, "full", demos.OBEY["full"] | {"cont": 0.99})  # an agent that goes on when told to
+    # an agent that goes on when told to
+    monkeypatch.setitem(demos.OBEY, "full", demos.OBEY["full"] | {"cont": 0.99})
     for hops in (2, 3):
         assert mean(sorted(BEST), hops) > 0.85
         for clause in BEST:  # each of the four matters
             assert mean(sorted(BEST - {clause}), hops) < mean(sorted(BEST), hops) - 0.1
 
 
-# --- the tokenizer ------------------------------------------------------------------------------------------------
+# --- the tokenizer
+# ------------------------------------------------------------------------------------------------
 
 
 def test_the_tokenizer_knows_every_text_of_the_world(tokenizer, full_world):
-    said = [*SAYS, *FILLERS, *FRAMES, START, INVALID, *map(observation, [full_world.passages[:5], []])]
+    said = [
+        *SAYS,
+        *FILLERS,
+        *FRAMES,
+        START,
+        INVALID,
+        *map(observation, [full_world.passages[:5], []]),
+    ]
     said += [observation([passage]) for passage in full_world.passages]
     said += questions("train") + questions("test")
     for text, ids in zip(said, tokenizer(said, add_special_tokens=False)["input_ids"], strict=True):
         assert tokenizer.unk_token_id not in ids, text
     prompt = encode_prompt(tokenizer, TASK, START, Question("", questions("test")[0]))
-    assert tokenizer.decode(prompt).startswith("<|user|>") and tokenizer.decode(prompt).endswith("<|assistant|>")
+    assert tokenizer.decode(prompt).startswith("<|user|>") and tokenizer.decode(prompt).endswith(
+        "<|assistant|>"
+    )
 
 
 def test_demonstrations_show_results_exactly_as_a_run_does(tokenizer, full_world):
@@ -150,38 +177,60 @@ def test_decoding_restores_a_trajectory_up_to_case_and_spaces(tokenizer, full_wo
     rng = random.Random(0)
     for _ in range(200):
         instruction, question, parts = demo(rng, [full_world], [1, 2, 3])
-        text = f"{instruction}\n\nQuestion: {question}\n" + INVALID + "".join(part for part, _ in parts)
-        back = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"], skip_special_tokens=False)
+        text = (
+            f"{instruction}\n\nQuestion: {question}\n"
+            + INVALID
+            + "".join(part for part, _ in parts)
+        )
+        back = tokenizer.decode(
+            tokenizer(text, add_special_tokens=False)["input_ids"], skip_special_tokens=False
+        )
         assert "".join(back.split()).lower() == "".join(text.split()).lower()
         assert em(find_answer(back), [find_answer(text)]) == 1  # and the reward is the same
 
 
-def test_the_saved_tokenizer_is_current_and_survives_a_qwen2_config_and_being_saved_twice(tokenizer, tmp_path):
-    """transformers 5 takes every tokenizer next to a `qwen2` config for Qwen2's, unless its file says otherwise."""
+def test_the_saved_tokenizer_is_current_and_survives_a_qwen2_config_and_being_saved_twice(
+    tokenizer, tmp_path
+):
+    """transformers 5 takes every tokenizer next to a `qwen2` config for Qwen2's, unless its file
+    says otherwise."""
     built = build_tokenizer()
     model = tiny_policy(len(built))
     model.save_pretrained(tmp_path)
     save_tokenizer(built, tmp_path)
-    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)  # as a run does with its policy
+    # as a run does with its policy
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
     for other in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
-        assert json.loads(other.backend_tokenizer.to_str()) == json.loads(built.backend_tokenizer.to_str())
+        assert json.loads(other.backend_tokenizer.to_str()) == json.loads(
+            built.backend_tokenizer.to_str()
+        )
         assert other.chat_template == built.chat_template
         assert (other.eos_token, other.pad_token) == ("<eos>", "<pad>")
     assert model.config.eos_token_id == built.eos_token_id
 
 
-# --- the warm start -----------------------------------------------------------------------------------------------
+# --- the warm start
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_the_warm_start_trains_every_weight_and_never_sees_a_name_of_the_world(full_world, monkeypatch):
+def test_the_warm_start_trains_every_weight_and_never_sees_a_name_of_the_world(
+    full_world, monkeypatch
+):
     seen, lessons = [], warm_start.lessons
-    monkeypatch.setattr(warm_start, "lessons", lambda rng, worlds, *x: seen.extend(worlds) or lessons(rng, worlds, *x))
+    monkeypatch.setattr(
+        warm_start,
+        "lessons",
+        lambda rng, worlds, *x: seen.extend(worlds) or lessons(rng, worlds, *x),
+    )
     monkeypatch.setattr(warm_start, "N_WORLDS", 50)
-    model, _ = warm_start.train(tokens=12_000, seed=0, batch=400)  # small batches, so that every lesson occurs
+    # small batches, so that every lesson occurs
+    model, _ = warm_start.train(tokens=12_000, seed=0, batch=400)
     torch.manual_seed(0)
     untrained = tiny_policy(len(build_tokenizer())).state_dict()
-    assert all(not torch.equal(trained, untrained[name]) for name, trained in model.state_dict().items())
+    assert all(
+        not torch.equal(trained, untrained[name]) for name, trained in model.state_dict().items()
+    )
     of_the_world = {name for names in full_world.names.values() for name in names}
     assert len(seen) == 50
     for other in seen:
@@ -189,7 +238,8 @@ def test_the_warm_start_trains_every_weight_and_never_sees_a_name_of_the_world(f
         assert not of_the_world & {name for names in other.names.values() for name in names}
 
 
-# --- the scripted optimizer, on what agents of this world do --------------------------------------------------------
+# --- the scripted optimizer, on what agents of this world do
+# --------------------------------------------------------
 
 
 def play(rng, world, instruction):
@@ -210,7 +260,11 @@ def replies(full_world):
     unfit = partial(find_lost_tag, names=["search", "answer"])
     for _ in range(400):
         parent = write(rng, choose_clauses(rng, CHOICES, BEST), rng.randint(0, 2))
-        failed = [shown for reward, shown in (play(rng, full_world, parent) for _ in range(12)) if not reward][:4]
+        failed = [
+            shown
+            for reward, shown in (play(rng, full_world, parent) for _ in range(12))
+            if not reward
+        ][:4]
         prompt = reflection_prompt(parent, failed, 6, 10_000)
         used, judged = {normalize(parent)}, []
         for text in propose(prompt):
@@ -220,17 +274,30 @@ def replies(full_world):
     return out
 
 
-def test_some_replies_are_malformed_or_say_it_in_words_that_nobody_taught_and_most_are_fine(replies):
-    reasons = Counter(reason.split()[0] if reason else "fine" for *_, judged in replies for _, reason in judged)
+def test_some_replies_are_malformed_or_say_it_in_words_that_nobody_taught_and_most_are_fine(
+    replies,
+):
+    reasons = Counter(
+        reason.split()[0] if reason else "fine" for *_, judged in replies for _, reason in judged
+    )
     assert 3 <= sum(not judged for *_, judged in replies) <= 30  # prose alone
     assert reasons["lost"] >= 20 and reasons["duplicate"] >= 10
-    assert set(reasons) == {"fine", "lost", "duplicate"} and reasons["fine"] > 0.85 * sum(reasons.values())
-    assert sum(len(judged) == 6 and not any(reason for _, reason in judged) for *_, judged in replies) > 150
+    assert set(reasons) == {"fine", "lost", "duplicate"} and reasons["fine"] > 0.85 * sum(
+        reasons.values()
+    )
+    assert (
+        sum(len(judged) == 6 and not any(reason for _, reason in judged) for *_, judged in replies)
+        > 150
+    )
     texts = [text for *_, judged in replies for text, _ in judged]
-    assert 0.05 < sum(any(wording in text for wording in UNSEEN) for text in texts) / len(texts) < 0.5
+    assert (
+        0.05 < sum(any(wording in text for wording in UNSEEN) for text in texts) / len(texts) < 0.5
+    )
 
 
-def test_candidates_keep_all_other_clauses_never_contradict_themselves_and_some_would_do_harm(replies):
+def test_candidates_keep_all_other_clauses_never_contradict_themselves_and_some_would_do_harm(
+    replies,
+):
     new = []
     for parent, _, judged in replies:
         for text, _ in judged:
@@ -244,7 +311,11 @@ def test_candidates_keep_all_other_clauses_never_contradict_themselves_and_some_
 
 def test_an_optimizer_that_does_not_read_the_failures_adds_what_is_lacking_less_often(replies):
     def share(guess):
-        new = [set(read(text)) - set(read(parent)) for parent, prompt, _ in replies for text in propose(prompt, guess)]
+        new = [
+            set(read(text)) - set(read(parent))
+            for parent, prompt, _ in replies
+            for text in propose(prompt, guess)
+        ]
         return sum(bool(clauses & BEST) for clauses in new) / len(new)
 
     assert share(False) > share(True) + 0.1

@@ -1,11 +1,12 @@
-"""Trains a preset's policy at full size on fake CUDA tensors, and prints as JSON what happened. Needs no card.
+"""Trains a preset's policy at full size on fake CUDA tensors, and prints as JSON what happened.
+Needs no card.
 
     python tests/fake_cuda/run.py GUARD RANKS CAPABILITY --model PRESET [other flags of inspo.py]
 
-A fake tensor has shape, dtype and device, but no values: FakeTensorMode works these out for every operation, and a fake
-process group answers for the other ranks. Policy and Learner are the real ones, from their construction and a resume to
-an update and a save; what would need a hub, a card's own kernels or a disk is replaced. GUARD is guard.cpp, compiled;
-CAPABILITY is the card's, as 9.0.
+A fake tensor has shape, dtype and device, but no values: FakeTensorMode works these out for every
+operation, and a fake process group answers for the other ranks. Policy and Learner are the real
+ones, from their construction and a resume to an update and a save; what would need a hub, a card's
+own kernels or a disk is replaced. GUARD is guard.cpp, compiled; CAPABILITY is the card's, as 9.0.
 """
 
 import collections
@@ -52,7 +53,8 @@ from training.fit import shapes, with_room  # noqa: E402
 
 OURS = {str(path) for part in ("*.py", "[!t]*/*.py", "training/*.py") for path in HERE.glob(part)}
 LENGTH, PROMPT, TURN = 2272, 449, 161  # tokens of every trajectory
-PAIR = 2 * LENGTH - (PROMPT - 1)  # of two, which share all of a prompt but its end: 4,096 fill a micro-batch
+# of two, which share all of a prompt but its end: 4,096 fill a micro-batch
+PAIR = 2 * LENGTH - (PROMPT - 1)
 
 
 def on_card(x):
@@ -60,11 +62,13 @@ def on_card(x):
 
 
 class Tracker(TorchDispatchMode):
-    """Notes what every operation does to the card: memory, products of matrices, and when the host waits for it."""
+    """Notes what every operation does to the card: memory, products of matrices, and when the host
+    waits for it."""
 
     def __init__(self):
         super().__init__()
-        self.phase, self.ones = "build", 0  # `ones`: how many action tokens the mask of the present micro-batch has
+        # `ones`: how many action tokens the mask of the present micro-batch has
+        self.phase, self.ones = "build", 0
         self.live = {}  # storage -> (a weak reference to it, its bytes)
         self.now = 0
         self.peak = collections.Counter()  # bytes by phase
@@ -98,12 +102,15 @@ class Tracker(TorchDispatchMode):
             source = args[name == "copy_"]
             here, there = on_card(source), on_card(outputs[0])
             goes_on = kwargs.get("non_blocking") or args[2:] == (True,)
-            if here != there and not (goes_on and getattr(source, "pinned", False)):  # CUDA copies no other memory so
+            # CUDA copies no other memory so
+            if here != there and not (goes_on and getattr(source, "pinned", False)):
                 self.sync("copy to the card" if there else "copy to the CPU")
             self.left += outputs[0].nbytes if here and not there else 0
         if name in ("mm", "bmm", "addmm", "addmm_", "baddbmm"):
             factor = args["add" in name]
-            self.products[f"{factor.device.type} {factor.dtype}"] += outputs[0].numel() * factor.shape[-1]
+            self.products[f"{factor.device.type} {factor.dtype}"] += (
+                outputs[0].numel() * factor.shape[-1]
+            )
         elif "attn" in name or "attention" in name:
             self.attention.add(name)
             self.products[f"{args[0].device.type} {args[0].dtype}"] += args[0].numel()
@@ -168,7 +175,8 @@ def phase(name):
 
 
 class Nothing:
-    """A stream, an event or a kernel: does nothing when it is called, indexed or entered, nor do its methods."""
+    """A stream, an event or a kernel: does nothing when it is called, indexed or entered, nor do
+    its methods."""
 
     device_type, device_index, stream_id = 1, 0, 0
 
@@ -196,12 +204,20 @@ def pin(x):
 def pretend(ranks, capability):
     """Replaces what only a card has: torch.cuda's calls into the driver, and the Triton kernels."""
     major, minor = map(int, capability.split("."))
-    card = SimpleNamespace(multi_processor_count=132, major=major, minor=minor, total_memory=80 * 10**9, name="fake")
+    card = SimpleNamespace(
+        multi_processor_count=132, major=major, minor=minor, total_memory=80 * 10**9, name="fake"
+    )
     calls = dict(
-        current_device=lambda: 0, _exchange_device=lambda k: 0, _maybe_exchange_device=lambda k: 0,
-        device_count=lambda: ranks, get_device_properties=lambda *_: card, current_stream=lambda *_: Nothing(),
-        stream=lambda _: contextlib.nullcontext(), Stream=Nothing, Event=Nothing,
-    )  # fmt: skip
+        current_device=lambda: 0,
+        _exchange_device=lambda k: 0,
+        _maybe_exchange_device=lambda k: 0,
+        device_count=lambda: ranks,
+        get_device_properties=lambda *_: card,
+        current_stream=lambda *_: Nothing(),
+        stream=lambda _: contextlib.nullcontext(),
+        Stream=Nothing,
+        Event=Nothing,
+    )
     for name, call in calls.items():
         setattr(torch.cuda, name, call)
     torch.Tensor.pin_memory, F.scaled_dot_product_attention = pin, sdpa
@@ -213,7 +229,16 @@ def pretend(ranks, capability):
                 setattr(module, name, Nothing())
 
 
-def sdpa(q, k, v, mask=None, is_causal=False, scale=None, enable_gqa=False, math=F.scaled_dot_product_attention):
+def sdpa(
+    q,
+    k,
+    v,
+    mask=None,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+    math=F.scaled_dot_product_attention,
+):
     """Computes float32 as CUDA does: where heads share keys, by matrices (T, T)."""
     if q.shape[1] != k.shape[1]:
         return math(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -226,25 +251,30 @@ def policy_of(cfg, ranks):
     policy.load_config, policy.load_tokenizer = shapes, lambda *args: None
     policy.skeleton, policy.lora.add = outside(policy.skeleton), outside(policy.lora.add)
     dist.device_mesh.init_device_mesh = outside(dist.device_mesh.init_device_mesh)
-    shapes_of = "_propagate_tensor_meta_non_cached"  # DTensor asks for an operation's shapes before it runs it
+    # DTensor asks for an operation's shapes before it runs it
+    shapes_of = "_propagate_tensor_meta_non_cached"
     setattr(ShardingPropagator, shapes_of, outside(getattr(ShardingPropagator, shapes_of)))
     policy.first_policy = lambda cfg, ranks: policy.lora.add(
         policy.skeleton(shapes(cfg.model)), cfg.lora_rank, cfg.lora_alpha, cfg.seed
     ).to_empty(device="cpu")
     policy.weights = lambda *args, **kwargs: iter(())
-    policy.BlockingAsyncStager = lambda: SimpleNamespace(stage=lambda state: state)  # fake tensors may not leave their
+    # fake tensors may not leave their
+    policy.BlockingAsyncStager = lambda: SimpleNamespace(stage=lambda state: state)
     policy.Policy.write = lambda self, state, path: {}  # thread, and are not written
     policy.checkpoint.load = lambda *args, **kwargs: None
     policy.vllm = policy.plain_torch = lambda *args: Nothing()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    group = SimpleNamespace(rank=0, size=ranks, device="cuda", dtype=cfg.dtype, grouped=True, saves=None)
+    group = SimpleNamespace(
+        rank=0, size=ranks, device="cuda", dtype=cfg.dtype, grouped=True, saves=None
+    )
     group.gather, group.thread = lambda answer, _=None: [answer], lambda: ThreadPoolExecutor(1)
     group.broadcast = lambda message: message
     return inspo.make_policy(cfg, group, SimpleNamespace(tools=[], format=Tags), Watched)
 
 
 def outside(function):
-    """Returns a function that makes tensors on the meta device as it is: modules cannot swap fake ones."""
+    """Returns a function that makes tensors on the meta device as it is: modules cannot swap fake
+    ones."""
 
     def call(*args, **kwargs):
         with unset_fake_temporarily():
@@ -254,7 +284,15 @@ def outside(function):
 
 
 def trajectory(group):
-    tau = Trajectory(0, Question("q", "Who?", ("x",)), group, [group] * PROMPT, PROMPT, [0] * PROMPT, [0.0] * PROMPT)
+    tau = Trajectory(
+        0,
+        Question("q", "Who?", ("x",)),
+        group,
+        [group] * PROMPT,
+        PROMPT,
+        [0] * PROMPT,
+        [0.0] * PROMPT,
+    )
     observation = (LENGTH - PROMPT - 3 * TURN) // 2
     for k in range(3):
         tau.act([5] * TURN, [-1.0] * TURN)
@@ -269,7 +307,8 @@ def dtypes(tensors):
 
 @torch.no_grad()
 def sample(cfg):
-    """Computes one token of two rows in the torch engine; returns the dtype of the hidden states."""
+    """Computes one token of two rows in the torch engine; returns the dtype of the hidden
+    states."""
     engine = TorchEngine.__new__(TorchEngine)
     model = outside(skeleton)(shapes(cfg.model), getattr(torch, cfg.dtype))
     engine.model, engine.device = model.to_empty(device="cuda"), torch.device("cuda")
@@ -285,16 +324,22 @@ def main():
     cfg = config.parse(sys.argv[4:])
     pretend(ranks, sys.argv[3])
     choose.vllm_version, choose.check_vllm = lambda: True, lambda: None
-    cfg = replace(cfg, dtype=choose.dtype_of(cfg, "cuda"), engine=choose.choose_engine(cfg, "cuda")[0])
-    cfg, fit = with_room(cfg, shapes(cfg.model), cfg.engine, ranks, config.CARDS[cfg.dry_run.partition("x")[2]])
-    full = 2 * ranks * (cfg.micro_tokens // PAIR)  # trajectories in one full micro-batch of every rank
+    cfg = replace(
+        cfg, dtype=choose.dtype_of(cfg, "cuda"), engine=choose.choose_engine(cfg, "cuda")[0]
+    )
+    cfg, fit = with_room(
+        cfg, shapes(cfg.model), cfg.engine, ranks, config.CARDS[cfg.dry_run.partition("x")[2]]
+    )
+    # trajectories in one full micro-batch of every rank
+    full = 2 * ranks * (cfg.micro_tokens // PAIR)
     cfg = replace(cfg, G=2, mini=full)  # two of these in a mini-batch
     with FAKE, TRACKER, torch.autograd.set_multithreading_enabled(False):
         trained = policy_of(cfg, ranks)
         with phase("resume"):
             trained.load(Path(), 0)
         taus = [trajectory(k // cfg.G) for k in range(3 * full)]
-        with phase("update"):  # a mini-batch and a half: the second is scored before the first is learned from
+        # a mini-batch and a half: the second is scored before the first is learned from
+        with phase("update"):
             trained.update(1, taus)
         with phase("save"):
             trained.save(Path())
@@ -303,22 +348,32 @@ def main():
         weights = [p for p in model.parameters() if p.requires_grad]
         frozen = [p for m in (model, reference) for p in m.parameters() if not p.requires_grad]
         states = [x for state in learner.optimizer.state.values() for x in state.values()]
-        print(json.dumps({
-            "devices": sorted({x.device.type for x in [*weights, *frozen, *model.buffers(), *states]}),
-            "trained": dtypes(weights),
-            "frozen": dtypes(frozen),
-            "optimizer": dtypes(states),
-            "engine": cfg.engine,
-            "attention": sorted(TRACKER.attention),
-            "hidden": sample(cfg),
-            "products": TRACKER.products,
-            "bytes to the CPU a token": TRACKER.left / (len(taus) / 2 * PAIR / ranks),
-            "recompute": cfg.recompute,
-            "batches": TRACKER.batches,
-            "syncs": [[*key, n] for key, n in TRACKER.syncs.most_common()],
-            "peak": TRACKER.peak,
-            "estimate": sum(part.update for part in fit.parts if not re.match("vLLM|torch engine", part.name)),
-        }))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "devices": sorted(
+                        {x.device.type for x in [*weights, *frozen, *model.buffers(), *states]}
+                    ),
+                    "trained": dtypes(weights),
+                    "frozen": dtypes(frozen),
+                    "optimizer": dtypes(states),
+                    "engine": cfg.engine,
+                    "attention": sorted(TRACKER.attention),
+                    "hidden": sample(cfg),
+                    "products": TRACKER.products,
+                    "bytes to the CPU a token": TRACKER.left / (len(taus) / 2 * PAIR / ranks),
+                    "recompute": cfg.recompute,
+                    "batches": TRACKER.batches,
+                    "syncs": [[*key, n] for key, n in TRACKER.syncs.most_common()],
+                    "peak": TRACKER.peak,
+                    "estimate": sum(
+                        part.update
+                        for part in fit.parts
+                        if not re.match("vLLM|torch engine", part.name)
+                    ),
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

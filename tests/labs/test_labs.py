@@ -1,4 +1,5 @@
-"""Every lab: as it is shipped, with its solution, with one blank left empty, with the mistakes that readers make."""
+"""Every lab: as it is shipped, with its solution, with one blank left empty, with the mistakes that
+readers make."""
 
 import os
 import re
@@ -30,11 +31,16 @@ SOLUTIONS = {n: desk.solution(n) for n in desk.NUMBERS}
 def checks(n):
     """Returns the checks of a lab by the blank that they are of."""
     module = desk.lab(n)
-    return {name.removeprefix("check_"): getattr(module, name) for name in vars(module) if name.startswith("check_")}
+    return {
+        name.removeprefix("check_"): getattr(module, name)
+        for name in vars(module)
+        if name.startswith("check_")
+    }
 
 
 EVERY = [(n, blank) for n in desk.NUMBERS for blank in checks(n)]
-sys.modules.pop("marimo")  # transformers takes a process that has it for a notebook, whose Trainer wants IPython
+# transformers takes a process that has it for a notebook, whose Trainer wants IPython
+sys.modules.pop("marimo")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +55,9 @@ def test_a_lab_as_it_is_shipped_runs_says_that_every_blank_is_empty_and_draws_no
     found = desk.verdicts(defined)
     assert sorted(v.blank for v in found) == sorted(checks(n)) and not any(v.right for v in found)
     # Each says the same, that it is empty; but for those that wait for another.
-    assert len({v.says for v in found if not any(f"`{blank}`" in v.says for blank in checks(n))}) == 1
+    assert (
+        len({v.says for v in found if not any(f"`{blank}`" in v.says for blank in checks(n))}) == 1
+    )
     assert "found" not in defined
     guesses = defined["predicted"]
     assert set(guesses.values() if isinstance(guesses, dict) else [guesses]) == {None}
@@ -93,7 +101,9 @@ def nonclipping_gradient(z, y, old, A, eps):
 
 def pruned(n, best, other, N, keep, ties=1, others=1):
     x = np.arange(n + 1)
-    return float(binom.pmf(x, n, best) @ binom.sf(keep - 1, N - others, binom.sf(x - ties, n, other)))
+    return float(
+        binom.pmf(x, n, best) @ binom.sf(keep - 1, N - others, binom.sf(x - ties, n, other))
+    )
 
 
 ALIKE = [Question(f"q{k}", f"Name the film {k}?") for k in range(12)]
@@ -107,9 +117,11 @@ def with_step(*calls):
         taus = player.rollout(t, "rollout", P.draw(rng, questions, G))
         for call in calls:
             {
-                "reward": lambda: reward(task, taus), "advantages": lambda: player.learner.set_advantages(taus),
-                "update": lambda: player.learner.update(t, [taus]), "attribute": lambda: P.attribute(taus),
-            }[call]()  # fmt: skip
+                "reward": lambda: reward(task, taus),
+                "advantages": lambda: player.learner.set_advantages(taus),
+                "update": lambda: player.learner.update(t, [taus]),
+                "attribute": lambda: P.attribute(taus),
+            }[call]()
         return taus
 
     return step
@@ -157,18 +169,34 @@ MISTAKES = {
         (nonclipping_gradient, "instead of zeros"),
     ],
     (4, "again"): [
-        (lambda tokenizer, ids: tokenizer(tokenizer.decode(ids))["input_ids"], "add_special_tokens"),
+        (
+            lambda tokenizer, ids: tokenizer(tokenizer.decode(ids))["input_ids"],
+            "add_special_tokens",
+        ),
         (lambda tokenizer, ids: ids, "as they came"),
     ],
     (4, "first_difference"): [
-        (lambda a, b: next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), -1), "zip"),
-        (lambda a, b: next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a)), "-1"),
+        (
+            lambda a, b: next(
+                (k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), -1
+            ),
+            "zip",
+        ),
+        (
+            lambda a, b: next(
+                (k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a)
+            ),
+            "-1",
+        ),
     ],
     (4, "rho"): [
         (lambda new, old: float(np.sum(new) - np.sum(old)), "log of rho"),
         (lambda new, old: np.exp(np.asarray(new) - np.asarray(old)), "ValueError"),
     ],
-    (5, "survivors"): [(lambda N, N_parent: max(N_parent, N // 2), "rounds"), (lambda N, p: N - N // 2, "N_parent")],
+    (5, "survivors"): [
+        (lambda N, N_parent: max(N_parent, N // 2), "rounds"),
+        (lambda N, p: N - N // 2, "N_parent"),
+    ],
     (5, "drop_probability"): [
         (lambda *a: pruned(*a, ties=0), "ties"),
         (lambda *a: pruned(*a, others=0), "among the others"),
@@ -183,29 +211,49 @@ MISTAKES = {
     ],
     (6, "propose"): [
         (lambda instruction, counts, n: [instruction], "instruction in use"),
-        (lambda instruction, counts, n: [f"Search one entity at a time, {k}." for k in "abc"], "lost <search>"),
-        (lambda instruction, counts, n: [f"{instruction} Search one entity at a time. {k}" for k in "abc"], "at once"),
+        (
+            lambda instruction, counts, n: [f"Search one entity at a time, {k}." for k in "abc"],
+            "lost <search>",
+        ),
+        (
+            lambda instruction, counts, n: [
+                f"{instruction} Search one entity at a time. {k}" for k in "abc"
+            ],
+            "at once",
+        ),
     ],
     (6, "admit"): [
         (lambda verified, room: [c for c in verified if c.r > c.r_parent][:room], "equals join"),
         (lambda verified, room: [c for c in verified if c.r >= c.r_parent], "room"),
     ],
     (7, "flags"): [
-        (lambda: {"frozen policy": ["--mode", "static"], "frozen instruction": ["--lr", "0"]}, "wrong way round"),
-        (lambda: {"frozen policy": ["--freeze"], "frozen instruction": ["--mode", "static"]}, "refuses"),
+        (
+            lambda: {"frozen policy": ["--mode", "static"], "frozen instruction": ["--lr", "0"]},
+            "wrong way round",
+        ),
+        (
+            lambda: {"frozen policy": ["--freeze"], "frozen instruction": ["--mode", "static"]},
+            "refuses",
+        ),
     ],
     (7, "shuffled"): [
         (lambda r, rng: list(rng.random(len(r))), "other rewards"),
         (lambda r, rng: (rng.shuffle(r), r)[1], "Copy"),
     ],
-    (7, "unmasked"): [(lambda mask, k: [1] * len(mask), "prompt"), (lambda mask, k: list(mask), "as it is")],
+    (7, "unmasked"): [
+        (lambda mask, k: [1] * len(mask), "prompt"),
+        (lambda mask, k: list(mask), "as it is"),
+    ],
     (8, "questions"): [
         (lambda split: ALIKE, "trained|held out"),
         (lambda split: ALIKE if split == "train" else [], "nothing to test on"),
     ],
     (8, "worth"): [
         (lambda tau: float(len({w[0] for w in tau.prediction.split()}) == 1), "one word"),
-        (lambda tau: float([w[:1] for w in tau.prediction.split()] in [[c] * 2 for c in "bdkz"]), "None"),
+        (
+            lambda tau: float([w[:1] for w in tau.prediction.split()] in [[c] * 2 for c in "bdkz"]),
+            "None",
+        ),
     ],
     (8, "shown"): [
         (lambda tau: f"Question: {tau.question.text}\n{tau.response}", "same about every"),
@@ -247,7 +295,8 @@ SHOWS = {  # lab -> what the numbers of its run with the solution show
         x["share of changed texts among those it was taught"] == 0 < x["share of changed turns"],
         x["largest |log rho| as sampled"] < 1e-3, x["share of the changed turns outside of the clip"] > 0.5,
     ],
-    5: lambda x: [  # the formula describes its own simulation, of 600 trials, and is too hopeful for the world
+    # the formula describes its own simulation, of 600 trials, and is too hopeful for the world
+    5: lambda x: [
         abs(x["computed"] - x["equal shares"]) < 4 * (0.025 / 600) ** 0.5,
         x["and questions that differ"] > 2 * x["computed"],
     ],
@@ -264,7 +313,9 @@ SHOWS = {  # lab -> what the numbers of its run with the solution show
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in desk.NUMBERS[1:])])
+@pytest.mark.parametrize(
+    "n", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in desk.NUMBERS[1:])]
+)
 def test_a_lab_with_its_solution(n):
     defined = desk.run(n, SOLUTIONS[n])
     assert all(v.right for v in desk.verdicts(defined))
@@ -278,7 +329,11 @@ def test_a_lab_with_its_solution(n):
 def test_a_class_s_files_are_checked_and_a_wrong_one_is_the_exit_status(tmp_path, capsys):
     shipped = (ROOT / "labs" / "lab1.py").read_text()
     half = tmp_path / "ann.py"
-    half.write_text(shipped.replace("    ...\n", "    return sum(rewards[-n:]) / max(1, len(rewards[-n:]))\n", 1))
+    half.write_text(
+        shipped.replace(
+            "    ...\n", "    return sum(rewards[-n:]) / max(1, len(rewards[-n:]))\n", 1
+        )
+    )
     with pytest.raises(SystemExit) as end:
         main([str(half)])
     lines = capsys.readouterr().out.splitlines()
@@ -291,13 +346,19 @@ def test_a_class_s_files_are_checked_and_a_wrong_one_is_the_exit_status(tmp_path
     assert end.value.code == 0 and "WRONG" not in said and "found" in said
 
 
-@pytest.mark.parametrize("content", ["import sys\nsys.exit(0)\n", "def f(:\n", "x = 1\n", "open('gone.txt')\n"])
+@pytest.mark.parametrize(
+    "content", ["import sys\nsys.exit(0)\n", "def f(:\n", "x = 1\n", "open('gone.txt')\n"]
+)
 def test_a_file_that_does_not_run_is_wrong_and_the_next_one_is_checked(tmp_path, capsys, content):
     (tmp_path / "carl.py").write_text(content)
     with pytest.raises(SystemExit) as end:
         main([str(tmp_path / "carl.py"), str(ROOT / "labs" / "lab1.py")])
     first, *others = capsys.readouterr().out.splitlines()
-    assert end.value.code == 1 and "carl.py  WRONG  it does not run" in first and any("lab1.py" in x for x in others)
+    assert (
+        end.value.code == 1
+        and "carl.py  WRONG  it does not run" in first
+        and any("lab1.py" in x for x in others)
+    )
 
 
 @pytest.mark.parametrize("argv", [("9",), ("nobody.py",), ("lab1.py", "--solution")])
@@ -320,11 +381,21 @@ def url():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    argv = ["make", "-o", "setup", "labs", f"PY={sys.executable}", f"ARGS=--headless --no-token --port {port}"]
-    server = subprocess.Popen(argv, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    argv = [
+        "make",
+        "-o",
+        "setup",
+        "labs",
+        f"PY={sys.executable}",
+        f"ARGS=--headless --no-token --port {port}",
+    ]
+    server = subprocess.Popen(
+        argv, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     try:
         with requests.Session() as session:
-            session.mount("http://", HTTPAdapter(max_retries=Retry(connect=8, backoff_factor=0.2)))  # for up to 50 s
+            # for up to 50 s
+            session.mount("http://", HTTPAdapter(max_retries=Retry(connect=8, backoff_factor=0.2)))
             session.get(f"http://127.0.0.1:{port}/health")
         yield f"http://127.0.0.1:{port}/"
     finally:
@@ -338,7 +409,9 @@ def test_make_labs_serves_the_notebooks(url):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("chromedriver"), reason="no Chromium with its driver here: make chromium")
+@pytest.mark.skipif(
+    not shutil.which("chromedriver"), reason="no Chromium with its driver here: make chromium"
+)
 def test_a_lab_runs_when_it_is_opened(url, tmp_path):
     from selenium import webdriver
     from selenium.webdriver.support.ui import WebDriverWait
@@ -350,5 +423,8 @@ def test_a_lab_runs_when_it_is_opened(url, tmp_path):
     with webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver"))) as driver:
         driver.get(f"{url}?file=lab1.py")
         WebDriverWait(driver, 60).until(lambda d: "it returns nothing yet" in d.page_source)
-        assert "Traceback" not in driver.page_source and "ModuleNotFoundError" not in driver.page_source
+        assert (
+            "Traceback" not in driver.page_source
+            and "ModuleNotFoundError" not in driver.page_source
+        )
     assert (ROOT / "labs" / "lab1.py").read_bytes() == before

@@ -1,4 +1,5 @@
-"""The step that extras/bench measures is that of a run, for the world's policy and for any other."""
+"""The step that extras/bench measures is that of a run, for the world's policy and for any
+other."""
 
 import json
 import sys
@@ -23,12 +24,29 @@ def test_a_step_with_searches_is_measured_of_any_policy(monkeypatch, capsys, tin
 
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("trl"), reason="TRL is not installed")
-def test_both_sides_take_steps_of_single_turns_on_the_same_questions(monkeypatch, capsys, tiny_path):
-    given = ["--repeat", "1", "--model", tiny_path, "--preset", "world", "--batch", "4", "--mini", "4"]
+def test_both_sides_take_steps_of_single_turns_on_the_same_questions(
+    monkeypatch, capsys, tiny_path
+):
+    given = [
+        "--repeat",
+        "1",
+        "--model",
+        tiny_path,
+        "--preset",
+        "world",
+        "--batch",
+        "4",
+        "--mini",
+        "4",
+    ]
     monkeypatch.setattr(sys, "argv", ["trl.py", *given])
     trl.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     for name in ("rollout_s", "update_s", "response_tokens"):
-        assert found[name]["ratio"] == found[name]["trl"] / found[name]["ours"] and found[name]["ours"] > 0
-    tokens = found["response_tokens"]  # a random policy hardly ever ends a turn: EOS is drawn now and then
+        assert (
+            found[name]["ratio"] == found[name]["trl"] / found[name]["ours"]
+            and found[name]["ours"] > 0
+        )
+    # a random policy hardly ever ends a turn: EOS is drawn now and then
+    tokens = found["response_tokens"]
     assert 40 < tokens["ours"] <= 48 and tokens["trl"] == pytest.approx(tokens["ours"], abs=3)

@@ -15,8 +15,16 @@ DISTURBED = ["SIGHUP", "SIGKILL of one rank", "search server killed"]
 @pytest.mark.parametrize(
     "flags, moments",
     [
-        pytest.param(["--runs", "3", "--ranks", "2", "--seed", "1", "--only", *DISTURBED], 1, marks=pytest.mark.ranks),
-        pytest.param(["--runs", "2", "--ranks", "1", "--only", "SIGKILL of all", "SIGTERM"], 2, marks=pytest.mark.slow),
+        pytest.param(
+            ["--runs", "3", "--ranks", "2", "--seed", "1", "--only", *DISTURBED],
+            1,
+            marks=pytest.mark.ranks,
+        ),
+        pytest.param(
+            ["--runs", "2", "--ranks", "1", "--only", "SIGKILL of all", "SIGTERM"],
+            2,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_whatever_happens_to_a_run_it_resumes_to_the_bit(flags, moments):
@@ -35,7 +43,8 @@ def test_the_files_show_what_a_run_does(tmp_path):
 
     assert shown() == []
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "reflections.jsonl").write_text('{"t": 0, "accepted": [0]}\n')  # the first population's
+    # the first population's
+    (tmp_path / "reflections.jsonl").write_text('{"t": 0, "accepted": [0]}\n')
     assert shown() == ["start"]
     (tmp_path / "metrics.jsonl").write_text('{"t": 0}\n')
     (tmp_path / "checkpoints/step-000001").mkdir(parents=True)

@@ -1,4 +1,5 @@
-"""`make gpu` without a GPU: what it counts, how it reports faults, and two of its parts on toy shapes."""
+"""`make gpu` without a GPU: what it counts, how it reports faults, and two of its parts on toy
+shapes."""
 
 import json
 import os
@@ -62,11 +63,23 @@ def test_what_is_missing_is_named_with_its_pin():
 @pytest.mark.parametrize(
     "log, line",
     [
-        ("Traceback\n[rank0]: ValueError: x\n[W] destroy_process_group\n", "[rank0]: ValueError: x"),
-        ("a\ntorch.OutOfMemoryError: CUDA out of memory\n\n", "torch.OutOfMemoryError: CUDA out of memory"),
-        ("E   ValueError: x\nValueError: y\n2 failed, 3 passed in 1s\n", "2 failed, 3 passed in 1s"),
+        (
+            "Traceback\n[rank0]: ValueError: x\n[W] destroy_process_group\n",
+            "[rank0]: ValueError: x",
+        ),
+        (
+            "a\ntorch.OutOfMemoryError: CUDA out of memory\n\n",
+            "torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        (
+            "E   ValueError: x\nValueError: y\n2 failed, 3 passed in 1s\n",
+            "2 failed, 3 passed in 1s",
+        ),
         ("step 1\nthe search server does not answer\n", "the search server does not answer"),
-        ("no search server\n[rank0]:[W1126 17:03:59.996 x.cpp:1] Warning: not destroyed\n", "no search server"),
+        (
+            "no search server\n[rank0]:[W1126 17:03:59.996 x.cpp:1] Warning: not destroyed\n",
+            "no search server",
+        ),
         ("", "it printed nothing"),
     ],
 )
@@ -90,26 +103,47 @@ LIGER = {"note": "", "ms": 60.0, "ratio": 1.2, "peak_gb": 4.0}
 )  # fmt: skip
 def test_a_missed_goal_of_the_head_is_named(ours, liger, line, missed):
     rows = [{"name": "ours"} | OURS | ours, {"name": "Liger fused"} | LIGER | liger]
-    found = gpu.read_head("table\n" + json.dumps({"rows": [row | {"masked": 0} for row in rows]}) + "\n", True)
+    found = gpu.read_head(
+        "table\n" + json.dumps({"rows": [row | {"masked": 0} for row in rows]}) + "\n", True
+    )
     assert found["missed"] == missed and found["line"].endswith(line)
 
 
 def test_a_part_without_a_result_and_too_much_memory_are_missed_goals():
-    assert gpu.read_head("it died\n", True)["missed"] and gpu.read_tests("no tests ran\n", True)["missed"]
+    assert (
+        gpu.read_head("it died\n", True)["missed"]
+        and gpu.read_tests("no tests ran\n", True)["missed"]
+    )
     assert not update.find_missed({"peak_gb": 80.0, "estimate_gb": 71.0})
     assert "15 %" in update.find_missed({"peak_gb": 80.0, "estimate_gb": 69.0})[0]
 
 
 def test_the_line_of_a_script_has_its_numbers():
-    log = 'a step\n{"tokens_per_s": 12345.6, "mfu": 0.4, "gpu": "none", "rows": [1], "missed": []}\n'
+    log = (
+        'a step\n{"tokens_per_s": 12345.6, "mfu": 0.4, "gpu": "none", "rows": [1], "missed": []}\n'
+    )
     assert gpu.last_json(log, True)["line"] == "tokens_per_s 1.23e+04, mfu 0.4"
-    assert gpu.last_json(log, True)["gpu"] == "none" and gpu.last_json("it died", True)["missed"] == ["result"]
+    assert gpu.last_json(log, True)["gpu"] == "none" and gpu.last_json("it died", True)[
+        "missed"
+    ] == ["result"]
 
 
 def test_a_part_is_a_row_of_the_table_of_reported_runs():
-    machine = {"card": "T4", "cards": 1, "driver": "580", "torch": "2.13.0", "vllm": "not installed", "commit": "ab1+"}
-    row = gpu.report(machine, {"name": "world", "seconds": 90.0, "status": "PASS", "line": "0.1 | 2"})
-    assert row == "| 1 x T4 | 580 | torch 2.13.0, vllm not installed | ab1+ | world | 1.5 | PASS: 0.1 / 2 | @you |"
+    machine = {
+        "card": "T4",
+        "cards": 1,
+        "driver": "580",
+        "torch": "2.13.0",
+        "vllm": "not installed",
+        "commit": "ab1+",
+    }
+    row = gpu.report(
+        machine, {"name": "world", "seconds": 90.0, "status": "PASS", "line": "0.1 | 2"}
+    )
+    assert (
+        row
+        == "| 1 x T4 | 580 | torch 2.13.0, vllm not installed | ab1+ | world | 1.5 | PASS: 0.1 / 2 | @you |"
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,7 +158,10 @@ def test_a_vllm_that_keeps_its_memory_asleep_misses_the_goal(awake, asleep, agai
     from extras.bench import colocated
 
     figures = {"awake_gb": awake, "asleep_gb": asleep, "awake_again_gb": again}
-    assert colocated.find_missed(figures | {"estimate_awake_gb": 60.0, "estimate_asleep_gb": 1.1}) == missed
+    assert (
+        colocated.find_missed(figures | {"estimate_awake_gb": 60.0, "estimate_asleep_gb": 1.1})
+        == missed
+    )
 
 
 @pytest.mark.slow
@@ -132,7 +169,9 @@ def test_a_part_that_fails_is_reported_and_the_next_one_runs(tmp_path):
     (tmp_path / "cachetools.py").write_text("raise ImportError('this one is broken')")
     flags = ["--device", "cpu", "--out", tmp_path / "out", "--only", "world", "update", "vllm"]
     env = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*COMMAND, *flags], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1500)
+    done = subprocess.run(
+        [*COMMAND, *flags], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1500
+    )
     assert done.returncode == 1 and not done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == json.loads((tmp_path / "out" / "gpu.json").read_text())
@@ -142,7 +181,9 @@ def test_a_part_that_fails_is_reported_and_the_next_one_runs(tmp_path):
     assert parts["update"]["status"] == "PASS" and parts["update"]["figures"]["tokens_per_s"] > 0
     assert parts["vllm"]["status"] in ("SKIP", "FAIL")  # installed, it fails as the world does
     for part in parts.values():
-        [line] = [x for x in done.stdout.splitlines() if x.startswith(f"{part['status']} {part['name']} ")]
+        [line] = [
+            x for x in done.stdout.splitlines() if x.startswith(f"{part['status']} {part['name']} ")
+        ]
         assert part["line"] in line and (part["log"] in line if part["status"] == "FAIL" else True)
         assert part["status"] == "SKIP" or Path(part["log"]).is_file()
     assert found["machine"]["torch"] == torch.__version__

@@ -32,13 +32,24 @@ def test_a_fault_that_no_test_notices_is_printed_and_counted(tmp_path):
     folder.mkdir()
     (folder / "sums.py").write_text(CODE)
     (folder / "test_sums.py").write_text(TEST)
-    program = "from extras.bench.mutants import measure; measure('sums', ['tests/sums.py'], 'sums', 99)"
+    program = (
+        "from extras.bench.mutants import measure; measure('sums', ['tests/sums.py'], 'sums', 99)"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env={"PYTHONPATH": str(HERE)}, capture_output=True, text=True
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(HERE)},
+        capture_output=True,
+        text=True,
     )
     survivors = [line.partition(": ")[2] for line in done.stdout.splitlines() if "  ->  " in line]
     assert done.stdout.endswith("| sums | 5 of 5 | 20% |\n"), done.stdout + done.stderr
     assert sorted(survivors) == sorted(
-        ["x < low  ->  x <= low", "x + 0  ->  x - 0", "x and x  ->  x or x", "print(x and x)  ->  None"]
+        [
+            "x < low  ->  x <= low",
+            "x + 0  ->  x - 0",
+            "x and x  ->  x or x",
+            "print(x and x)  ->  None",
+        ]
     )
     assert (folder / "sums.py").read_text() == CODE
