@@ -24,6 +24,8 @@ from tasks.formats import Action, Tags
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+STORED = 24  # questions of an evaluation or a verification whose trajectories a run stores
+
 
 def spread(n: int, k: int) -> list[int]:
     """Returns at most k of the places 0..n-1, evenly spaced: always the same sample."""

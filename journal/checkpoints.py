@@ -37,7 +37,7 @@ class Checkpoints:
 
         They are one step where the checkpoint lacks its evolution and evaluation.
         """
-        resumed = self.run.rewind(self.policy.damage, self.log.note)
+        resumed = self.run.rewind(self.policy.damage, self.log.screen.note)
         if not resumed:
             return 1, 0
         path, mark = resumed
@@ -46,7 +46,7 @@ class Checkpoints:
         self.B.load_state_dict(mark["buffer"])
         self.policy.learner.memory = mark["memory"]
         self.log.load_state_dict(mark)
-        self.log.note(f"resumed {'after' if ended else 'inside'} step {t}")
+        self.log.screen.note(f"resumed {'after' if ended else 'inside'} step {t}")
         self.policy.load(path.absolute(), t)
         self.last = self.saved = mark
         return t + ended, t

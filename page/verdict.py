@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from journal.silence import ALL_ALIKE, NO_ANSWER, Silence
-from journal.summary import lineage
+from journal.summary import trace_lineage
 from page.read import Row, Run, number
 
 RUNNING = 600.0  # seconds without a line after which an unfinished run counts as stopped
@@ -61,7 +61,7 @@ def winner(run: Run, tree: Row) -> Row | None:
     others = sorted(((value, j) for j, value in w.items() if j != id), reverse=True)
     return {
         "id": id,
-        "lineage": lineage(
+        "lineage": trace_lineage(
             {j: I["parents"][0] if I["parents"] else None for j, I in by_id.items()}, id
         ),
         "w": w.get(id),

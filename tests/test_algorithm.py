@@ -582,7 +582,7 @@ def test_a_call_is_logged_before_its_reply_is_read():
 def first(optimizer, N_P=4):
     cfg, log = Config(N_P=N_P), Recorder()
     evolution = inspo.Evolution(cfg, Exam(cfg, {}), optimizer, inspo.population_of(cfg), log)
-    evolution.begin()
+    evolution.fill_population()
     return evolution.P, log
 
 

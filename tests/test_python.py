@@ -185,7 +185,7 @@ class Bare(inspo.Evolution):
 
     def begin(self):
         self.begun.append(self.cfg)
-        super().begin()
+        super().fill_population()
 
 
 def test_a_run_uses_the_callers_classes_and_returns_what_it_leaves(tmp_path):

@@ -46,7 +46,7 @@ from models.model import (
 from plumbing import stop
 from plumbing.faults import DiskFault, Diverged, Fault
 from population import Instruction
-from rollout import rollout, spread
+from rollout import STORED, rollout, spread
 from tasks import Job, Task, Trajectory, reward, rng_of, take_subset
 from training import checkpoint
 from training.ranks import Ranks
@@ -55,7 +55,6 @@ S = ParamSpec("S")
 A = TypeVar("A")
 R = TypeVar("R")
 
-STORED = 24  # questions of an evaluation whose trajectories the run stores
 WATCHED = 10  # trajectories of a step, rounded up to whole groups, whose tokens the run stores
 # what saves memory in it
 UPDATE = "--recompute 1, a smaller --micro_tokens, --offload_reference or more GPUs"
@@ -322,7 +321,7 @@ class Policy:
             )
         return metrics
 
-    def pace(self, taus: Sequence[Trajectory]) -> dict[str, float]:
+    def measure_speed(self, taus: Sequence[Trajectory]) -> dict[str, float]:
         """Returns columns about the speed of the step that was taken with these trajectories.
 
         Tokens are those that all ranks sampled per second of the rollouts, and those that they
