@@ -25,6 +25,8 @@ Rows = npt.NDArray[np.int64]
 MAX_SKIPPED = 5  # optimizer steps in a row without a finite gradient, after which a run stops
 # arguments of kernels.grpo_head by name: arrays (N,) over action tokens, numbers, or None
 Terms = dict[str, Any]
+# log2 of the edges between which gaps of log-probs are counted, in quarters
+EDGES = np.arange(-96, 17)
 
 
 def group_advantages(r: Array) -> Array:
@@ -97,6 +99,33 @@ def note_tokens(batch: list[Trajectory], extras: dict[str, Tensor]) -> None:
     ):
         if tau.watched:
             tau.tokens = dict(zip(seen, values.tolist(), strict=True))
+
+
+def count_gaps(gap: Tensor, batch: list[Trajectory], longest: int) -> Tensor:
+    """Returns sums over the (N,) action tokens of a micro-batch, on their device: of their gaps by
+    quarter of the depth in `longest` tokens (4,), how many there are in each (4,), and how many
+    gaps are above each edge."""
+    places = [np.flatnonzero(tau.mask) for tau in batch]
+    quarters = send(
+        torch.from_numpy(np.concatenate([*places, EDGES[:0]]) * 4 // longest), gap.device
+    )
+    inside = quarters.unsqueeze(1) == torch.arange(4, device=gap.device)
+    edges = torch.exp2(torch.arange(EDGES[0], EDGES[-1] + 1, device=gap.device) / 4)
+    above = gap.unsqueeze(1) > edges
+    by_quarter = torch.where(inside, gap.double().unsqueeze(1), 0.0)
+    return torch.cat([by_quarter.sum(0), inside.sum(0).double(), above.sum(0).double()])
+
+
+def describe_gaps(counts: Array, largest: float) -> dict[str, float]:
+    """Returns columns about the distance of engine and trainer, from what `count_gaps` has counted:
+    its mean in each quarter of the depth, its 99th percentile (to a fifth), and the largest
+    ratio."""
+    sums, tokens, above = counts[:4], counts[4:8], counts[8:]
+    columns = {f"logp_gap/q{k + 1}": sums[k] / tokens[k] for k in range(4) if tokens[k]}
+    few = int(np.argmax(above <= 0.01 * tokens.sum()))
+    columns["logp_gap/p99"] = 2 ** (EDGES[few] / 4)
+    columns["logp_gap/max_ratio"] = math.exp(min(largest, 700.0))
+    return {name: float(x) for name, x in columns.items()}
 
 
 class Learner:
@@ -196,13 +225,13 @@ class Learner:
         # under pi_old
         olds = [self.score(part) if k > 0 else None for k, part in enumerate(minibatches)]
         total = dict.fromkeys(("loss", "kl", "entropy", "clipped", "gap", "tokens"), 0.0)
+        gaps, largest = np.zeros(8 + len(EDGES)), 0.0
         norms: list[float] = []
         self.model.train()
         for k, part in enumerate(minibatches):
-            terms, seen = (
-                self.terms(part, olds[k]),
-                torch.zeros(5, dtype=torch.float64, device=self.device),
-            )
+            terms, longest = self.terms(part, olds[k]), max(len(tau.ids) for tau in part)
+            seen = torch.zeros(5 + len(gaps), dtype=torch.float64, device=self.device)
+            widest = torch.zeros(1, dtype=torch.float64, device=self.device)  # gap
             for batch, rows in self.share(part):
                 some = {
                     name: x[rows] if isinstance(x, np.ndarray) else x for name, x in terms.items()
@@ -214,12 +243,16 @@ class Learner:
                     loss.detach(),
                     *(extras[name].sum() for name in ("kl", "entropy", "clipped", "gap")),
                 ]
-                seen += torch.stack([x.double() for x in row])
+                gap = extras["gap"].detach()
+                counts = count_gaps(gap, batch, longest)
+                seen += torch.cat([torch.stack([x.double() for x in row]), counts])
+                widest = torch.cat([widest, gap.double()]).amax(0, keepdim=True)
             if self.sharded:
                 dist.all_reduce(seen)
-            sums = dict(
-                zip(total, [*seen.tolist(), sum(sum(tau.mask) for tau in part)], strict=True)
-            )
+                dist.all_reduce(widest, dist.ReduceOp.MAX)
+            found = torch.cat([seen, widest]).tolist()  # the host waits once
+            n = sum(sum(tau.mask) for tau in part)
+            sums = dict(zip(total, [*found[:5], n], strict=True))
             gap = sums["gap"] / max(1, sums["tokens"])
             # `not <=` holds for NaN, too; a loss that is not finite is the trainer's own fault.
             if k == 0 and math.isfinite(sums["loss"]) and not gap <= self.max_gap:
@@ -233,6 +266,7 @@ class Learner:
             self.memory.pop("skipped", None)
             norms.append(norm)
             total = {name: total[name] + sums[name] for name in total}
+            gaps, largest = gaps + found[5:-1], max(largest, found[-1])
         metrics = {"lr": lr, "skipped_updates": len(minibatches) - len(norms)}
         if not norms:
             return metrics
@@ -244,6 +278,7 @@ class Learner:
             "clip_fraction": total["clipped"] / tokens,
             # mean |trainer - engine| of the sampled tokens' log-probs
             "logp_gap": total["gap"] / tokens,
+            **describe_gaps(gaps, largest),
             "grad_norm": sum(norms) / len(norms),
         } | metrics
 

@@ -90,7 +90,8 @@ def imitate(
             if "logp_gap" in update:  # not where every optimizer step was skipped
                 # No engine sampled a demonstration: the "gap" to log-probs of 0 is the trainer's
                 # log-prob itself.
-                update["logp"] = -update.pop("logp_gap")
+                update["logp"] = -update["logp_gap"]
+                update = {name: x for name, x in update.items() if "logp_gap" not in name}
             log.keep_step(t, taus, update | {"time/update": policy.seconds["update"]})
             checkpoints.mark(t)
         evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T

@@ -123,7 +123,9 @@ class Log:
 
     def end_step(self, t: int) -> None:
         """Writes the row of a step."""
-        row = {"t": t} | self.row | {"time/total": self.spent + time.perf_counter() - self.began}
+        row: Row = (
+            {"t": t} | self.row | {"time/total": self.spent + time.perf_counter() - self.began}
+        )
         self.write("metrics", row)
         numbers = {
             name: x for name, x in row.items() if isinstance(x, (int, float)) and name != "t"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from journal.summary import Row, count_calls, label, many
+from journal.summary import Row, count_calls, label
 from plumbing.outside import printable
 from plumbing.status import status
 
@@ -58,9 +58,8 @@ class Screen:
         """Moves the bar; returns a line every twentieth of a run."""
         self.bar.update(row["t"] - self.bar.n)
         if n := row.get("skipped_updates"):
-            self.note(
-                f"step {row['t']:3d}  loss or gradient not finite: {many(n, 'update')} skipped"
-            )
+            why = "as loss or gradient were not finite"
+            self.note(f"step {row['t']:3d}  optimizer steps skipped, {why}: {n}")
         if row["t"] % max(1, self.T // 20):
             return ""
         self.printed = time.perf_counter()
@@ -100,6 +99,6 @@ def tell_trouble(row: Row) -> str:
         why = f"the first: {rejected[0]['reason']}" if rejected else "it has no <ins_k> block"
         return f"the optimizer's reply has no candidate, {len(rejected)} were rejected; {why}"
     means = {x for c in row.get("verified", ()) for x in (c["r"], c["r_parent"])}
-    if len(means) == 1:
+    if len(means) == 1 and row["D_B"]:
         return f"verified nothing: on D_B all revisions and their parent earn {means.pop():.2f}"
     return ""

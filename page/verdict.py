@@ -5,10 +5,15 @@ import time
 from collections.abc import Sequence
 from statistics import fmean
 
-from journal.silence import ALL_ALIKE, NO_ANSWER, Silence
-from journal.summary import trace_lineage
+from journal.rows import count_costs
+from journal.silence import ALL_ALIKE, NO_ANSWER, NOT_FOLLOWED, SOLVED, Silence
+from journal.summary import count_seconds, measure_speed, trace_lineage
 from page.read import Row, Run, number
 
+# panel that shows a sign
+PANELS = {
+    NO_ANSWER: "answered", ALL_ALIKE: "zero_variance_groups", SOLVED: "zero_variance_groups", NOT_FOLLOWED: "reward",
+}  # fmt: skip
 RUNNING = 600.0  # seconds without a line after which an unfinished run counts as stopped
 
 
@@ -73,27 +78,25 @@ def winner(run: Run, tree: Row) -> Row | None:
 
 
 def cost(run: Run) -> Row:
-    """What the run has spent: calls and tokens, rollouts, seconds by phase."""
+    """What the run has spent: calls and tokens, rollouts, seconds by phase, and how fast it was."""
     calls = [row["call"] for row in run.reflections if "call" in row]
+    costs = count_costs(run.steps, run.reflections, run.events, run.tools)
     total = run.summary.get("seconds") or max(column(run.steps, "time/total"), default=0.0)
-    names = ("rollout", "reward", "update", "verify", "evolve", "evaluate")
-    phases = {name: sum(column(run.steps, f"time/{name}")) for name in names}
-    phases["evolve"] -= phases["verify"]  # a part of it; the rest are the optimizer's calls
-    failed = {name for row in run.steps for name in row if name.endswith("/faults")}
+    phases = count_seconds(run.steps)
     phases["other"] = max(0.0, total - sum(phases.values()))
+    failed = {name for row in run.steps for name in row if name.endswith("/faults")}
     return {
-        "calls": len(calls),
+        "calls": costs["optimizer_calls"],
         "optimizer": run.config.get("optimizer_model"),
         **{name: sum(column(calls, name)) for name in ("prompt_tokens", "completion_tokens")},
-        "optimizer_seconds": sum(column(calls, "seconds")),
-        "training": sum(row["t"] > 0 for row in run.steps)
-        * run.config.get("batch", 0)
-        * run.config.get("G", 0),
-        "verification": sum(column(run.reflections, "rollouts")),
-        "tool_calls": run.summary.get("ledger", {}).get("tool_calls"),
+        "optimizer_seconds": costs["optimizer_seconds"],
+        "training": costs["training_rollouts"],
+        "verification": costs["verification_rollouts"],
+        "tool_calls": costs["tool_calls"],
         "faults": sum(max(column(run.steps, name), default=0) for name in failed),
         "seconds": total,
         "phases": phases,
+        "speed": measure_speed(run.steps),
     }
 
 
@@ -121,15 +124,13 @@ def warnings(run: Run) -> list[Row]:
             "entropy",
         )
     silence, lasted = Silence(), dict[str, tuple[int, str]]()
-    for row in rows:
-        silence.step(row)
-        lasted |= {sign: (row["t"], text) for sign, _, text in silence.lasting()}
+    for row in run.steps:
+        silence.hear(row)
+        for sign, line in silence.lasting():
+            lasted[sign] = row["t"], line.partition("  ")[2]
     for sign, (t, text) in lasted.items():
         until = "To the end" if t == rows[-1]["t"] else f"Up to step {t}"
-        warn(
-            f"{until}, {text}",
-            {NO_ANSWER: "answered", ALL_ALIKE: "zero_variance_groups"}.get(sign, ""),
-        )
+        warn(f"{until}, {text}", PANELS.get(sign, ""))
     mode = run.config.get("mode", "static")
     if mode != "static" and run.summary.get("evolved") is False:
         warn(f"No evolution changed the instructions: this is no result of --mode {mode}.", "tree")

@@ -183,7 +183,7 @@ class Wide(Population):
 class Bare(inspo.Evolution):
     begun: list = []
 
-    def begin(self):
+    def fill_population(self):
         self.begun.append(self.cfg)
         super().fill_population()
 

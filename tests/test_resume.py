@@ -150,7 +150,7 @@ class Policy:
         self.weight += t * sum(tau.advantage * tau.group for tau in taus) + 1
         return {"loss": self.weight, "kl": 0.0}
 
-    def pace(self, taus):
+    def measure_speed(self, taus):
         return {"time/rollout": 0.1, "time/update": 0.1}
 
     def write(self, state, path):

@@ -118,7 +118,7 @@ def test_without_a_terminal_rollouts_are_a_line_now_and_then(capsys):
     screen = Screen(9)
     screen.printed -= 31
     for done in (1, 2, 300):
-        screen.rollouts("verify 1", done, 300)
+        screen.show_rollouts("verify 1", done, 300)
     assert capsys.readouterr().out == "verify 1/300\n"
 
 
