@@ -25,8 +25,6 @@ Rows = npt.NDArray[np.int64]
 MAX_SKIPPED = 5  # optimizer steps in a row without a finite gradient, after which a run stops
 # arguments of kernels.grpo_head by name: arrays (N,) over action tokens, numbers, or None
 Terms = dict[str, Any]
-# log2 of the edges between which gaps of log-probs are counted, in quarters
-EDGES = np.arange(-96, 17)
 
 
 def group_advantages(r: Array) -> Array:
@@ -101,31 +99,22 @@ def note_tokens(batch: list[Trajectory], extras: dict[str, Tensor]) -> None:
             tau.tokens = dict(zip(seen, values.tolist(), strict=True))
 
 
-def count_gaps(gap: Tensor, batch: list[Trajectory], longest: int) -> Tensor:
-    """Returns sums over the (N,) action tokens of a micro-batch, on their device: of their gaps by
-    quarter of the depth in `longest` tokens (4,), how many there are in each (4,), and how many
-    gaps are above each edge."""
-    places = [np.flatnonzero(tau.mask) for tau in batch]
-    quarters = send(
-        torch.from_numpy(np.concatenate([*places, EDGES[:0]]) * 4 // longest), gap.device
-    )
-    inside = quarters.unsqueeze(1) == torch.arange(4, device=gap.device)
-    edges = torch.exp2(torch.arange(EDGES[0], EDGES[-1] + 1, device=gap.device) / 4)
-    above = gap.unsqueeze(1) > edges
-    by_quarter = torch.where(inside, gap.double().unsqueeze(1), 0.0)
-    return torch.cat([by_quarter.sum(0), inside.sum(0).double(), above.sum(0).double()])
-
-
-def describe_gaps(counts: Array, largest: float) -> dict[str, float]:
-    """Returns columns about the distance of engine and trainer, from what `count_gaps` has counted:
-    its mean in each quarter of the depth, its 99th percentile (to a fifth), and the largest
-    ratio."""
-    sums, tokens, above = counts[:4], counts[4:8], counts[8:]
-    columns = {f"logp_gap/q{k + 1}": sums[k] / tokens[k] for k in range(4) if tokens[k]}
-    few = int(np.argmax(above <= 0.01 * tokens.sum()))
-    columns["logp_gap/p99"] = 2 ** (EDGES[few] / 4)
-    columns["logp_gap/max_ratio"] = math.exp(min(largest, 700.0))
-    return {name: float(x) for name, x in columns.items()}
+def describe_gaps(gaps: Tensor, sharded: bool) -> dict[str, float]:
+    """Returns columns about the distance of engine and trainer from the gaps and depths (2, n) of
+    this rank's tokens: its mean by quarter of the depth, the 99th percentile (the highest of the
+    ranks') and the largest ratio."""
+    gap, depth = gaps
+    inside = (4 * depth).long() == torch.arange(4, device=gap.device).unsqueeze(1)
+    sums = torch.stack([torch.where(inside, gap, 0.0).sum(1), inside.sum(1)])
+    ends = gap.new_zeros(2)
+    if n := len(gap):
+        ends = torch.stack([gap.kthvalue(math.ceil(0.99 * n)).values, gap.max().clamp(max=88).exp()])
+    if sharded:
+        dist.all_reduce(sums)
+        dist.all_reduce(ends, dist.ReduceOp.MAX)
+    *means, p99, ratio = torch.cat([sums[0] / sums[1], ends]).tolist()
+    columns = {f"logp_gap/q{k}": mean for k, mean in enumerate(means, 1) if mean == mean}
+    return columns | {"logp_gap/p99": p99, "logp_gap/max_ratio": ratio}
 
 
 class Learner:
@@ -225,13 +214,12 @@ class Learner:
         # under pi_old
         olds = [self.score(part) if k > 0 else None for k, part in enumerate(minibatches)]
         total = dict.fromkeys(("loss", "kl", "entropy", "clipped", "gap", "tokens"), 0.0)
-        gaps, largest = np.zeros(8 + len(EDGES)), 0.0
+        gaps: list[Tensor] = []  # with the depths of their tokens
         norms: list[float] = []
         self.model.train()
         for k, part in enumerate(minibatches):
             terms, longest = self.terms(part, olds[k]), max(len(tau.ids) for tau in part)
-            seen = torch.zeros(5 + len(gaps), dtype=torch.float64, device=self.device)
-            widest = torch.zeros(1, dtype=torch.float64, device=self.device)  # gap
+            seen, before = torch.zeros(5, dtype=torch.float64, device=self.device), len(gaps)
             for batch, rows in self.share(part):
                 some = {
                     name: x[rows] if isinstance(x, np.ndarray) else x for name, x in terms.items()
@@ -243,16 +231,12 @@ class Learner:
                     loss.detach(),
                     *(extras[name].sum() for name in ("kl", "entropy", "clipped", "gap")),
                 ]
-                gap = extras["gap"].detach()
-                counts = count_gaps(gap, batch, longest)
-                seen += torch.cat([torch.stack([x.double() for x in row]), counts])
-                widest = torch.cat([widest, gap.double()]).amax(0, keepdim=True)
+                seen += torch.stack([x.double() for x in row])
+                gaps.append(torch.stack([extras["gap"].detach(), extras["place"] / longest]))
             if self.sharded:
                 dist.all_reduce(seen)
-                dist.all_reduce(widest, dist.ReduceOp.MAX)
-            found = torch.cat([seen, widest]).tolist()  # the host waits once
             n = sum(sum(tau.mask) for tau in part)
-            sums = dict(zip(total, [*found[:5], n], strict=True))
+            sums = dict(zip(total, [*seen.tolist(), n], strict=True))
             gap = sums["gap"] / max(1, sums["tokens"])
             # `not <=` holds for NaN, too; a loss that is not finite is the trainer's own fault.
             if k == 0 and math.isfinite(sums["loss"]) and not gap <= self.max_gap:
@@ -262,11 +246,11 @@ class Learner:
                 )
             if (norm := self.step(sums["loss"])) is None:
                 self.memory["skipped"] = self.memory.get("skipped", 0) + 1
+                del gaps[before:]
                 continue
             self.memory.pop("skipped", None)
             norms.append(norm)
             total = {name: total[name] + sums[name] for name in total}
-            gaps, largest = gaps + found[5:-1], max(largest, found[-1])
         metrics = {"lr": lr, "skipped_updates": len(minibatches) - len(norms)}
         if not norms:
             return metrics
@@ -278,7 +262,7 @@ class Learner:
             "clip_fraction": total["clipped"] / tokens,
             # mean |trainer - engine| of the sampled tokens' log-probs
             "logp_gap": total["gap"] / tokens,
-            **describe_gaps(gaps, largest),
+            **describe_gaps(torch.cat(gaps, dim=1), self.sharded),
             "grad_norm": sum(norms) / len(norms),
         } | metrics
 
@@ -318,7 +302,7 @@ class Learner:
         `terms`.
 
         extras["old_logp"] (N,): log-probs under pi_old; extras["gap"] (N,): their distance to the
-        engine's.
+        engine's; extras["place"] (N,): tokens before each in its trajectory.
         """
         packed, T = pack(batch, self.device), self.cfg.temperature
         tokens = {
@@ -347,7 +331,12 @@ class Learner:
             if terms["old_logp"] is None
             else tokens["old_logp"].to(extras["logp"].dtype)
         )
-        return loss, extras | {"old_logp": old, "gap": (old - send(engine, self.device)).abs()}
+        place = torch.tensor([k for tau in batch for k, m in enumerate(tau.mask) if m])
+        return loss, extras | {
+            "old_logp": old,
+            "gap": (old - send(engine, self.device)).abs(),
+            "place": send(place, self.device),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Returns trained weights and optimizer by the parameters' names, for

@@ -24,6 +24,7 @@ def verdict(run: Run, tree: Row) -> Row:
         "learned": learned(run),
         "winner": winner(run, tree),
         "cost": cost(run),
+        "vain": tell_vain(run),
         "warnings": warnings(run),
     }
 
@@ -103,6 +104,14 @@ def cost(run: Run) -> Row:
 # ---- what went wrong
 
 
+def tell_vain(run: Run) -> str:
+    """Returns a sentence if instructions should have changed, and did not."""
+    mode = run.config.get("mode", "static")
+    if mode == "static" or run.summary.get("evolved") is not False:
+        return ""
+    return f"No evolution changed the instructions: this is no result of --mode {mode}."
+
+
 def warnings(run: Run) -> list[Row]:
     """What a person who knows the failures of such runs would point at: {"text", "panel", "t"}."""
     rows, out = [row for row in run.steps if row["t"] > 0], list[Row]()
@@ -131,9 +140,8 @@ def warnings(run: Run) -> list[Row]:
     for sign, (t, text) in lasted.items():
         until = "To the end" if t == rows[-1]["t"] else f"Up to step {t}"
         warn(f"{until}, {text}", PANELS.get(sign, ""))
-    mode = run.config.get("mode", "static")
-    if mode != "static" and run.summary.get("evolved") is False:
-        warn(f"No evolution changed the instructions: this is no result of --mode {mode}.", "tree")
+    if vain := tell_vain(run):
+        warn(vain, "tree")
     if gaps := [row for row in rows if (number(row.get("logp_gap")) or 0) > 0.05]:
         t, gap = gaps[0]["t"], max(column(gaps, "logp_gap"))
         warn(
