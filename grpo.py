@@ -108,7 +108,9 @@ def describe_gaps(gaps: Tensor, sharded: bool) -> dict[str, float]:
     sums = torch.stack([torch.where(inside, gap, 0.0).sum(1), inside.sum(1)])
     ends = gap.new_zeros(2)
     if n := len(gap):
-        ends = torch.stack([gap.kthvalue(math.ceil(0.99 * n)).values, gap.max().clamp(max=88).exp()])
+        ends = torch.stack(
+            [gap.kthvalue(math.ceil(0.99 * n)).values, gap.max().clamp(max=88).exp()]
+        )
     if sharded:
         dist.all_reduce(sums)
         dist.all_reduce(ends, dist.ReduceOp.MAX)

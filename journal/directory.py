@@ -214,11 +214,10 @@ class RunDirectory:
         """Returns the complete checkpoints, oldest first; directories with other names do not
         count."""
         paths = (self.path / "checkpoints").glob("step-*")
-        pattern = r"step-\d{6,}(-unfinished)?"  # of earlier versions, which `rewind` refuses
-        return sorted(
-            (path for path in paths if re.fullmatch(pattern, path.name) and path.is_dir()),
-            key=step_of,
-        )
+        whole = [
+            path for path in paths if re.fullmatch(r"step-\d{6,}", path.name) and path.is_dir()
+        ]
+        return sorted(whole, key=step_of)
 
     def best(self) -> Path | None:
         """Returns the checkpoint with the best mean of the task's first metric on the validation
@@ -261,11 +260,6 @@ class RunDirectory:
         mark: Row = {"t": -1, "lengths": {}}  # without a checkpoint step 0 is written again
         if saved:
             mark = self.load_state(saved[-1])
-            if "ended" not in mark:
-                commit = self.record["commit"]
-                raise CheckpointFault(
-                    f"{saved[-1]} is of an earlier version: resume with that, commit {commit}"
-                )
         elif bad:
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in bad.items())
             raise CheckpointFault(

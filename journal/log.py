@@ -108,7 +108,6 @@ class Log:
             for tau in taus
         ]
         self.run.write_trajectories(f"step-{t:06d}", rows)
-        self.track.trajectories(taus, t)
         if t == 1:
             longest = max(taus, key=lambda tau: len(tau.turns))
             mask = show_mask(longest, self.tokenizer)

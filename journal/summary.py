@@ -13,6 +13,12 @@ TABLE = (WON, TRAINED, START, "first policy, I_star")
 SHARES = {"em": "EM", "f1": "F1"}  # metrics that lie between 0 and 1, as they are shown
 SIGNS = 6  # questions that must change, all one way, before a sign test at 5 % tells it from chance
 
+SPEEDS = {  # column of time/ -> how it is said
+    "sampled_per_s": "{:,.0f} tokens/s sampled",
+    "trained_per_s": "{:,.0f} tokens/s of updates",
+    "mfu": "MFU {:.2f} (6 FLOPs a parameter and token, attention apart)",
+}
+
 
 def count_calls(row: Row, tools: Sequence[str]) -> dict[str, float]:
     """Returns the calls of each tool, or their sum where there are more than three, for which a
@@ -84,30 +90,20 @@ def count_seconds(steps: Sequence[Row]) -> dict[str, float]:
 
 
 def measure_speed(steps: Sequence[Row]) -> dict[str, float]:
-    """Returns the speeds of the middle step, as `Policy.measure_speed` names them less "time/"; {}
-    without steps."""
-    names = ("sampled_per_s", "trained_per_s", "mfu")
+    """Returns the speeds of the middle step, by the keys of SPEEDS that were measured."""
     columns = {
-        name: [row[f"time/{name}"] for row in steps if f"time/{name}" in row] for name in names
+        name: [row[f"time/{name}"] for row in steps if f"time/{name}" in row] for name in SPEEDS
     }
     return {name: median(column) for name, column in columns.items() if column}
 
 
 def tell_speed(steps: Sequence[Row]) -> str:
-    """Returns tokens a second and where the steps' time went, in a line; "" without steps."""
-    speed = measure_speed(steps)
-    if not speed:
-        return ""
-    said = f"{speed['trained_per_s']:,.0f} tokens/s of updates"
-    if "sampled_per_s" in speed:
-        said = f"{speed['sampled_per_s']:,.0f} tokens/s sampled, " + said
-    if "mfu" in speed:
-        said += f" (MFU {speed['mfu']:.2f}: 6 FLOPs a parameter and token, attention apart)"
-    phases = count_seconds(steps)
-    phases["evolution"] = phases.pop("evolve") + phases.pop("verify")
+    """Returns tokens a second and where the steps' time went, in a line."""
+    speed, phases = measure_speed(steps), count_seconds(steps)
+    said = [form.format(speed[name]) for name, form in SPEEDS.items() if name in speed]
     total = sum(phases.values())
-    shares = (f"{name} {x / total:.0%}" for name, x in phases.items() if x > 0.005 * total)
-    return f"speed: {said}; of a step's time " + ", ".join(shares)
+    shares = [f"{name} {x / total:.0%}" for name, x in phases.items() if x > 0.005 * total]
+    return f"speed: {', '.join(said)}; of a step's time {', '.join(shares)}"
 
 
 def tabulate(summary: Row) -> str:

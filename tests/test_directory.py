@@ -222,17 +222,6 @@ def test_a_row_that_was_lost_before_the_checkpoint_is_named(run, harm, place):
     assert [row["t"] for row in run.rows("metrics")] == [t for t in range(10) if t != place]
 
 
-@pytest.mark.parametrize("name", ["step-000012", "step-000012-unfinished"])
-def test_a_checkpoint_of_an_earlier_version_is_refused_with_its_commit(run, name):
-    path = shutil.copytree(run.checkpoints()[-1], run.path / "checkpoints" / name)
-    state = torch.load(path / "state.pt") | {"t": 12, "phase": "evolve"}
-    torch.save({k: x for k, x in state.items() if k not in ("ended", "lengths")}, path / "state.pt")
-    with_digests(path)
-    with pytest.raises(CheckpointFault, match=f"{name} is of an earlier version") as e:
-        rewind(run)
-    assert str(e.value).endswith(f"commit {run.record['commit']}")
-
-
 def test_a_log_that_cannot_be_read_is_named(run):
     (run.path / "metrics.jsonl").unlink()
     (run.path / "metrics.jsonl").mkdir()
