@@ -51,7 +51,7 @@ def export_checkpoint(
     try:
         if wrong := checkpoint.damage(chosen):
             raise CheckpointFault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
-        P.load_state_dict(run.load_state(chosen)["population"])
+        P.load_state_dict(run.load_mark(chosen)["population"])
         config, computed = load_config(cfg.model), getattr(torch, cfg.dtype)
         model = empty(config, torch.float32, "cpu")
         if cfg.lora_rank:  # its checkpoints lack the weights that did not change

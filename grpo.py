@@ -140,7 +140,7 @@ class Learner:
         """`max_gap`: mean nat a token by which engine and trainer may differ."""
         self.model, self.cfg, self.max_gap = model, cfg, max_gap
         # what rank 0 remembers from step to step, in subclasses too: plain data
-        self.memory: dict[str, Any] = {}
+        self.remembered: dict[str, Any] = {}
         first = next(model.parameters())
         self.device, self.sharded = first.device, isinstance(first, DTensor)
         self.rank: int = dist.get_rank() if self.sharded else 0
@@ -203,7 +203,7 @@ class Learner:
         """Takes one optimizer step a mini-batch; returns the metrics of step t.
 
         All ranks skip one whose loss or gradient is not finite. "skipped_updates" counts these and
-        the other metrics leave them out; memory["skipped"] is how many there have been in a row.
+        the other metrics leave them out; remembered["skipped"] is how many there have been in a row.
 
         A mini-batch has one denominator, so its loss depends neither on how it is cut into
         micro-batches nor on the number of ranks. Raises EngineFault, before anything is changed, if
@@ -247,10 +247,10 @@ class Learner:
                     f"log-probs of engine and trainer differ by {gap:.3f} nat a token"
                 )
             if (norm := self.step(sums["loss"])) is None:
-                self.memory["skipped"] = self.memory.get("skipped", 0) + 1
+                self.remembered["skipped"] = self.remembered.get("skipped", 0) + 1
                 del gaps[before:]
                 continue
-            self.memory.pop("skipped", None)
+            self.remembered.pop("skipped", None)
             norms.append(norm)
             total = {name: total[name] + sums[name] for name in total}
         metrics = {"lr": lr, "skipped_updates": len(minibatches) - len(norms)}

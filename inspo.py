@@ -68,12 +68,12 @@ def inspo(
     """Trains `policy` on a task while its instructions, P, evolve; returns it with the best
     instruction."""
     D, P, B = evolution.D, evolution.P, evolution.B
-    first, trained = checkpoints.restore()  # 1 and 0, or those of the run that is resumed
+    start, trained = checkpoints.restore()  # 1 and 0, or those of the run that is resumed
     if not P.family:
         evolution.fill_population()  # Alg.1 L2
         log.write_start(policy.evaluate(0, P.family[0], "test"))
         checkpoints.end_step(0)
-    for t in range(first, cfg.T + 1):  # Alg.1 L3
+    for t in range(start, cfg.T + 1):  # Alg.1 L3
         if t > trained:
             # Policy optimization with dynamic instructions                                      # Alg.1 L4
             questions = draw(D, cfg.batch, cfg.seed, t)
@@ -91,7 +91,7 @@ def inspo(
             if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
                 ranked = P.ranked()  # Alg.1 L11 CHOICE-16
                 pruned = P.prune(ranked, cfg.N_parent, t)  # Alg.1 L12
-                log.write("population", make_prune_row(t, P, pruned))
+                log.write_row("population", make_prune_row(t, P, pruned))
             # Experience-driven instruction generation                                           # Alg.1 L14
             B.add(t, taus, texts)  # Alg.1 L15
             checkpoints.mark(t)
@@ -146,7 +146,7 @@ class Evolution:
             ) from None
         for text in paraphrases:
             self.P.join(text, I_0.id, 0)
-        self.log.write("population", make_start_row(self.P))
+        self.log.write_row("population", make_start_row(self.P))
 
     def evolve(self, t: int, policy: Policy) -> None:
         """Replaces P by its parents and verified revisions of them; without a revision P and W stay
@@ -179,10 +179,10 @@ class Evolution:
                 joining = P.admit(verified, min(room, cfg.top_n))
                 P_new += joining
                 row = make_verification_row(t, round, D_B, verified, joining)
-                self.log.write("reflections", row)
+                self.log.write_row("reflections", row)
         P.succeed(P_parent, P_new, t)  # Alg.1 L23
         outcome = tell_succession(P_parent, P_new, cfg.N_P - len(P), shortfall)
-        self.log.write("population", make_evolution_row(t, P, outcome))
+        self.log.write_row("population", make_evolution_row(t, P, outcome))
 
     def propose(self, I_parent: Instruction, tau_fail: list[Experience]) -> list[str]:
         """Returns well-formed revisions of a parent by the optimizer, and adds them to `used`.
@@ -222,13 +222,13 @@ class Evolution:
             call.reply, I_parent.text, self.used, golds, self.cfg.max_instruction, n, unfit
         )
         row = make_reply_row(self.t, self.round, I_parent, list(accepted), rejected)
-        self.log.write("reflections", row)
+        self.log.write_row("reflections", row)
         return list(accepted.values())
 
     def note_call(self, I_parent: Instruction, call: Call) -> None:
         """Writes down a call to the optimizer, unless an earlier process of this run has."""
         if not call.paid_before:
-            self.log.write("reflections", make_call_row(self.t, self.round, I_parent, call))
+            self.log.write_row("reflections", make_call_row(self.t, self.round, I_parent, call))
 
     def verify(
         self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]

@@ -207,7 +207,7 @@ class FromOne(Evolution):
 
     def fill_population(self) -> None:
         self.P.join(self.task.instruction, None, 0)
-        self.log.write("population", make_start_row(self.P))
+        self.log.write_row("population", make_start_row(self.P))
 
 
 class ESPL(FromOne):
@@ -256,7 +256,7 @@ class ESPL(FromOne):
         mu, sigma = P.ratings[best]
         outcome = f"{len(joined)} joined" if joined else f"none joined: {shortfall}"
         outcome = f"best #{best} (rated {mu:.1f} ± {2 * sigma:.1f}); {outcome}"
-        self.log.write("population", make_evolution_row(t, P, outcome))
+        self.log.write_row("population", make_evolution_row(t, P, outcome))
 
 
 def mutation_prompt(

@@ -121,7 +121,7 @@ class GEPA(FromOne):
                 [c] = self.verify(policy, I_parent, I_new, batch)
                 better = c.r > c.r_parent
                 row = make_verification_row(t, round, batch, [c], [c] if better else [])
-                self.log.write("reflections", row)
+                self.log.write_row("reflections", row)
                 passed += [(c.text, I_parent.id)] * better
         if passed:
             new = [(None, text) for text, _ in passed]
@@ -139,7 +139,7 @@ class GEPA(FromOne):
             f"{len(passed)} passed, {len(joined)} joined" if joined else f"none joined: {shortfall}"
         )
         outcome = f"front of {len(P)} on {len(D_B)} questions; {outcome}"
-        self.log.write("population", make_evolution_row(t, P, outcome))
+        self.log.write_row("population", make_evolution_row(t, P, outcome))
 
     def rewards_on(
         self,

@@ -78,12 +78,12 @@ def imitate(
     """Trains `policy` on demonstrations, `batch` a step for T steps; returns it with the first
     instruction."""
     cfg, P, log = evolution.cfg, evolution.P, evolution.log
-    first, trained = checkpoints.restore()
+    start, trained = checkpoints.restore()
     if not P.family:
         evolution.fill_population()
         log.write_start(policy.evaluate(0, P.best(), "test"))
         checkpoints.end_step(0)
-    for t in range(first, cfg.T + 1):
+    for t in range(start, cfg.T + 1):
         if t > trained:
             taus = draw(dict(enumerate(examples)), cfg.batch, cfg.seed, t)
             update = policy.update(t, taus)

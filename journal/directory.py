@@ -74,9 +74,9 @@ class RunDirectory:
                 run.discard()
             if empty or isinstance(e, (CheckpointFault, Diverged)):
                 raise
-            saved, first = run.checkpoints(), "make room and " if isinstance(e, DiskFault) else ""
+            saved, room = run.checkpoints(), "make room and " if isinstance(e, DiskFault) else ""
             where = f"step {step_of(saved[-1])}" if saved else "the start"
-            how = f"{first}resume from {where} with --out {run.path} --resume"
+            how = f"{room}resume from {where} with --out {run.path} --resume"
             if isinstance(e, (Fault, stop.Stopped)):
                 raise Fault(f"\n{e}\n{how}") from None
             print(f"\n{how}", file=sys.stderr)
@@ -228,7 +228,7 @@ class RunDirectory:
         evaluated = (path for path in self.checkpoints() if step_of(path) in value)
         return max(evaluated, key=lambda path: value[step_of(path)], default=None)
 
-    def load_state(self, path: Path) -> Row:
+    def load_mark(self, path: Path) -> Row:
         """Returns the mark in a checkpoint; raises Fault if it cannot be read, or if it is another
         run's."""
         try:
@@ -259,7 +259,7 @@ class RunDirectory:
             bad[saved.pop()] = wrong[0]
         mark: Row = {"t": -1, "lengths": {}}  # without a checkpoint step 0 is written again
         if saved:
-            mark = self.load_state(saved[-1])
+            mark = self.load_mark(saved[-1])
         elif bad:
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in bad.items())
             raise CheckpointFault(

@@ -80,7 +80,7 @@ class Log:
         column = f"time/{phase}"
         self.row[column] = self.row.get(column, 0.0) + time.perf_counter() - began
 
-    def write(self, name: str, row: Row) -> None:
+    def write_row(self, name: str, row: Row) -> None:
         """Appends a row to `name`.jsonl, and shows what a person has to see of it."""
         self.run.append(name, row)
         self.screen.show_row(name, row)
@@ -125,7 +125,7 @@ class Log:
         row: Row = (
             {"t": t} | self.row | {"time/total": self.spent + time.perf_counter() - self.began}
         )
-        self.write("metrics", row)
+        self.write_row("metrics", row)
         numbers = {
             name: x for name, x in row.items() if isinstance(x, (int, float)) and name != "t"
         }
@@ -151,7 +151,7 @@ class Log:
         """Writes what the first policy can do under the first instruction."""
         self.add_result(START, taus)
         row = {f"test/{name}": x for name, x in self.held_out[START].items()}
-        self.write("metrics", {"t": 0, "metrics": self.metrics} | row)
+        self.write_row("metrics", {"t": 0, "metrics": self.metrics} | row)
         self.track.log(row, 0)
         self.row = {}
 

@@ -125,7 +125,7 @@ class Recorder:
         self.events.append((name, *args))
         self.look(name)
 
-    def write(self, name, row):
+    def write_row(self, name, row):
         told = {"call", "accepted", "verified"} & set(row)
         self.record(row["event"] if name == "population" else told.pop(), row)
 

@@ -434,13 +434,13 @@ def test_a_step_that_is_not_finite_is_skipped(model, reference, how, bad):
     metrics = learner.update(2, parts)
     assert metrics["skipped_updates"] == 1 and want["skipped_updates"] == 0
     assert metrics == pytest.approx(want | {"skipped_updates": 1}, rel=1e-4)
-    assert learner.memory == ({} if bad == 0 else {"skipped": 1})
+    assert learner.remembered == ({} if bad == 0 else {"skipped": 1})
     torch.testing.assert_close(flat(learner.model), flat(other.model), atol=1e-6, rtol=0)
     assert {int(state["step"]) for state in learner.optimizer.state.values()} == {1}
     before, moments = flat(learner.model), copy.deepcopy(learner.optimizer.state_dict()["state"])
     # nothing was stepped or measured
     assert learner.update(3, [parts[bad]]).keys() == {"lr", "skipped_updates"}
-    assert learner.memory == {"skipped": 1 + bad}
+    assert learner.remembered == {"skipped": 1 + bad}
     assert torch.equal(flat(learner.model), before) and all(
         p.grad is None for p in learner.model.parameters()
     )

@@ -243,7 +243,7 @@ def test_a_signal_at_any_moment_is_resumed_to_the_bit(whole, tmp_path, moment):
         said,
         stderr,
     )
-    mark = RunDirectory(out).load_state(RunDirectory(out).checkpoints()[-1])
+    mark = RunDirectory(out).load_mark(RunDirectory(out).checkpoints()[-1])
     assert (mark["t"], mark["ended"]) == saved
     code, _, stderr = run_here("--out", out, "--resume")
     assert code == 0, (code, stderr)

@@ -106,7 +106,7 @@ def check_device(cfg: Config) -> None:
         )
 
 
-def check(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
+def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
     """Returns `cfg` with --engine and --recompute decided, and why this engine; Fault if the run
     cannot work.
 

@@ -321,7 +321,7 @@ class Policy:
         for noted in self.ranks.gather({k: tau.tokens for k, tau in enumerate(taus) if tau.tokens}):
             for k, tokens in noted.items():
                 taus[k].tokens = tokens
-        if (n := self.learner.memory.get("skipped", 0)) >= MAX_SKIPPED:
+        if (n := self.learner.remembered.get("skipped", 0)) >= MAX_SKIPPED:
             raise Diverged(
                 f"\nstep {t}: loss or gradient were not finite in {n} optimizer steps in a row, all of them skipped;"
                 " start a new run with a lower --lr, or look at the rewards of this one (trajectories/)"
@@ -405,11 +405,11 @@ class Policy:
         state = self.learner.state_dict()
         if copied:
             state = BlockingAsyncStager().stage(state)
-        self.written = self.writer.submit(self.write, state, path)
+        self.written = self.writer.submit(self.write_share, state, path)
         if not copied:
             wait([self.written])
 
-    def write(self, state: dict[str, Any], path: Path) -> dict[str, str]:
+    def write_share(self, state: dict[str, Any], path: Path) -> dict[str, str]:
         """Writes this rank's shares; on rank 0 it returns the digests of all files and raises a
         fault of any rank."""
         answer: dict[str, str] | Exception

@@ -75,7 +75,7 @@ def run(name, right, *replies, restored=None, at=(1, 0), policy=FlakyPolicy, **k
     cfg = type(usual)(**vars(usual) | knobs)
     policy = policy({FIRST: 0} | right)
     policy.learner = object.__new__(ObjectiveLearner)  # for its rule of the advantages
-    policy.learner.cfg, policy.learner.memory = cfg, {}
+    policy.learner.cfg, policy.learner.remembered = cfg, {}
     log, optimizer, task = Recorder(cfg), TableOptimizer(*replies), Exam(cfg, questions("q", 6))
     log.task = task
     policy.log, evolution = log, kind(cfg, task, optimizer, population(cfg), log)
@@ -509,7 +509,7 @@ def test_stopped_inside_an_evolution_and_resumed_it_is_bit_identical_and_everyth
     monkeypatch.setattr(inspo.Evolution, "ask", ask)
     with pytest.raises((Fault, SystemExit), match="--resume"):
         script.main([*flags, "--out", str(out)])
-    assert not RunDirectory(out).load_state(RunDirectory(out).checkpoints()[-1])["ended"]
+    assert not RunDirectory(out).load_mark(RunDirectory(out).checkpoints()[-1])["ended"]
     monkeypatch.undo()
     script.main([*flags, "--out", str(out), "--resume"])
     assert metrics(out) == metrics(whole)
