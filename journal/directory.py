@@ -100,14 +100,11 @@ class RunDirectory:
                 run.path = _unused(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{cfg.mode}")
             run.path.mkdir(parents=True, exist_ok=True)
             run.others = set(run.path.iterdir())
-            if theirs := [
-                name
-                for name in OWN
-                if run.path / name in run.others and not (cfg.resume or run.record)
-            ]:
-                raise Fault(
-                    f"{run.path} has {theirs[0]!r}, which a run would replace: choose another --out"
-                )
+            for name in OWN if not (cfg.resume or run.record) else ():
+                if run.path / name in run.others:
+                    raise Fault(
+                        f"{run.path} has {name!r}, which a run would replace: choose another --out"
+                    )
             run.lock()
             about = {
                 "program": program_of(type(cfg)),

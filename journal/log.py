@@ -17,7 +17,18 @@ from journal.directory import RunDirectory
 from journal.rows import count_costs, make_evaluation_row, make_step_row
 from journal.screen import Screen
 from journal.silence import Silence
-from journal.summary import START, TABLE, Row, conclude, many, tabulate, tell_speed, trace_lineage
+from journal.summary import (
+    START,
+    TABLE,
+    Row,
+    conclude,
+    count_calls,
+    label,
+    many,
+    tabulate,
+    tell_speed,
+    trace_lineage,
+)
 from journal.tokens import show_mask, token_data
 from journal.track import Tracker
 from plumbing.faults import Fault
@@ -150,8 +161,12 @@ class Log:
     def write_start(self, taus: Sequence[Trajectory]) -> None:
         """Writes what the first policy can do under the first instruction."""
         self.add_result(START, taus)
-        row = {f"test/{name}": x for name, x in self.held_out[START].items()}
+        start, main = self.held_out[START], self.metrics[0]
+        row = {f"test/{name}": x for name, x in start.items()}
         self.write_row("metrics", {"t": 0, "metrics": self.metrics} | row)
+        scores = {label(main): start[main]} | count_calls(start, self.tools)
+        shown = ", ".join(f"{name} {x:.3f}" for name, x in scores.items())
+        self.screen.note(f"held-out questions, {START}: {shown}")
         self.track.log(row, 0)
         self.row = {}
 

@@ -5,16 +5,13 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
-from journal.summary import many
+from journal.summary import Row, many
 from population import Candidate, Instruction, Population, mean_rewards
 from reflect import Call
 from rollout import STORED, spread
 from tasks import Question, Task, Trajectory, average_by_source, measure
 from tasks.tools import Failure, Tool
-
-Row = dict[str, Any]
 
 # ---- metrics.jsonl
 

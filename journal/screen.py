@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from journal.summary import Row, count_calls, label
+from journal.summary import Row, count_calls
 from plumbing.outside import printable
 from plumbing.status import status
 
@@ -63,16 +63,7 @@ class Screen:
         if row["t"] % max(1, self.T // 20):
             return ""
         self.printed = time.perf_counter()
-        return tell_step(row, self.tools) if row["t"] else tell_start(row, self.tools)
-
-
-def tell_start(row: Row, tools: Sequence[str]) -> str:
-    """Returns what the first policy can do, by the first row of metrics.jsonl."""
-    start = {name.removeprefix("test/"): x for name, x in row.items()}
-    main = row["metrics"][0]
-    scores = {label(main): start[main]} | count_calls(start, tools)
-    shown = ", ".join(f"{name} {x:.3f}" for name, x in scores.items())
-    return f"held-out questions, first policy, first instruction: {shown}"
+        return tell_step(row, self.tools) if row["t"] else ""
 
 
 def tell_step(row: Row, tools: Sequence[str]) -> str:

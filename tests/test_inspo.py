@@ -637,7 +637,7 @@ def test_export_says_in_one_line_what_it_cannot_do(whole, tmp_path, flags, says)
 
 
 @pytest.mark.parametrize(
-    "module, reader", [(checkpoint, "damage"), (RunDirectory, "load_state"), (checkpoint, "load")]
+    "module, reader", [(checkpoint, "damage"), (RunDirectory, "load_mark"), (checkpoint, "load")]
 )
 @pytest.mark.parametrize("removed", [True, False])
 def test_an_export_says_that_the_run_has_removed_the_checkpoint(
