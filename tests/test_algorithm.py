@@ -910,3 +910,13 @@ def test_a_restored_run_continues_with_its_own_population_and_buffer():
 def test_a_new_run_starts_with_an_empty_buffer_of_its_capacity():
     _, _, log, _ = run({}, static=True, N_P=1, T=3, buffer=5)
     assert log.B.capacity == 5 and len(log.B.items) == 5
+
+
+def test_groups_that_are_all_right_are_told_from_those_that_are_all_wrong():
+    def group(k, *rewards):
+        return [Trajectory(0, FAILED["f0"], k, [], 0, reward=r, failed=r < 1) for r in rewards]
+
+    taus = [*group(0, 1.0, 1.0), *group(1, 0.0, 0.0), *group(2, 0.5, 0.5), *group(3, 0.0, 0.5)]
+    row = make_step_row(Exam(Config(), {}), taus, 2)
+    shares = row["zero_variance_groups"], row["all_right_groups"], row["all_wrong_groups"]
+    assert shares == (3 / 4, 1 / 4, 2 / 4)
