@@ -41,9 +41,7 @@ WORLD = HERE / "world" / "files"
 @pytest.fixture(scope="module")
 def retriever(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
-    with Child(
-        [str(HERE / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")], log
-    ) as child:
+    with Child(["-m", "retrieval.server", "--corpus", str(WORLD / "corpus.jsonl")], log) as child:
         yield child.url
 
 

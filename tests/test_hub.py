@@ -133,7 +133,7 @@ def started_with(cfg):
 
 
 def test_a_run_waits_for_its_server_as_long_as_its_corpus_takes(elsewhere):
-    """Half a gigabyte took 50 s on this project's machine (LOG.md), HotpotQA's passages are about
+    """Half a gigabyte took 50 s on this project's machine (docs/LOG.md), HotpotQA's passages are about
     as much."""
     corpus = elsewhere / "passages.jsonl"
     with open(corpus, "wb") as file:

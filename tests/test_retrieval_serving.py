@@ -21,14 +21,14 @@ import pytest
 import requests
 from passages import make_corpus, serving, until
 
-import retrieval_server
+import retrieval.server
 from plumbing.servers import Child
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 from retrieval.index import open_index
 from tasks.search import Search
 
-SERVER = str(Path(__file__).parents[1] / "retrieval_server.py")
+SERVER = ["-m", "retrieval.server"]
 
 
 class Gate:
@@ -121,7 +121,7 @@ def test_a_batch_is_bounded(gate, corpus, pool):
 def test_the_first_query_waits_for_others_but_not_beyond_a_full_batch(
     gate, corpus, pool, monkeypatch
 ):
-    monkeypatch.setattr(retrieval_server, "MAX_WAIT", 1.0)
+    monkeypatch.setattr(retrieval.server, "MAX_WAIT", 1.0)
     with serving(gate, corpus, max_batch=3) as url:
         start = time.monotonic()
         first = pool.submit(ask, url, "1")
@@ -241,7 +241,7 @@ def test_64_clients_at_once_get_the_results_of_a_direct_computation(tmp_path):
     X = np.stack([index.index.reconstruct(row) for row in range(len(corpus))]).astype(np.float64)
     # one at a time
     S = np.concatenate([index.encoder.queries([q]) for q in queries]).astype(np.float64) @ X.T
-    with Child([SERVER, "--corpus", corpus.path, "--index", vectors], tmp_path / "log") as server:
+    with Child([*SERVER, "--corpus", corpus.path, "--index", vectors], tmp_path / "log") as server:
         assert counts(server.url)["index"].startswith("FlatIP ")
         with ThreadPoolExecutor(64) as clients:
             answers = list(
@@ -267,7 +267,7 @@ def test_killing_one_of_two_servers_costs_the_client_nothing(tmp_path):
     corpus = Corpus(make_corpus(tmp_path / "c", 400))
     index = BM25.build(corpus.texts())
     with (
-        Child([SERVER, "--corpus", corpus.path], tmp_path / "log") as killed,
+        Child([*SERVER, "--corpus", corpus.path], tmp_path / "log") as killed,
         serving(index, corpus) as url,
     ):
         search = Search(f"{killed.url},{url}", topk=3)

@@ -72,13 +72,12 @@ def test_whoever_follows_all_three_clauses_is_right(facts):
 
 def test_results_are_those_of_the_search_server(facts, tmp_path):
     """Asked over HTTP, as a run asks it."""
-    from config import HERE
     from plumbing.servers import Child
     from tasks.search import Search
 
     row = demo(random.Random(3), facts)
     queries = [x[len("<search> ") : -len(" </search>")] for x in said(row, "assistant")[:-1]]
-    command = [str(HERE / "retrieval_server.py"), "--corpus", str(FACTS / "corpus.jsonl")]
+    command = ["-m", "retrieval.server", "--corpus", str(FACTS / "corpus.jsonl")]
     with Child(command, tmp_path / "log") as server:
         search = Search(server.url, 1, retries=0)
         assert [search.show(search.submit(query).result()) for query in queries] == said(

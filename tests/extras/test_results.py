@@ -149,7 +149,7 @@ def test_the_world_s_page_and_the_results_have_what_the_rows_of_the_gate_give():
     assert "{} % of worse revisions join and {} % of better ones".format(*rates[48]) in " ".join(
         text.split()
     )
-    log = " ".join((HERE / "LOG.md").read_text().split())
+    log = " ".join((HERE / "docs" / "LOG.md").read_text().split())
     worse, lost = (", ".join(side) for side in zip(*rates.values(), strict=True))
     assert f"{worse} % of worse revisions join and {lost} % of better ones are rejected" in log
 

@@ -1,9 +1,9 @@
 """A search server over a passage file, with Search-R1's wire format: BM25, or a dense encoder under
 FAISS.
 
-    python retrieval_server.py --corpus corpus.jsonl                            BM25, built at startup
-    python retrieval_server.py --corpus wiki.jsonl --index wiki-e5              an index of `python -m retrieval.build`
-    python retrieval_server.py --corpus wiki-18.jsonl --index e5_Flat.index --encoder intfloat/e5-base-v2
+    python -m retrieval.server --corpus corpus.jsonl                            BM25, built at startup
+    python -m retrieval.server --corpus wiki.jsonl --index wiki-e5              an index of `python -m retrieval.build`
+    python -m retrieval.server --corpus wiki-18.jsonl --index e5_Flat.index --encoder intfloat/e5-base-v2
 
     curl localhost:8000/retrieve -H 'Content-Type: application/json' -d '{"queries": ["who wrote Emma ?"]}'
 
