@@ -8,6 +8,7 @@ on these questions.
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -39,12 +40,9 @@ class Interval(NamedTuple):
         differ.
         """
         style = style if style.endswith("f") else style + ".3f"
+        mean, low, high = (f"{x:{style}}" for x in self[:3])
         known = math.isfinite(self.low) and self.low < self.high
-        return (
-            f"{self.mean:{style}} [{self.low:{style}}, {self.high:{style}}]"
-            if known
-            else f"{self.mean:{style}}"
-        )
+        return f"{mean} [{low}, {high}]" if known else mean
 
     def within(self, least: float, most: float) -> "Interval":
         """Cuts the interval at the bounds of a measure: its true mean lies in them, so that the
@@ -100,14 +98,15 @@ def paired(a: Values, b: Values) -> Difference:
     if right_or_wrong(x, y):
         only_a, only_b, p = mcnemar(x, y)
         more, less = (only_a + 1) / (n + 2), (only_b + 1) / (n + 2)
-        se = math.sqrt((more + less - (more - less) ** 2) / (n + 2))
-        low, high = max(-1.0, more - less - Z * se), min(1.0, more - less + Z * se)
-        return Difference(Interval(mean, low, high, se, n), p, visible(se, math.inf))
-    if (se := _se(d)) > 0:  # NaN for a single question
+        centre = more - less
+        se = math.sqrt((more + less - centre**2) / (n + 2))
+        found = Interval(mean, centre - Z * se, centre + Z * se, se, n).within(-1, 1)
+        return Difference(found, p, visible(se, math.inf))
+    se = _se(d)
+    if se > 0:  # NaN for a single question
         return Difference(over_seeds(d), float(stats.ttest_1samp(d, 0).pvalue), visible(se, n - 1))
-    return Difference(
-        _interval(mean, math.nan, 0, n), min(1.0, 2 * 0.5**n) if mean else 1.0, math.inf
-    )
+    p = min(1.0, 2 * 0.5**n) if mean else 1.0
+    return Difference(_interval(mean, math.nan, 0, n), p, math.inf)
 
 
 def between_seeds(a: Values, b: Values) -> Difference:
@@ -117,11 +116,9 @@ def between_seeds(a: Values, b: Values) -> Difference:
     run.
     """
     x, y = _array(a), _array(b)
-    mean, se, n = (
-        round(float(x.mean() - y.mean()), DIGITS),
-        math.hypot(_se(x), _se(y)),
-        len(x) + len(y),
-    )
+    mean = round(float(x.mean() - y.mean()), DIGITS)
+    se = math.hypot(_se(x), _se(y))
+    n = len(x) + len(y)
     if not se > 0:  # NaN for a single run
         return Difference(_interval(mean, math.nan, 0, n), math.nan, math.inf)
     with warnings.catch_warnings():
@@ -157,9 +154,8 @@ def macro(parts: Sequence[Interval]) -> Interval:
 def macro_difference(parts: Sequence[Difference]) -> Difference:
     """The macro average of differences, by the normal distribution."""
     whole = macro([part.interval for part in parts])
-    return Difference(
-        whole, 2 * float(stats.norm.sf(abs(whole.mean) / whole.se)), visible(whole.se, math.inf)
-    )
+    p = 2 * float(stats.norm.sf(abs(whole.mean) / whole.se))
+    return Difference(whole, p, visible(whole.se, math.inf))
 
 
 def adjust(differences: Mapping[K, Difference]) -> dict[K, float]:
@@ -167,10 +163,12 @@ def adjust(differences: Mapping[K, Difference]) -> dict[K, float]:
 
     Those without a test (NaN) are left out, and are not part of the family.
     """
-    tested = [key for key, difference in differences.items() if not math.isnan(difference.p)]
+    tested = [(difference.p, key) for key, difference in differences.items() if difference.p >= 0]
+    tested.sort(key=itemgetter(0))
     adjusted, worst = dict[K, float](), 0.0
-    for rank, key in enumerate(sorted(tested, key=lambda key: differences[key].p)):
-        adjusted[key] = worst = max(worst, min(1.0, (len(tested) - rank) * differences[key].p))
+    for rank, (p, key) in enumerate(tested):
+        worst = max(worst, min(1.0, (len(tested) - rank) * p))
+        adjusted[key] = worst
     return adjusted
 
 

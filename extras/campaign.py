@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from config import HERE
-from evaluation.measure import markdown
+from evaluation.measure import format_table
 from evaluation.statistics import adjust, between_seeds, over_seeds
 from extras.bench.harness import train_command
 from plumbing.faults import Fault, one_line
@@ -158,7 +158,7 @@ def table(campaign: Campaign, rows: Sequence[Row]) -> str:
         if arm != "inspo" and "inspo" in em
     }
     p = adjust(less)
-    return markdown(
+    return format_table(
         [
             {
                 "": f"{arm}: {campaign.arms[arm][0]}",

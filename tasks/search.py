@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from config import TaskKnobs
 from plumbing.client import Client
 from plumbing.faults import Fault, Outage, ToolDown
-from plumbing.outside import without_secrets
-from retrieval.corpus import contents_of
+from plumbing.outside import contents_of, without_secrets
 from tasks import Question
 from tasks.questions import holds_gold
 from tasks.tools import Tool

@@ -203,6 +203,8 @@ def test_tokens_show_their_numbers_to_pointer_and_keys(open_page):
         if "token_data" in row
     )
     assert count(browser, "#trajectory .token") == data["n"]
+    find(browser, "#trajectory .prompt summary").click()
+    assert text(browser, "#trajectory .prompt pre").split() == data["prompt"].split()
     browser.execute_script("document.querySelector('#trajectory .blocks').focus()")
     browser.switch_to.active_element.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     for label in (

