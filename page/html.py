@@ -34,11 +34,13 @@ def build(paths: Sequence[Path], *, limit: int = LIMIT, live: str = "") -> str:
     limit: trajectories of training, divided among the runs; live: the server's stamp of their
     files; the page reloads when it changes.
     """
-    runs, described, pages = [read_run(path) for path in paths], list[Row](), dict[str, str]()
+    runs = [read_run(path) for path in paths]
+    described: list[Row] = []
+    pages: dict[str, str] = {}
     try:
         for k, run in enumerate(runs):
-            data, more = describe(run, max(1, limit // len(runs)))
-            described.append(data)
+            about, more = describe(run, max(1, limit // len(runs)))
+            described.append(about)
             pages |= {f"{k}/{name}": text for name, text in more.items()}
         data = {
             "runs": described,
@@ -68,11 +70,11 @@ def describe(run: Run, limit: int) -> tuple[Row, dict[str, str]]:
     index, pages = sample(run, tree, limit)
     pages["calls"] = pack(tree.pop("calls"))
     del tree["candidates"]
-    config = {
-        knob: without_secrets(value) if isinstance(value, str) else value
-        for knob, value in run.config.items()
-    }
-    return {
+    config = dict(run.config)
+    for knob, value in config.items():
+        if isinstance(value, str):
+            config[knob] = without_secrets(value)
+    data = {
         "name": run.name,
         "config": config,
         "missing": run.missing,
@@ -83,16 +85,17 @@ def describe(run: Run, limit: int) -> tuple[Row, dict[str, str]]:
         "metrics": run.metrics,
         "tools": run.tools,
         "events": [{"t": e["t"], "event": e["event"]} for e in run.events],
-        **verdict(run, tree),
-    }, pages
+    }
+    return data | verdict(run, tree), pages
 
 
 def assemble(data: Row, pages: dict[str, str]) -> str:
     """Fills the template. The data cannot end their element or run: they hold no `<`, and a script
     needs its hash."""
-    script = "\n" + "\n".join(
-        f"// ---- {name}\n{(STATIC / name).read_bytes().decode().strip()}\n" for name in SCRIPTS
-    )
+    scripts = [
+        f"\n// ---- {name}\n{(STATIC / name).read_text('utf-8').strip()}\n" for name in SCRIPTS
+    ]
+    script = "".join(scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
     blocks = [
@@ -106,10 +109,9 @@ def assemble(data: Row, pages: dict[str, str]) -> str:
         "script": script, "data": embed(data), "pages": "\n".join(blocks),
         "license": html.escape((STATIC / "vendor" / "uPlot.LICENSE").read_text("utf-8").replace("--", "- -")),
     }  # fmt: skip
+    template = (STATIC / "index.html").read_text("utf-8")
     # In one pass: what is filled in is never looked at again.
-    return re.sub(
-        r"\{\{(\w+)\}\}", lambda name: values[name[1]], (STATIC / "index.html").read_text("utf-8")
-    )
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: values[name[1]], template)
 
 
 def embed(x: object) -> str:

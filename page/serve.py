@@ -25,11 +25,12 @@ def app(paths: Sequence[Path], limit: int) -> Any:
     from fastapi.middleware.trustedhost import TrustedHostMiddleware
     from fastapi.responses import HTMLResponse, PlainTextResponse
 
-    pages, build_once = (
-        FastAPI(openapi_url=None),
-        lru_cache(1)(lambda now: build(paths, limit=limit, live=now)),
-    )
+    @lru_cache(1)
+    def build_once(now: str) -> str:
+        return build(paths, limit=limit, live=now)
+
     build_once(stamp(paths))
+    pages = FastAPI(openapi_url=None)
     # A host name that resolves to this machine is no reason to answer: another site's script may
     # have asked for it.
     pages.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])

@@ -26,13 +26,8 @@ def verdict(run: Run, tree: Row) -> Row:
 def status(run: Run) -> Row:
     """Returns {"state", "t", "T", "written"}; state: finished, running, or stopped (no line for ten
     minutes)."""
-    state = (
-        "finished"
-        if run.summary
-        else "running"
-        if time.time() - run.written < RUNNING
-        else "stopped"
-    )
+    state = "running" if time.time() - run.written < RUNNING else "stopped"
+    state = "finished" if run.summary else state
     return {"state": state, "t": run.t, "T": run.T, "written": run.written}
 
 
@@ -53,20 +48,23 @@ def winner(run: Run, tree: Row) -> Row | None:
     """The winning instruction, or the one that leads now, and what speaks for it; None without
     any."""
     by_id = {I["id"]: I for I in tree["instructions"]}
-    last = [row for row in run.steps if row.get("w")][-1:]
-    id = run.summary.get("generations", [last[0]["best"] if last else min(by_id, default=None)])[-1]
+    weighed = [row for row in run.steps if row.get("w")]
+    w = {int(j): value for j, value in weighed[-1]["w"].items()} if weighed else {}
+    if "generations" in run.summary:
+        id = run.summary["generations"][-1]
+    else:
+        id = weighed[-1]["best"] if weighed else min(by_id, default=None)
     if id not in by_id:
         return None
-    w = {int(j): value for j, value in last[0]["w"].items()} if last else {}
-    others = sorted(((value, j) for j, value in w.items() if j != id), reverse=True)
+    parents = {j: I["parents"][0] if I["parents"] else None for j, I in by_id.items()}
+    others = [(value, j) for j, value in w.items() if j != id]
+    second, j = max(others, default=(None, None))
     return {
         "id": id,
-        "lineage": lineage(
-            {j: I["parents"][0] if I["parents"] else None for j, I in by_id.items()}, id
-        ),
+        "lineage": lineage(parents, id),
         "w": w.get(id),
         "since": by_id[id]["born"],
-        "second": {"id": others[0][1], "w": others[0][0]} if others else None,
+        "second": {"id": j, "w": second} if others else None,
         "ever": len(by_id),
         "refused": len(tree["refused"]),
     }
@@ -110,54 +108,54 @@ def warnings(run: Run) -> list[Row]:
     if not rows:
         warn("No step has been measured yet.")
         return out
+
+    # what is not a number, or hardly one any more
     for name in dict.fromkeys(("loss", "grad_norm", "reward", run.metrics[0])):
-        if broken := [row["t"] for row in rows if name in row and number(row[name]) is None]:
+        broken = [row["t"] for row in rows if name in row and number(row[name]) is None]
+        if broken:
             warn(f"{name} is not a number at step {broken[0]}.", name, broken[0])
     few = max(1, min(10, len(rows) // 5))
-    entropy, reward = column(rows, "entropy"), column(rows, "reward")
-    if entropy and (end := fmean(entropy[-few:])) < 0.05 * (start := fmean(entropy[:few])):
-        warn(
-            f"Entropy has collapsed from {start:.3g} to {end:.3g} nats: the policy hardly explores.",
-            "entropy",
-        )
+    entropy = column(rows, "entropy")
+    if entropy:
+        start, end = fmean(entropy[:few]), fmean(entropy[-few:])
+        if end < 0.05 * start:
+            fell = f"from {start:.3g} to {end:.3g} nats"
+            warn(f"Entropy has collapsed {fell}: the policy hardly explores.", "entropy")
+
+    # what the run itself has warned of
     silence, lasted = Silence(), dict[str, tuple[int, str]]()
     for row in rows:
         silence.step(row)
-        lasted |= {sign: (row["t"], text) for sign, _, text in silence.lasting()}
+        for sign, _, text in silence.lasting():
+            lasted[sign] = row["t"], text
+    panels = {NO_ANSWER: "answered", ALL_ALIKE: "zero_variance_groups"}
     for sign, (t, text) in lasted.items():
         until = "To the end" if t == rows[-1]["t"] else f"Up to step {t}"
-        warn(
-            f"{until}, {text}",
-            {NO_ANSWER: "answered", ALL_ALIKE: "zero_variance_groups"}.get(sign, ""),
-        )
+        warn(f"{until}, {text}", panels.get(sign, ""))
     mode = run.config.get("mode", "static")
     if mode != "static" and run.summary.get("evolved") is False:
         warn(f"No evolution changed the instructions: this is no result of --mode {mode}.", "tree")
-    if gaps := [row for row in rows if (number(row.get("logp_gap")) or 0) > 0.05]:
-        t, gap = gaps[0]["t"], max(column(gaps, "logp_gap"))
-        warn(
-            f"Engine and trainer differ by up to {gap:.2g} nat a token, from step {t} on.",
-            "logp_gap",
-            t,
-        )
-    if skipped := [row["t"] for row in rows if row.get("skipped_updates")]:
-        n = sum(column(rows, "skipped_updates"))
-        warn(
-            f"{n:.0f} optimizer steps were skipped: loss or gradient were not finite.",
-            "skipped_updates",
-            skipped[0],
-        )
-    if len(reward) >= 10 and max(means := _windows(reward, few)) - means[-1] > 0.3 * max(
-        map(abs, means)
-    ):
-        warn(f"Reward fell from {max(means):.2f} to {means[-1]:.2f}.", "reward")
+
+    # engine and update
+    gaps = [row for row in rows if (number(row.get("logp_gap")) or 0) > 0.05]
+    if gaps:
+        t, most = gaps[0]["t"], max(column(gaps, "logp_gap"))
+        text = f"Engine and trainer differ by up to {most:.2g} nat a token, from step {t} on."
+        warn(text, "logp_gap", t)
+    skipped = [row for row in rows if row.get("skipped_updates")]
+    if skipped:
+        n = sum(column(skipped, "skipped_updates"))
+        text = f"{n:.0f} optimizer steps were skipped: loss or gradient were not finite."
+        warn(text, "skipped_updates", skipped[0]["t"])
+    reward = column(rows, "reward")
+    if len(reward) >= 10:
+        means = [fmean(reward[k : k + few]) for k in range(len(reward) - few + 1)]
+        best, last = max(means), means[-1]
+        if best - last > 0.3 * max(abs(mean) for mean in means):
+            warn(f"Reward fell from {best:.2f} to {last:.2f}.", "reward")
     return out
 
 
 def column(rows: Sequence[Row], name: str) -> list[float]:
-    return [x for row in rows if (x := number(row.get(name))) is not None]
-
-
-def _windows(x: Sequence[float], n: int) -> list[float]:
-    """The means of n neighbours."""
-    return [fmean(x[k : k + n]) for k in range(max(1, len(x) - n + 1))]
+    values = [number(row.get(name)) for row in rows]
+    return [x for x in values if x is not None]
