@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from config import read_config
+from config import Config, read_config
 from journal.directory import RunDirectory, step_of
 from models import lora
 from models.model import empty, export, load_config, load_model, load_tokenizer
@@ -27,7 +27,7 @@ def export_checkpoint(
     It is the newest one, that of `step`, or the `best` on the validation questions. Returns the
     directory, the step, and the id of the instruction in I_star.txt.
     """
-    cfg = read_config(path)
+    cfg: Config = read_config(path)
     if adapters and not cfg.lora_rank:
         raise Fault(f"--adapters: {path} has none, it trained all weights (--lora_rank 0)")
     run = RunDirectory(path)

@@ -84,8 +84,9 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
             print(f"{earlier}; remove {out} to play them again", flush=True)
         if left:
             try:
+                ends = method.stop(task) if method.stop else None
                 with open_agent(
-                    chosen, task, instruction, args.temperature, args.seed, method.stop(task)
+                    chosen, task, instruction, args.temperature, args.seed, ends
                 ) as player:
                     metrics = play(files, setting, player, method, left, rows)
             except (Outage, stop.Stopped) as e:

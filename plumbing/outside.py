@@ -140,7 +140,7 @@ def at(url: str, path: str = "") -> str:
     return place + ("&" if "?" in place else "?") + query if query else place
 
 
-def contents_of(row: Any) -> str:
+def contents_of(row: Any) -> Any:
     """Returns the `contents` of a passage, or what they would be from its `text` and its `title`, if
     it has one."""
     if "contents" in row or "text" not in row:

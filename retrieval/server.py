@@ -99,9 +99,8 @@ class Batcher:
                     future.set_result(answers[key])
                     if key[1] > MAX_KEPT:
                         self._answers.pop(key, None)
-            except (
-                Exception
-            ) as e:  # the encoder, FAISS or a row: these requests fail, the server continues
+            # of the encoder, FAISS or a row: these requests fail, the server continues
+            except Exception as e:
                 for key, future in batch:
                     self._answers.pop(key, None)
                     future.set_exception(e)
@@ -113,11 +112,13 @@ def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256, cache: int 
     """Makes the ASGI app that serves /retrieve and /health; `topk` is the default of a request."""
 
     def answer(keys: list[Key]) -> dict[Key, Answer]:
-        answers = {}
         # one search per topk, so that an answer does not depend on its batch
-        for k in {k for _, k in keys}:
-            queries = list(dict.fromkeys(query for query, query_k in keys if query_k == k))
-            for query, hits in zip(queries, index.search(queries, k), strict=True):
+        queries: dict[int, list[str]] = {}
+        for query, k in dict.fromkeys(keys):
+            queries.setdefault(k, []).append(query)
+        answers = {}
+        for k, some in queries.items():
+            for query, hits in zip(some, index.search(some, k), strict=True):
                 answers[query, k] = [
                     {"document": corpus[row], "score": score} for row, score in hits
                 ]
@@ -152,13 +153,11 @@ def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256, cache: int 
 
     @app.get("/health")
     async def health() -> dict[str, str | int]:
-        about = {
+        return {
             "status": "ok",
             "passages": len(corpus),
             "index": index.name,
             "corpus": corpus.digest,
-        }
-        return about | {
             "queries": batcher.queries,
             "batches": batcher.batches,
             "waiting": batcher.waiting.qsize(),
@@ -207,10 +206,10 @@ def main() -> None:
     add("--max_batch", type=int, default=256, help="queries searched together at most (256)")
     add("--child", action="store_true", help="exit when standard input ends")
     args = parser.parse_args()
-    limits = {"topk": MAX_TOPK} | dict.fromkeys(("nprobe", "ef", "max_batch"), 10**6)
-    for name, most in limits.items():
-        if not 1 <= getattr(args, name) <= most:
-            parser.error(f"argument --{name}: {getattr(args, name)} is not from 1 to {most}")
+    for name in ("topk", "nprobe", "ef", "max_batch"):
+        value, most = getattr(args, name), MAX_TOPK if name == "topk" else 10**6
+        if not 1 <= value <= most:
+            parser.error(f"argument --{name}: {value} is not from 1 to {most}")
     if args.encoder and not args.index:
         parser.error(
             "argument --encoder: BM25 has none; give the --index of its vectors (made by retrieval/build.py)"

@@ -216,6 +216,17 @@ def test_a_run_is_measured_under_its_I_star_and_another_instruction_can_replace_
     )
 
 
+def test_other_questions_go_into_a_folder_of_their_own(retriever, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for data in (["test"], ["valid"], ["test", "valid"], ["test"]):
+        said, fault = run("world", "--n", 2, "--retriever", retriever, "--data", *data)
+        assert not fault
+    folders = [path.name for path in (tmp_path / "runs" / "evaluation").iterdir()]
+    stem = "world-search_r1"
+    assert sorted(folders) == [stem, f"{stem}-test-valid", f"{stem}-valid"]
+    assert "2 of 2 rows are from an earlier call" in said
+
+
 # ---- at the command line
 
 
@@ -505,10 +516,8 @@ def test_each_fault_is_one_line_that_says_what_to_do(
         (["world", "--instruction", tmp_path / "gone"], "--instruction"),
         (["world", "--topk", 0], "--topk 0: must be at least 1"),
         (["world", "--task", "nothing"], "--task nothing: give it as module:"),
-        (
-            [tmp_path / "nothing"],
-            "nothing: no causal LM can be loaded from it (no config.json there)",
-        ),
+        ([tmp_path / "nothing"], "nothing is no directory; as a model of the hub: --model "),
+        (["runs/nothere"], "runs/nothere is no directory; as a model of the hub: --model "),
         (
             [tmp_path / "mixed", *corpus],
             "its tokenizer has 675 tokens and its model 600: use the model's own",
