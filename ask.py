@@ -51,11 +51,11 @@ def show(tau: Any) -> None:
 
 
 def ask(args: argparse.Namespace) -> None:
-    status("loading the policy")
     run = args.run or newest_run()
     if not Path(run).is_dir():
         raise Fault(f"--run {run}: no such directory")
     given = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
+    status("loading the policy")
     with load_agent(run, temperature=args.temperature, seed=args.seed, **given) as agent:
         status("")
         print(printable(f"{Path(run).resolve().name}\n\n{agent.instruction}"))

@@ -43,8 +43,9 @@ Row = dict[str, Any]
 Chunk = tuple[str, int, list[Question]]  # name of the set, number of the chunk in it, its questions
 
 
-def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
-    """Evaluates as the flags say and writes --out; returns what summary.json holds."""
+def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
+    """Evaluates as the flags say, writes --out and prints its table."""
+    # who plays which questions
     chosen = find_subject(args.what, args.served_model)
     name = args.method or infer_method(chosen, methods)
     method = methods[name]
@@ -56,6 +57,8 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
     instruction = instruction_of(chosen, task, method, args.instruction)
     questions = collect_questions(task, args)
     task.check()
+
+    # all that the figures depend on
     weights = f"{chosen.served} {describe_model(chosen.weights)}".strip()
     setting = {
         "model": without_secrets(args.what),
@@ -65,12 +68,15 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
         "commit": commit(),
         "content": describe(task, questions, instruction, weights),
     }
+
     data = [] if args.data == ["test"] else list(questions)
     out = Path(args.out or "runs/evaluation/" + "-".join([chosen.name, name, *data]))
     with contextlib.closing(RunDirectory(out)) as files:
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
         files.lock()
+
+        # what an earlier call has played
         rows, metrics, since = read_earlier(files, setting)
         left = cut_chunks(rows, questions)
         files.write("results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -82,6 +88,7 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
                 earlier += f" (commit {since}, not {setting['commit']})"
             setting["commit"] = since
             print(f"{earlier}; remove {out} to play them again", flush=True)
+
         if left:
             try:
                 ends = method.stop(task) if method.stop else None
@@ -92,7 +99,10 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
             except (Outage, stop.Stopped) as e:
                 kept = f"{len(rows)} of {total} rows are kept in {out}"
                 raise Fault(f"{e}; {kept}: the same command continues there") from None
-        summary = summarize_sets(setting, metrics, [tool.plural for tool in tools_of(task)], rows)
+
+        summary = summarize_sets(
+            setting, metrics, [tool.plural for tool in list_counted_tools(task)], rows
+        )
         table = tabulate(summary)
         files.write("summary.json", json.dumps(finite(summary), indent=1))
         files.write("table.md", table)
@@ -102,7 +112,6 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
     if refused:
         print(f"the server refused {refused} of {len(rows)} conversations, which count as wrong")
     print(f"{out}: summary.json, table.md, results.jsonl")
-    return summary
 
 
 def collect_questions(task: Task, args: argparse.Namespace) -> dict[str, list[Question]]:
@@ -204,7 +213,7 @@ def make_row(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:
         "prompt_tokens": tau.prompt_tokens, "sampled_tokens": sum(tau.mask), "tokens": len(tau.ids),
         "stop": tau.stop, "prediction": tau.prediction, "golds": list(q.golds),
     }  # fmt: skip
-    row |= {tool.plural: tau.served(tool.tag) for tool in tools_of(task)}
+    row |= {tool.plural: tau.served(tool.tag) for tool in list_counted_tools(task)}
     if isinstance(task, SearchQA):
         found = [text for turn in tau.turns for text in turn.result or []]
         row["gold_found"] = float(holds_gold(found, q.golds))
@@ -216,7 +225,7 @@ def make_row(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:
     return {"id": q.id, "reward": tau.reward, **metrics, **row}
 
 
-def tools_of(task: Task) -> Sequence[Any]:
+def list_counted_tools(task: Task) -> Sequence[Any]:
     """The tools whose calls are counted: of search QA the search even for a method that does not
     use it."""
     return task.tools or ([task.search] if isinstance(task, SearchQA) else [])

@@ -122,6 +122,7 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
 
     `guess`: a control that proposes clauses at random and never looks at the failures.
     """
+    # what the prompt asks for
     rng = random.Random(f"{seed} {hashlib.sha256(prompt.encode()).hexdigest()}")
     parent = re.search(r"<ins_0>(.*?)</ins_0>", prompt, re.S)
     numbers = re.findall(r"(?:to|into) <ins_(\d+)>", prompt)
