@@ -217,7 +217,7 @@ def open_agent(
     task: Task,
     instruction: str,
     temperature: float,
-    seed: int,
+    seed: int = 0,
     stop: tuple[str, ...] | None = None,
 ) -> Agent:
     """Returns the agent that plays a task; `close` ends its engine and its tools' servers.

@@ -57,8 +57,6 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
     instruction = instruction_of(chosen, task, method, args.instruction)
     questions = collect_questions(task, args)
     task.check()
-
-    # all that the figures depend on
     weights = f"{chosen.served} {describe_model(chosen.weights)}".strip()
     setting = {
         "model": without_secrets(args.what),
@@ -89,20 +87,18 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
             setting["commit"] = since
             print(f"{earlier}; remove {out} to play them again", flush=True)
 
+        # the rest
         if left:
+            ends = method.stop(task) if method.stop else None
             try:
-                ends = method.stop(task) if method.stop else None
-                with open_agent(
-                    chosen, task, instruction, args.temperature, args.seed, ends
-                ) as player:
-                    metrics = play(files, setting, player, method, left, rows)
+                with open_agent(chosen, task, instruction, args.temperature, stop=ends) as agent:
+                    metrics = play(files, setting, agent, method, left, rows)
             except (Outage, stop.Stopped) as e:
                 kept = f"{len(rows)} of {total} rows are kept in {out}"
                 raise Fault(f"{e}; {kept}: the same command continues there") from None
 
-        summary = summarize_sets(
-            setting, metrics, [tool.plural for tool in list_counted_tools(task)], rows
-        )
+        tools = [tool.plural for tool in list_counted_tools(task)]
+        summary = summarize_sets(setting, metrics, tools, rows)
         table = tabulate(summary)
         files.write("summary.json", json.dumps(finite(summary), indent=1))
         files.write("table.md", table)

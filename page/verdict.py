@@ -2,7 +2,7 @@
 went wrong."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from journal.silence import ALL_ALIKE, NO_ANSWER, Silence
@@ -63,10 +63,7 @@ def winner(run: Run, tree: Row) -> Row | None:
         "id": id,
         "lineage": lineage(parents, id),
         "w": w.get(id),
-        "since": by_id[id]["born"],
         "second": {"id": j, "w": second} if others else None,
-        "ever": len(by_id),
-        "refused": len(tree["refused"]),
     }
 
 
@@ -100,29 +97,38 @@ def cost(run: Run) -> Row:
 
 def warnings(run: Run) -> list[Row]:
     """What a person who knows the failures of such runs would point at: {"text", "panel", "t"}."""
-    rows, out = [row for row in run.steps if row["t"] > 0], list[Row]()
-
-    def warn(text: str, panel: str = "", t: int | None = None) -> None:
-        out.append({"text": text, "panel": panel, "t": t})
-
+    rows = [row for row in run.steps if row["t"] > 0]
     if not rows:
-        warn("No step has been measured yet.")
-        return out
+        return [_warning("No step has been measured yet.")]
+    return [*_of_numbers(rows, run.metrics[0]), *_of_silence(run, rows), *_of_updates(rows)]
 
-    # what is not a number, or hardly one any more
-    for name in dict.fromkeys(("loss", "grad_norm", "reward", run.metrics[0])):
+
+def _warning(text: str, panel: str = "", t: int | None = None) -> Row:
+    return {"text": text, "panel": panel, "t": t}
+
+
+def _of_numbers(rows: list[Row], metric: str) -> Iterator[Row]:
+    """What is not a number, or falls."""
+    for name in dict.fromkeys(("loss", "grad_norm", "reward", metric)):
         broken = [row["t"] for row in rows if name in row and number(row[name]) is None]
         if broken:
-            warn(f"{name} is not a number at step {broken[0]}.", name, broken[0])
+            yield _warning(f"{name} is not a number at step {broken[0]}.", name, broken[0])
     few = max(1, min(10, len(rows) // 5))
-    entropy = column(rows, "entropy")
+    entropy, reward = column(rows, "entropy"), column(rows, "reward")
     if entropy:
         start, end = fmean(entropy[:few]), fmean(entropy[-few:])
         if end < 0.05 * start:
             fell = f"from {start:.3g} to {end:.3g} nats"
-            warn(f"Entropy has collapsed {fell}: the policy hardly explores.", "entropy")
+            yield _warning(f"Entropy has collapsed {fell}: the policy hardly explores.", "entropy")
+    if len(reward) >= 10:
+        means = [fmean(reward[k : k + few]) for k in range(len(reward) - few + 1)]
+        best, last = max(means), means[-1]
+        if best - last > 0.3 * max(abs(mean) for mean in means):
+            yield _warning(f"Reward fell from {best:.2f} to {last:.2f}.", "reward")
 
-    # what the run itself has warned of
+
+def _of_silence(run: Run, rows: list[Row]) -> Iterator[Row]:
+    """What the run itself has warned of."""
     silence, lasted = Silence(), dict[str, tuple[int, str]]()
     for row in rows:
         silence.step(row)
@@ -131,29 +137,25 @@ def warnings(run: Run) -> list[Row]:
     panels = {NO_ANSWER: "answered", ALL_ALIKE: "zero_variance_groups"}
     for sign, (t, text) in lasted.items():
         until = "To the end" if t == rows[-1]["t"] else f"Up to step {t}"
-        warn(f"{until}, {text}", panels.get(sign, ""))
+        yield _warning(f"{until}, {text}", panels.get(sign, ""))
     mode = run.config.get("mode", "static")
     if mode != "static" and run.summary.get("evolved") is False:
-        warn(f"No evolution changed the instructions: this is no result of --mode {mode}.", "tree")
+        text = f"No evolution changed the instructions: this is no result of --mode {mode}."
+        yield _warning(text, "tree")
 
-    # engine and update
+
+def _of_updates(rows: list[Row]) -> Iterator[Row]:
+    """Engine against trainer, and updates that were left out."""
     gaps = [row for row in rows if (number(row.get("logp_gap")) or 0) > 0.05]
     if gaps:
         t, most = gaps[0]["t"], max(column(gaps, "logp_gap"))
         text = f"Engine and trainer differ by up to {most:.2g} nat a token, from step {t} on."
-        warn(text, "logp_gap", t)
+        yield _warning(text, "logp_gap", t)
     skipped = [row for row in rows if row.get("skipped_updates")]
     if skipped:
         n = sum(column(skipped, "skipped_updates"))
         text = f"{n:.0f} optimizer steps were skipped: loss or gradient were not finite."
-        warn(text, "skipped_updates", skipped[0]["t"])
-    reward = column(rows, "reward")
-    if len(reward) >= 10:
-        means = [fmean(reward[k : k + few]) for k in range(len(reward) - few + 1)]
-        best, last = max(means), means[-1]
-        if best - last > 0.3 * max(abs(mean) for mean in means):
-            warn(f"Reward fell from {best:.2f} to {last:.2f}.", "reward")
-    return out
+        yield _warning(text, "skipped_updates", skipped[0]["t"])
 
 
 def column(rows: Sequence[Row], name: str) -> list[float]:

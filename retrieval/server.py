@@ -22,7 +22,6 @@ import asyncio
 import os
 import signal
 
-from cachetools import LRUCache
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -38,7 +37,6 @@ from retrieval.index import Dense, open_index
 MAX_TOPK = 100
 MAX_QUERIES = 16384  # per request: Search-R1 sends all queries of a step at once
 MAX_HITS = 100_000  # queries x topk of a request, whose answer is in memory
-MAX_KEPT = 10  # topk of answers that are kept
 MAX_QUERY = 4096  # characters
 MAX_WAIT = 0.002  # seconds that the first query of a batch waits for others
 
@@ -58,32 +56,26 @@ class Batcher:
     """Queries of concurrent requests -> batches for one searching thread -> answers.
 
     A batch leaves when the thread is free and `max_batch` queries wait, or MAX_WAIT after the first
-    of them. Answers, including those still awaited, stay in an LRU cache of `cache` queries, which
-    are not searched again. `answer(keys)` runs in the thread, everything else on the event loop.
+    of them. `answer(keys)` runs in the thread, everything else on the event loop.
     """
 
-    def __init__(self, answer, max_batch: int, cache: int):
+    def __init__(self, answer, max_batch: int):
         self.answer, self.max_batch = answer, max_batch
         self.queries = self.batches = 0  # so far
         self.waiting: asyncio.Queue[tuple[Key, asyncio.Future[Answer]]] = asyncio.Queue()
-        self._answers: LRUCache[Key, asyncio.Future[Answer]] = LRUCache(cache)
         self._running: asyncio.Task | None = None
 
     async def ask(self, keys: list[Key]) -> list[Answer]:
         """Returns the answer to each key; raises what the search raised."""
         self._running = self._running or asyncio.create_task(self._run())
         self.queries += len(keys)
-        answers = [self._enqueue(key) for key in keys]
+        answers = [asyncio.get_running_loop().create_future() for _ in keys]
+        for waiting in zip(keys, answers, strict=True):
+            self.waiting.put_nowait(waiting)
         if answers:
-            # awaiting each would, when one request is abandoned, cancel it for others
+            # which cancels none of them when the request is abandoned
             await asyncio.wait(answers)
         return [answer.result() for answer in answers]
-
-    def _enqueue(self, key: Key) -> asyncio.Future[Answer]:
-        if key not in self._answers:
-            self._answers[key] = asyncio.get_running_loop().create_future()
-            self.waiting.put_nowait((key, self._answers[key]))
-        return self._answers[key]
 
     async def _run(self) -> None:
         while True:
@@ -97,18 +89,15 @@ class Batcher:
                 answers = await asyncio.to_thread(self.answer, [key for key, _ in batch])
                 for key, future in batch:
                     future.set_result(answers[key])
-                    if key[1] > MAX_KEPT:
-                        self._answers.pop(key, None)
             # of the encoder, FAISS or a row: these requests fail, the server continues
             except Exception as e:
-                for key, future in batch:
-                    self._answers.pop(key, None)
+                for _, future in batch:
                     future.set_exception(e)
                     # asyncio logs one that nobody has looked at: a request may be gone
                     future.exception()
 
 
-def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256, cache: int = 4096) -> FastAPI:
+def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256) -> FastAPI:
     """Makes the ASGI app that serves /retrieve and /health; `topk` is the default of a request."""
 
     def answer(keys: list[Key]) -> dict[Key, Answer]:
@@ -124,7 +113,7 @@ def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256, cache: int 
                 ]
         return answers
 
-    batcher = Batcher(answer, max_batch, cache)
+    batcher = Batcher(answer, max_batch)
     app = FastAPI(title="Passage retrieval")
 
     @app.exception_handler(RequestValidationError)
