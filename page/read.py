@@ -70,7 +70,8 @@ def read_run(path: Path) -> Run:
         raise Fault(f"{path} holds no run: none of {', '.join(names)} is in it")
     run.written = max(file.stat().st_mtime for file in files)
     run.config = _object(run, "config.json", "the settings are unknown")
-    run.steps = _rows(run, "metrics.jsonl", "there are no curves")
+    steps = {row["t"]: row for row in _rows(run, "metrics.jsonl", "there are no curves")}
+    run.steps = [steps[t] for t in sorted(steps)]  # of a step that was written twice, the last
     run.events = _rows(run, "population.jsonl", "there is no family tree")
     reflects = run.config.get("mode", "inspo") == "inspo" and run.t > 0  # others may do without
     run.reflections = _rows(
