@@ -12,12 +12,12 @@ from evaluation.measure import format_table
 from evaluation.statistics import (
     Array,
     Difference,
-    adjust,
-    between_seeds,
-    macro_difference,
-    mcnemar,
-    over_seeds,
-    paired,
+    adjust_p_values,
+    average_differences,
+    compare_pairs,
+    compare_seeds,
+    count_discordant,
+    estimate_over_seeds,
     right_or_wrong,
 )
 from journal.record import differences
@@ -107,18 +107,18 @@ def compare(directories: Sequence[str]) -> str:
     sets = list(first[0].values)
     rows, headline = list[dict[str, str]](), list[Difference]()
     for arm in others:
-        parts = [paired(by_question(arm, data), by_question(first, data)) for data in sets]
+        parts = [compare_pairs(by_question(arm, data), by_question(first, data)) for data in sets]
         rows += [make_row(arm, first, [data], part) for data, part in zip(sets, parts, strict=True)]
         whole = parts[0]
         if len(sets) > 1:
-            whole = macro_difference(parts)
+            whole = average_differences(parts)
             rows.append(make_row(arm, first, sets, whole))
-        seeds = between_seeds(by_seed(arm, sets), by_seed(first, sets))
+        seeds = compare_seeds(by_seed(arm, sets), by_seed(first, sets))
         headline.append(whole if np.isnan(seeds.p) else seeds)
 
     out = [f"Differences from {name_arm(first)}.", "", format_table(rows)]
     if len(others) > 1:
-        p = adjust(dict(enumerate(headline)))
+        p = adjust_p_values(dict(enumerate(headline)))
         shown = [
             f"{name_arm(arm)} {format_p(p[k]) if k in p else 'no test'}"
             for k, arm in enumerate(others)
@@ -137,21 +137,23 @@ def compare(directories: Sequence[str]) -> str:
 def make_row(arm: Arm, first: Arm, data: list[str], difference: Difference) -> dict[str, str]:
     """A row of the table: an arm against the first one on some sets of questions."""
     a, b = by_seed(arm, data), by_seed(first, data)
-    seeds = between_seeds(a, b)
+    seeds = compare_seeds(a, b)
     tested = not np.isnan(seeds.p)
     most = 1.0 if arm[0].metric in SHARES else math.inf
     discordant = ""
     if len(data) == 1:
         x, y = by_question(arm, data[0]), by_question(first, data[0])
         if right_or_wrong(x, y):
-            only_a, only_b, _ = mcnemar(x, y)
+            only_a, only_b, _ = count_discordant(x, y)
             discordant = f"{only_a}, {only_b}"
     visible = seeds.visible if tested else difference.visible
     return {
         "": name_arm(arm),
         "benchmark": data[0] if len(data) == 1 else "average",
         "questions": f"{difference.interval.n:,}",
-        label(arm[0].metric): f"{over_seeds(a).mean:.3f}, {over_seeds(b).mean:.3f}",
+        label(
+            arm[0].metric
+        ): f"{estimate_over_seeds(a).mean:.3f}, {estimate_over_seeds(b).mean:.3f}",
         "difference over questions, 95 %": f"{difference.interval.within(-most, most):+}",
         "p": format_p(difference.p),
         "only this right, only that": discordant,

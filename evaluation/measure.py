@@ -23,7 +23,7 @@ from evaluation.agents import (
     open_agent,
 )
 from evaluation.benchmarks import load_benchmark
-from evaluation.statistics import Interval, interval, macro
+from evaluation.statistics import Interval, average_intervals, estimate_mean
 from journal.directory import RunDirectory
 from journal.record import describe, describe_model, differences
 from journal.summary import SHARES, count_calls, label
@@ -238,7 +238,7 @@ def summarize_sets(setting: Row, metrics: list[str], tools: list[str], rows: Seq
         title: summarize([row for row in rows if row["data"] == title], metrics, tools)
         for title in titles
     }
-    average = macro([Interval(**part[metrics[0]]) for part in parts.values()])
+    average = average_intervals([Interval(**part[metrics[0]]) for part in parts.values()])
     return {
         "setting": setting,
         "metrics": metrics,
@@ -256,7 +256,7 @@ def summarize(rows: Sequence[Row], metrics: Sequence[str], tools: Sequence[str])
     out: Row = {"questions": len(rows)}
     for name in metrics:
         most = 1.0 if name in SHARES else math.inf
-        out[name] = interval([row[name] for row in rows]).within(1 - most, most)._asdict()
+        out[name] = estimate_mean([row[name] for row in rows]).within(1 - most, most)._asdict()
     for name in ("answered", *tools, "prompt_tokens", "sampled_tokens", "tokens"):
         out[name] = fmean(row[name] for row in rows)
     if "gold_found" in rows[0]:

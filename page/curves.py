@@ -2,20 +2,20 @@
 seed are one group."""
 
 from journal.record import FREE, differences
-from page.read import Row, Run, number
+from page.read import Row, Run, finite_number
 
 SEED = FREE | {"seed", "order of train"}  # --seed may cut --train
 ONE_ARM = SEED | {"commit"}
 
 
-def curves(run: Run) -> Row:
+def collect_curves(run: Run) -> Row:
     """Returns {"t": [...], "series": {name: [...]}} with None where a step has no such number.
 
     The scores at the run's end, which are in summary.json alone, are those of the last step.
     """
     series: dict[str, list[float | None]] = {}
     for name in sorted({name for row in run.steps for name in row} - {"t"}):
-        values = [number(row.get(name)) for row in run.steps]
+        values = [finite_number(row.get(name)) for row in run.steps]
         if any(value is not None for value in values):
             series[name] = values
     for name, value in run.summary.get("end", {}).items():
@@ -24,7 +24,7 @@ def curves(run: Run) -> Row:
     return {"t": [row["t"] for row in run.steps], "series": series}
 
 
-def groups(runs: list[Run]) -> list[Row]:
+def group_runs(runs: list[Run]) -> list[Row]:
     """Returns [{"label", "runs", "unlike"}]: runs that differ by seed and commit alone; `runs` are
     places in the list.
 

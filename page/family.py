@@ -13,7 +13,7 @@ EXAMPLE = re.compile(
 BLOCKS = re.compile(r"<ins_\d+>.*?(?:</ins_\d+>|\Z)", re.S)
 
 
-def family(run: Run) -> Row:
+def collect_family(run: Run) -> Row:
     """Collects "instructions" and "refused" for the tree, the optimizer's "calls" by "step.round",
     and "candidates".
 

@@ -82,7 +82,7 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def number(x: Any) -> float | None:
+def finite_number(x: Any) -> float | None:
     """x if it is a finite number, else None."""
     return x if isinstance(x, (int, float)) and math.isfinite(x) else None
 

@@ -16,7 +16,7 @@ COLUMNS = "page place kind t ins reward failed stop source calls question group 
 SHOWN = "prediction golds metrics advantage action_tokens token_data".split()
 
 
-def sample(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str, str]]:
+def sample_trajectories(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str, str]]:
     """Returns (index, pages) of at most about `limit` trajectories of training, and of all that
     were kept to compare.
 
@@ -43,23 +43,25 @@ def sample(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str, str]]:
             entry["question"] = questions.setdefault(row["question_text"], len(questions))
             entry |= {"page": len(pages), "place": place}
             index["rows"].append([entry[name] for name in COLUMNS])
-            shown.append({key: row[key] for key in SHOWN if key in row} | {"parts": parts(row)})
+            shown.append(
+                {key: row[key] for key in SHOWN if key in row} | {"parts": split_response(row)}
+            )
         if rows:
-            pages[file.name.removesuffix(".jsonl.gz")] = pack(shown)
+            pages[file.name.removesuffix(".jsonl.gz")] = compress_json(shown)
     if not index["rows"]:
         run.missing.append("trajectories/ is empty: no trajectory can be shown.")
     return index | {"questions": list(questions), "seen": len(index["rows"])}, pages
 
 
-def encode(x: object) -> bytes:
+def encode_json(x: object) -> bytes:
     """x as JSON."""
     text = json.dumps(finite(x), ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "replace")
 
 
-def pack(x: object) -> str:
+def compress_json(x: object) -> str:
     """x as JSON, gzip, base64."""
-    return base64.b64encode(gzip.compress(encode(x), 9, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(encode_json(x), 9, mtime=0)).decode()
 
 
 def _rows(file: Path, limit: int) -> tuple[list[Row], int, bool]:
@@ -107,7 +109,7 @@ def _entry(row: Row, name: str, tree: Row, T: int) -> Row:
     }
 
 
-def parts(row: Row) -> list[list[str]]:
+def split_response(row: Row) -> list[list[str]]:
     """A response as [["act", text], ["obs", text], ...]: what the policy wrote, and what it was
     shown."""
     rest, out = row["response"], []

@@ -7,23 +7,23 @@ from statistics import fmean
 
 from journal.silence import ALL_ALIKE, NO_ANSWER, Silence
 from journal.summary import lineage
-from page.read import Row, Run, number
+from page.read import Row, Run, finite_number
 
 RUNNING = 600.0  # seconds without a line after which an unfinished run counts as stopped
 
 
-def verdict(run: Run, tree: Row) -> Row:
+def judge_run(run: Run, tree: Row) -> Row:
     """The answers of the first screen."""
     return {
-        "status": status(run),
-        "learned": learned(run),
-        "winner": winner(run, tree),
-        "cost": cost(run),
-        "warnings": warnings(run),
+        "status": find_status(run),
+        "learned": describe_gain(run),
+        "winner": describe_winner(run, tree),
+        "cost": sum_costs(run),
+        "warnings": find_warnings(run),
     }
 
 
-def status(run: Run) -> Row:
+def find_status(run: Run) -> Row:
     """Returns {"state", "t", "T", "written"}; state: finished, running, or stopped (no line for ten
     minutes)."""
     state = "running" if time.time() - run.written < RUNNING else "stopped"
@@ -31,9 +31,9 @@ def status(run: Run) -> Row:
     return {"state": state, "t": run.t, "T": run.T, "written": run.written}
 
 
-def learned(run: Run) -> Row:
+def describe_gain(run: Run) -> Row:
     """What was gained: the final table with its sentence, or for an unfinished run its rewards."""
-    rewards = column(run.steps, "reward")
+    rewards = read_column(run.steps, "reward")
     few = max(1, min(5, len(rewards) // 2))
     return {
         "table": run.summary.get("held_out", {}),
@@ -44,7 +44,7 @@ def learned(run: Run) -> Row:
     }
 
 
-def winner(run: Run, tree: Row) -> Row | None:
+def describe_winner(run: Run, tree: Row) -> Row | None:
     """The winning instruction, or the one that leads now, and what speaks for it; None without
     any."""
     by_id = {I["id"]: I for I in tree["instructions"]}
@@ -67,26 +67,26 @@ def winner(run: Run, tree: Row) -> Row | None:
     }
 
 
-def cost(run: Run) -> Row:
+def sum_costs(run: Run) -> Row:
     """What the run has spent: calls and tokens, rollouts, seconds by phase."""
     calls = [row["call"] for row in run.reflections if "call" in row]
-    total = run.summary.get("seconds") or max(column(run.steps, "time/total"), default=0.0)
+    total = run.summary.get("seconds") or max(read_column(run.steps, "time/total"), default=0.0)
     names = ("rollout", "reward", "update", "verify", "evolve", "evaluate")
-    phases = {name: sum(column(run.steps, f"time/{name}")) for name in names}
+    phases = {name: sum(read_column(run.steps, f"time/{name}")) for name in names}
     phases["evolve"] -= phases["verify"]  # a part of it; the rest are the optimizer's calls
     failed = {name for row in run.steps for name in row if name.endswith("/faults")}
     phases["other"] = max(0.0, total - sum(phases.values()))
     return {
         "calls": len(calls),
         "optimizer": run.config.get("optimizer_model"),
-        **{name: sum(column(calls, name)) for name in ("prompt_tokens", "completion_tokens")},
-        "optimizer_seconds": sum(column(calls, "seconds")),
+        **{name: sum(read_column(calls, name)) for name in ("prompt_tokens", "completion_tokens")},
+        "optimizer_seconds": sum(read_column(calls, "seconds")),
         "training": sum(row["t"] > 0 for row in run.steps)
         * run.config.get("batch", 0)
         * run.config.get("G", 0),
-        "verification": sum(column(run.reflections, "rollouts")),
+        "verification": sum(read_column(run.reflections, "rollouts")),
         "tool_calls": run.summary.get("ledger", {}).get("tool_calls"),
-        "faults": sum(max(column(run.steps, name), default=0) for name in failed),
+        "faults": sum(max(read_column(run.steps, name), default=0) for name in failed),
         "seconds": total,
         "phases": phases,
     }
@@ -95,7 +95,7 @@ def cost(run: Run) -> Row:
 # ---- what went wrong
 
 
-def warnings(run: Run) -> list[Row]:
+def find_warnings(run: Run) -> list[Row]:
     """What a person who knows the failures of such runs would point at: {"text", "panel", "t"}."""
     rows = [row for row in run.steps if row["t"] > 0]
     if not rows:
@@ -110,11 +110,11 @@ def _warning(text: str, panel: str = "", t: int | None = None) -> Row:
 def _of_numbers(rows: list[Row], metric: str) -> Iterator[Row]:
     """What is not a number, or falls."""
     for name in dict.fromkeys(("loss", "grad_norm", "reward", metric)):
-        broken = [row["t"] for row in rows if name in row and number(row[name]) is None]
+        broken = [row["t"] for row in rows if name in row and finite_number(row[name]) is None]
         if broken:
             yield _warning(f"{name} is not a number at step {broken[0]}.", name, broken[0])
     few = max(1, min(10, len(rows) // 5))
-    entropy, reward = column(rows, "entropy"), column(rows, "reward")
+    entropy, reward = read_column(rows, "entropy"), read_column(rows, "reward")
     if entropy:
         start, end = fmean(entropy[:few]), fmean(entropy[-few:])
         if end < 0.05 * start:
@@ -146,18 +146,18 @@ def _of_silence(run: Run, rows: list[Row]) -> Iterator[Row]:
 
 def _of_updates(rows: list[Row]) -> Iterator[Row]:
     """Engine against trainer, and updates that were left out."""
-    gaps = [row for row in rows if (number(row.get("logp_gap")) or 0) > 0.05]
+    gaps = [row for row in rows if (finite_number(row.get("logp_gap")) or 0) > 0.05]
     if gaps:
-        t, most = gaps[0]["t"], max(column(gaps, "logp_gap"))
+        t, most = gaps[0]["t"], max(read_column(gaps, "logp_gap"))
         text = f"Engine and trainer differ by up to {most:.2g} nat a token, from step {t} on."
         yield _warning(text, "logp_gap", t)
     skipped = [row for row in rows if row.get("skipped_updates")]
     if skipped:
-        n = sum(column(skipped, "skipped_updates"))
+        n = sum(read_column(skipped, "skipped_updates"))
         text = f"{n:.0f} optimizer steps were skipped: loss or gradient were not finite."
         yield _warning(text, "skipped_updates", skipped[0]["t"])
 
 
-def column(rows: Sequence[Row], name: str) -> list[float]:
-    values = [number(row.get(name)) for row in rows]
+def read_column(rows: Sequence[Row], name: str) -> list[float]:
+    values = [finite_number(row.get(name)) for row in rows]
     return [x for x in values if x is not None]

@@ -33,7 +33,7 @@ CHUNK = 256  # passages that an encoder encodes at a time
 SAMPLE = 1 << 20  # vectors that IVF's cells and the scalar quantizer are trained on
 
 
-def encode(corpus: Corpus, encoders: list[Encoder], path: Path) -> np.ndarray:
+def encode_corpus(corpus: Corpus, encoders: list[Encoder], path: Path) -> np.ndarray:
     """Appends the vectors that an earlier run has not written; returns those of all, (N, d) fp32,
     memory-mapped."""
     n, d = len(corpus), encoders[0].dimension
@@ -58,7 +58,7 @@ def encode(corpus: Corpus, encoders: list[Encoder], path: Path) -> np.ndarray:
     return np.memmap(path, np.float32, "r", shape=(n, d))
 
 
-def fill(index: faiss.Index, vectors: np.ndarray) -> faiss.Index:
+def fill_index(index: faiss.Index, vectors: np.ndarray) -> faiss.Index:
     """Trains an empty index and adds the vectors, in memory."""
     index.verbose = True
     if not index.is_trained:
@@ -74,7 +74,9 @@ def build_dense(corpus: Corpus, encoders: list[Encoder], folder: Path, kind: str
     # before hours of encoding
     index = faiss.index_factory(encoders[0].dimension, kind, faiss.METRIC_INNER_PRODUCT)
     vectors = folder / "vectors"
-    faiss.write_index(fill(index, encode(corpus, encoders, vectors)), str(folder / "index.faiss"))
+    faiss.write_index(
+        fill_index(index, encode_corpus(corpus, encoders, vectors)), str(folder / "index.faiss")
+    )
     vectors.unlink(missing_ok=True)
 
 

@@ -17,7 +17,7 @@ from config import WORLD, Config, read_config
 from evaluation.checkpoints import export_checkpoint
 from journal.directory import RunDirectory
 from models.model import load_model, load_policy
-from page.html import write
+from page.html import write_page
 from plumbing.faults import Fault
 from population import Population, ReplayBuffer
 from training import checkpoint
@@ -201,7 +201,7 @@ def test_the_page_of_a_damaged_run_is_written_or_refused(whole, tmp_path):
     for seed in range(N // 100):
         done = harmed(whole, tmp_path / "r", seed)
         with right_or_refused((seed, done)):
-            write([tmp_path / "r"], tmp_path / "page.html")
+            write_page([tmp_path / "r"], tmp_path / "page.html")
         shutil.rmtree(tmp_path / "r")
 
 

@@ -16,7 +16,7 @@ import re
 
 from plumbing.faults import one_line
 from plumbing.servers import listen, serve
-from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, read, write
+from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, read_clauses, write_instruction
 
 HARM = ("memory", "verbose", "terse", "early", "whole")
 KNOWN_TAGS = set(re.findall(r"</?\w+>", FRAMES[0]))
@@ -111,7 +111,7 @@ def revise(rng: random.Random, clauses: list[str], add: list[str], frame: str = 
     kept = [c for c in clauses if CLAUSES[c].slot not in slots]
     fillers = rng.randint(0, 1)
     wordings = "any" if rng.random() < 0.3 else "taught"
-    return write(rng, kept + add, fillers, wordings, frame)
+    return write_instruction(rng, kept + add, fillers, wordings, frame)
 
 
 def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
@@ -130,7 +130,7 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
         return "I can only improve a prompt that is given in <ins_0> </ins_0>."
     instruction = parent.group(1).strip()
     n = int(numbers[-1])
-    clauses = read(instruction)
+    clauses = read_clauses(instruction)
     # Whatever the task is, its own tags are kept: where there are any, they stand in place of the
     # world's frame.
     frame = find_foreign(instruction)
@@ -143,7 +143,7 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
     failures = re.findall(r"Response: (.*?)\nCorrect answer: (.*?)\n</example>", prompt, re.S)
     if other:
         text = ["The first one lacks what the other says beyond it."]
-        lacks = [c for c in read(other.group(1)) if c not in clauses]
+        lacks = [c for c in read_clauses(other.group(1)) if c not in clauses]
         candidates = [revise(rng, clauses, lacks, frame) for _ in range(n)]
     elif failures:
         reasons, votes = analyze([] if guess else failures, clauses)
@@ -154,7 +154,9 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
         ]
     else:
         text = ["Here are other wordings of the prompt."]
-        candidates = [write(rng, clauses, rng.randint(0, 2), frame=frame) for _ in range(n)]
+        candidates = [
+            write_instruction(rng, clauses, rng.randint(0, 2), frame=frame) for _ in range(n)
+        ]
 
     # malformed replies: none of the candidates, one of them twice, a tag lost
     mishap = rng.random()

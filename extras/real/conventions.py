@@ -27,7 +27,7 @@ from scipy.special import expit, logit
 
 from config import FACTS, PRESETS, Config
 from evaluation.agents import Subject, open_agent
-from evaluation.statistics import Interval, over_seeds
+from evaluation.statistics import Interval, estimate_over_seeds
 from extras.real.__main__ import NAME, Part, play_missing
 from extras.real.demos import TASK, Facts, Row, row_of
 from grpo import lr_at
@@ -327,7 +327,7 @@ def gap(out: Path, world: int) -> float:
 def predict(world: int) -> Interval:
     """The simulated gap of a world: the mean of 200 pairs of runs."""
     gaps = [simulate(world, True, 2 * k) - simulate(world, False, 2 * k + 1) for k in range(200)]
-    return over_seeds(gaps)
+    return estimate_over_seeds(gaps)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -33,7 +33,7 @@ from engines.vllm_engine import VllmEngine, vllm_version
 from evaluation.command import main as evaluate
 from extras.cold_start import encode_row
 from models.model import load_policy, weights
-from page.sample import parts
+from page.sample import split_response
 from plumbing.files import read_jsonl
 from rollout import encode_prompt, rollout
 from tasks import Job, Question
@@ -336,7 +336,7 @@ def test_what_is_sampled_is_what_is_read(real):
             tokenizer.decode(tau.ids[k : k + n]) for k, n in zip(starts, tau.acted, strict=True)
         ]
         assert read == [turn.text for turn in tau.turns]
-        assert [text for kind, text in parts(tau.record()) if kind == "act"] == read
+        assert [text for kind, text in split_response(tau.record()) if kind == "act"] == read
 
 
 class Passages(Found):
