@@ -289,6 +289,7 @@ def tabulate(summary: Row) -> str:
 def format_table(rows: Sequence[Mapping[str, str]]) -> str:
     """A Markdown table of rows, each a cell by its heading."""
     heads = list(dict.fromkeys(head for row in rows for head in row))
-    lines = [heads, ["---"] * len(heads)]
-    lines += [[row.get(head, "") for head in heads] for row in rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    cells = [heads, *([row.get(head, "") for head in heads] for row in rows)]
+    lines = [f"| {' | '.join(line)} |\n" for line in cells]
+    lines.insert(1, "|---" * len(heads) + "|\n")
+    return "".join(lines)
