@@ -210,7 +210,8 @@ class Log:
             )
         print(printable("\n".join(filter(None, lines))))
         try:
-            page = importlib.import_module("report").write([run.path], run.path / "report.html")
+            write_page = importlib.import_module("report").write_page
+            page = write_page([run.path], run.path / "report.html")
             print(f"see it: {page}")
         except (Fault, ImportError) as e:  # the run is complete without its page
             print(f"no page: {e} (python report.py {run.path} writes it)")
