@@ -120,15 +120,15 @@ def make_tokenizer(size: int) -> Qwen2Tokenizer:
     """Returns a byte-level BPE of `size` tokens, of one to three characters as random text has
     them."""
     world = load_tokenizer(PRESETS["world"]["model"], ())
-    special = [world.eos_token, "<|im_start|>", "<|im_end|>"]
-    alphabet = sorted(ByteLevel.alphabet())
-    texts, merges = list(alphabet), []
-    for before in texts:  # grows while it is read: after the characters come the pairs
-        for character in alphabet:
-            if len(texts) == size - len(special):
-                break
-            texts.append(before + character)
-            merges.append((before, character))
+    special = list(dict.fromkeys(["<|endoftext|>", world.eos_token, "<|im_start|>", "<|im_end|>"]))
+    printable = [chr(k) for k in range(33, 127)]
+    random.Random(0).shuffle(printable)
+    texts, merges = sorted(ByteLevel.alphabet()), []
+    for before in [*printable, *(a + b for a in printable for b in printable)]:
+        for character in printable:
+            if len(texts) < size - len(special):
+                texts.append(before + character)
+                merges.append((before, character))
     vocabulary = {text: k for k, text in enumerate(texts)}
     template = world.chat_template
     return Qwen2Tokenizer(
