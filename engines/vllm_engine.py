@@ -5,10 +5,13 @@ proves that it computes with them. Turns may be added while others run (`lockste
 """
 
 import gc
+import io
 import os
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import redirect_stderr
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,9 +19,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from engines import FinishedTurn
+from engines import FinishedTurn, watch_ends
 from models.model import load_config, logit_scale
-from plumbing.chat import turn_ends
 from plumbing.faults import EngineFault, Fault
 
 VERSION = "0.32"  # this file relies on internals: reloading, packed weights, weight transfer
@@ -57,7 +59,8 @@ class VllmEngine:
 
     `path`: directory or id of the policy; `stop`: strings that end a turn, as `turn_ends` do;
     `max_len`: tokens of the longest context and its turn; `memory`: share of the device's memory
-    for vLLM. Under torchrun all ranks construct their engines together, and call `load` together.
+    for vLLM; `rows`: how many will run at once, as far as is known. Under torchrun all ranks
+    construct their engines together, and call `load` together.
     """
 
     max_rows = sys.maxsize  # vLLM schedules rows by its memory
@@ -73,22 +76,34 @@ class VllmEngine:
         dtype: str,
         memory: float,
         seed: int,
+        rows: int = MAX_SEQS,
     ):
         check_vllm()
-        engine_args = settings(path, max_len=max_len, dtype=dtype, memory=memory, seed=seed)
+        engine_args = settings(
+            path, max_len=max_len, dtype=dtype, memory=memory, seed=seed, rows=rows
+        )
         config = load_config(path)
         # vLLM adds a token to its windows, transformers does not
         if config.model_type == "cohere2":
             engine_args["hf_overrides"]["sliding_window"] = config.sliding_window - 1
         from vllm import EngineArgs, LLMEngine
 
+        unknown = engine_args.keys() - {field.name for field in fields(EngineArgs)}
+        if unknown:
+            raise Fault(
+                f"--engine vllm: vLLM {vllm_version()} has no {', '.join(sorted(unknown))};"
+                f" pip install vllm=={VERSION}.0, or use --engine torch"
+            )
         # vLLM's CPU worker replaces it for the whole process
         set_num_threads = torch.set_num_threads
         self.had_group = dist.is_initialized()
-        self.engine = LLMEngine.from_engine_args(EngineArgs(**engine_args))
+        with redirect_stderr(io.StringIO()):  # two bars of a line for each graph
+            self.engine = LLMEngine.from_engine_args(EngineArgs(**engine_args))
         torch.set_num_threads = set_num_threads
         self.dtype, self.cuda = self.engine.model_config.dtype, torch.cuda.is_available()
-        self.tokenizer, self.stop, self.scale = tokenizer, stop, logit_scale(config)
+        self.ended, self.scale = watch_ends(tokenizer, stop), logit_scale(config)
+        self.tasks = self.engine.get_supported_tasks()
+        self.turns: dict[str, FinishedTurn] = {}  # those that are not finished yet, by request
         self.asleep = 0  # bytes that it gives back asleep: torch goes on counting them
         self.begin(seed)
 
@@ -100,31 +115,55 @@ class VllmEngine:
         # rows have no seeds of their own there (see `generate`), so ranks must differ
         if not self.cuda:
             torch.manual_seed(seed + (dist.get_rank() if self.had_group else 0))
-        self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
+        self.engine.engine_core.abort_requests(list(self.turns))
+        self.turns.clear()
 
     def generate(
         self, contexts: dict[int, list[int]], max_new: int, temperature: float
     ) -> Iterator[FinishedTurn]:
-        """As Engine; a call advances all running turns by one token."""
+        """As Engine; a call advances all running turns by one token.
+
+        vLLM's core alone takes part: what its frontend would do with every token, such as turning
+        it into text to look for stop strings, takes longer than all the rest of its Python.
+        """
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind
 
+        core = self.engine.engine_core
         for key, ids in contexts.items():
-            params = sampling(self, max_new, temperature) | {
-                "output_kind": RequestOutputKind.FINAL_ONLY
-            }
             # makes samples independent of timing; vLLM's CPU build crashes on it in chunked
             # prefills
-            if self.cuda:
-                params["seed"] = hash((self.seed, key, len(ids))) % 2**63
-            self.engine.add_request(str(key), tokens_input(ids), SamplingParams(**params))
-        if self.engine.has_unfinished_requests():
-            for request in self.engine.step():
-                turn = request.outputs[0]
-                yield FinishedTurn(
-                    int(request.request_id), list(turn.token_ids), turn.logprobs.logprobs
-                )
+            seed = hash((self.seed, key, len(ids))) % 2**63 if self.cuda else None
+            params = SamplingParams(
+                max_tokens=max_new,
+                temperature=temperature,
+                seed=seed,
+                logprobs=0,  # the sampled token's only
+                detokenize=False,
+                ignore_eos=True,  # what vLLM takes for it
+            )
+            processor = self.engine.input_processor
+            request = processor.process_inputs(str(key), tokens_input(ids), params, self.tasks)
+            processor.assign_request_id(request)  # a unique one
+            self.turns[request.request_id] = FinishedTurn(key, [], [])
+            core.add_request(request)
+        if not self.turns:
+            return
+
+        # Some of the tokens end their turns, which vLLM must be told.
+        finished, stopped = [], []
+        for output in core.get_output().outputs:
+            turn = self.turns.get(output.request_id)
+            if turn is None:  # forgotten
+                continue
+            turn.ids.extend(output.new_token_ids)
+            turn.logps.extend(output.new_logprobs.logprobs[:, 0].tolist())
+            if output.finished or self.ended(turn.ids):
+                finished.append(self.turns.pop(output.request_id))
+                if not output.finished:
+                    stopped.append(output.request_id)
+        core.abort_requests(stopped)
+        yield from finished
 
     def sleep(self) -> None:
         """As Engine: frees weights and KV cache on a GPU; the CPU has no sleep mode."""
@@ -184,7 +223,9 @@ class VllmEngine:
         gc.collect()
 
 
-def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -> dict[str, Any]:
+def settings(
+    path: str, *, max_len: int, dtype: str, memory: float, seed: int, rows: int = MAX_SEQS
+) -> dict[str, Any]:
     """Returns vLLM's arguments for an engine in this process; call it before vllm is imported (it
     sets environment)."""
     cuda = torch.cuda.is_available()
@@ -218,6 +259,7 @@ def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -
         "enable_prefix_caching": True,
         "enable_sleep_mode": cuda,
         "enforce_eager": not cuda,
+        "cudagraph_capture_sizes": graph_sizes(min(rows, MAX_SEQS)) if cuda else None,
         "distributed_executor_backend": "external_launcher"
         if int(os.environ.get("WORLD_SIZE", 1)) > 1
         else None,
@@ -225,19 +267,11 @@ def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -
     }
 
 
-def sampling(engine: Any, max_new: int, temperature: float) -> dict[str, Any]:
-    """Returns vLLM's sampling parameters for a turn; `engine` is a VllmEngine or a VllmServer."""
-    return {
-        "max_tokens": max_new,
-        "temperature": temperature,
-        "logprobs": 0,  # the sampled token's only
-        "flat_logprobs": True,  # a list of floats
-        "stop": list(engine.stop),
-        "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
-        "ignore_eos": True,  # what vLLM takes for it
-        "stop_token_ids": list(turn_ends(engine.tokenizer)),
-    }
+def graph_sizes(rows: int) -> list[int]:
+    """Returns for how many rows vLLM captures a CUDA graph, `rows` the most; fewer are padded to the
+    next, by half at most. It would capture 51, twice."""
+    sizes = {2**k for k in range(10)} | {3 * 2**k for k in range(3, 9)}
+    return sorted({size for size in sizes if size < rows} | {rows})
 
 
 def rebuild_heads(model: Any) -> None:

@@ -9,6 +9,7 @@ import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from engines import Engine
 from engines.torch_engine import TorchEngine
-from engines.vllm_engine import VllmEngine, sampling
-from engines.vllm_server import VllmServer
+from engines.vllm_engine import VllmEngine
+from engines.vllm_server import VllmServer, sampling
 from models.model import export, load_config, load_model, load_tokenizer
 from plumbing.chat import turn_ends
 
@@ -270,7 +271,8 @@ def test_what_ends_a_turn_is_the_same_for_engines_and_for_whoever_loads_an_expor
     assert turn_ends(tokenizer) == tuple(id_of(ends))
     engine = TorchEngine(model, tokenizer, STOP)
     assert [i for i in range(len(tokenizer)) if engine.ended([i])] == sorted(id_of(ends))
-    assert sampling(engine, 10, 1.0)["stop_token_ids"] == id_of(ends)
+    served = SimpleNamespace(tokenizer=tokenizer, stop=STOP)
+    assert sampling(served, 10, 1.0)["stop_token_ids"] == id_of(ends)
     export(load_config(str(path)), model, tokenizer, tmp_path / "exported", torch.float32)
     assert turn_ends(load_tokenizer(str(tmp_path / "exported"))) == tuple(id_of(ends))
     served = GenerationConfig.from_pretrained(tmp_path / "exported").eos_token_id

@@ -28,6 +28,7 @@ from tiny_model import STOP
 import engines.vllm_engine as vllm_engine
 import engines.vllm_server as vllm_server
 from config import WORLD
+from engines import watch_ends
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import StaleWeights, VllmEngine, check_vllm, vllm_version
 from engines.vllm_server import VllmServer
@@ -133,7 +134,7 @@ def engine(pair):
     """With the policy's weights; restored after each test."""
     engine, model, tokenizer = pair
     yield engine
-    engine.stop, engine.tokenizer = STOP, tokenizer
+    engine.ended = watch_ends(tokenizer, STOP)
     engine.load(weights(model))
 
 
@@ -142,9 +143,8 @@ def test_greedy_turns_are_the_torch_engine_s_token_by_token(pair, engine):
     contexts = contexts_of(tokenizer)
     # Its text contains no stop string, so use pieces of the text as stop strings.
     texts = [tokenizer.decode(ids) for ids, _ in turns(engine, contexts, 30, 0.0).values()]
-    engine.stop = stop = tuple(
-        {text[k : k + 3] for text, k in zip(texts, (8, 14, 20, 30, 40), strict=False)}
-    )
+    stop = tuple({text[k : k + 3] for text, k in zip(texts, (8, 14, 20, 30, 40), strict=False)})
+    engine.ended = watch_ends(tokenizer, stop)
     twin = TorchEngine(model, tokenizer, stop)
     engine.begin(0)
     lengths = set()
@@ -182,10 +182,10 @@ def test_tokens_are_drawn_from_the_softmax_at_the_temperature(pair, engine):
 def test_what_ends_a_turn_ends_it_and_is_kept_and_nothing_else_does(pair, engine):
     tokenizer, contexts = pair[2], dict.fromkeys(range(24), contexts_of(pair[2])[0])
     engine.load(weights(changed(pair[1], factor=0.0)))  # any token is as likely
-    engine.stop = ("never" * 3,)
     for eos in (tokenizer.eos_token, "the", "of"):
-        other = engine.tokenizer = copy.deepcopy(tokenizer)
+        other = copy.deepcopy(tokenizer)
         other.eos_token, other.name_or_path = eos, ""  # its model's own files declare none
+        engine.ended = watch_ends(other, ("never" * 3,))
         ends = set(turn_ends(other))
         ended = [ids for ids, _ in turns(engine, contexts, 200, 1.0, seed=len(eos)).values()]
         assert other.eos_token_id in ends and all(not ends & {*ids[:-1]} for ids in ended)
@@ -207,7 +207,7 @@ def test_samples_are_a_function_of_the_seed(pair, engine):
 
 
 def test_new_turns_begin_while_others_run(pair, engine):
-    engine.stop = ("never" * 3,)
+    engine.ended = watch_ends(pair[2], ("never" * 3,))
     contexts = contexts_of(pair[2])
     alone = turns(engine, contexts, 30, 0.0)
     engine.begin(0)

@@ -10,19 +10,21 @@ asleep, CUDA graphs only. Weights are bfloat16, drawn on the device. Without a G
 toy, and no memory is read.
 
 --rollouts plays 32 groups of 5 trajectories: a prompt of 300 tokens, five turns of 120 sampled
-tokens, 500 tokens read after each but the last. First with vLLM alone, then with one more of our
-settings at a time, then in rollout.py's loop.
+tokens, 500 tokens read after each but the last. First with vLLM alone, then with log-probs, a seed
+for each row and vLLM's stop strings one after the other; with our engine, which looks for them
+itself; in rollout.py's loop; and there with turns of 60 to 180 tokens, which end one by one.
 
 us        microseconds of all rollouts / sampled tokens, that is, for a row and token step
 prefill   seconds of the forward passes that read more than a token of some row; decode: of the others
 wait      seconds in which vLLM waits for the device, of prefill and decode; the other columns are Python's:
-          schedule, forward, sample, collect (vLLM's scheduler and its passes), text (detokenizing, stop strings), add
-          (new turns), ours (all outside vLLM)
+          schedule, forward, sample, collect (vLLM's scheduler and its passes), text and add (its frontend: tokens to
+          text, stop strings; new turns), ours (all outside vLLM, which includes what our engine does of that)
 busy      the device's share of a part of the time, in which a profiler listed its kernels
 """
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import random
 import tempfile
@@ -270,11 +272,29 @@ def play_plainly(
     return sampled
 
 
-def play_ours(engine: VllmEngine, task: Speed, groups: int, cfg: Config) -> int:
+def play_engine(
+    engine: VllmEngine, task: Speed, prompts: list[list[int]], turns: int, max_new: int
+) -> int:
+    """Plays trajectories with our engine; returns how many tokens were sampled."""
+    ids, played, sampled = [list(ids) for ids in prompts], Counter(), 0
+    engine.begin(0)
+    contexts = dict(enumerate(ids))
+    while contexts or len(played) < len(ids) or min(played.values()) < turns:
+        ended = list(engine.generate(contexts, max_new, 1.0))
+        contexts = {}
+        for turn in ended:
+            played[turn.key], sampled = played[turn.key] + 1, sampled + len(turn.ids)
+            ids[turn.key] += turn.ids + draw_ids(turn.key, task.words, task.read)
+            if played[turn.key] < turns:
+                contexts[turn.key] = ids[turn.key]
+    return sampled
+
+
+def play_ours(engine: VllmEngine, tokenizer: Any, task: Speed, groups: int, cfg: Config) -> int:
     """Plays the task's trajectories in our loop; returns how many tokens were sampled."""
     questions = [Question(id=str(k // 5), text="") for k in range(5 * groups)]
     jobs = [Job(None, "", question, k // 5) for k, question in enumerate(questions)]
-    taus = rollout(engine, engine.tokenizer, task, jobs, cfg, temperature=1.0, seed=0)
+    taus = rollout(engine, tokenizer, task, jobs, cfg, temperature=1.0, seed=0)
     return sum(sum(tau.mask) for tau in taus)
 
 
@@ -350,28 +370,35 @@ def measure_rollouts(
     clock = Clock(engine.engine)
 
     # One more of our settings at a time.
-    ours = vllm_engine.sampling(engine, sampled, 1.0)
     bare = {"max_tokens": sampled, "temperature": 1.0, "ignore_eos": True, "detokenize": False}
     logprobs = bare | {"logprobs": 0, "flat_logprobs": True}
+    stops = logprobs | {"detokenize": True, "skip_special_tokens": False}
+    stops |= {"stop": list(stop), "include_stop_str_in_output": True}
     plain: dict[str, tuple[dict[str, Any], bool]] = {
         "bare": (bare, False),
         "+ log-probs": (logprobs, False),
         "+ seeds": (logprobs, True),
-        "+ stops": (ours, True),
+        "+ stops": (stops, True),
     }
     rows = range(5 * args.groups)
     prompts = [draw_ids(k // 5, task.words, task.prompt_tokens) for k in rows]
     with softly("warm-up", found):
-        play_plainly(engine, task, prompts[:10], 2, ours | {"max_tokens": 4}, True)
+        play_plainly(engine, task, prompts[:10], 2, stops | {"max_tokens": 4}, True)
         play_plainly(engine, task, prompts, 1, bare | {"max_tokens": 4}, False)
     print(" " * 12 + "".join(f"{name:>9}" for name in COLUMNS))
-    for name in (*plain, "ours"):
+    for name in (*plain, "our engine", "our loop", "one by one"):
         with softly(name, found["settings"]):
             if not engine.engine.reset_prefix_cache():
                 raise Fault("rows are still running")
             clock.reset()
-            if name == "ours":
-                n = play_ours(engine, task, args.groups, cfg)
+            if name == "our engine":
+                n = play_engine(engine, task, prompts, args.turns, sampled)
+            elif name == "our loop":
+                n = play_ours(engine, tokenizer, task, args.groups, cfg)
+            elif name == "one by one":
+                engine.ended = lambda ids: len(ids) > sampled // 2 + ids[0] % (sampled + 1)
+                longest = dataclasses.replace(cfg, max_response=2 * sampled)
+                n = play_ours(engine, tokenizer, task, args.groups, longest)
             else:
                 params, seeds = plain[name]
                 n = play_plainly(engine, task, prompts, args.turns, params, seeds)
@@ -395,7 +422,7 @@ def measure_rollouts(
 
     # The device: reading 1,600 tokens of each row, then 20 token steps of them.
     long = [draw_ids(k, task.words, 1600) for k in rows]
-    works = {"read": (ours, 1), "read, 20 steps": (ours, 21), "the same, bare": (bare, 21)}
+    works = {"read": (bare, 1), "read, 20 steps": (bare, 21), "the same": (logprobs, 21)}
     for name, (params, n) in works.items() if cuda else ():
         with softly(name, found):
             engine.engine.reset_prefix_cache()

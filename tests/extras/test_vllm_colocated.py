@@ -19,13 +19,14 @@ def test_all_the_time_of_a_rollout_has_a_part(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     found = json.loads(lines[-1])
     settings = found["settings"]
-    assert list(settings) == ["bare", "+ log-probs", "+ seeds", "+ stops", "ours"]
+    plain = ["bare", "+ log-probs", "+ seeds", "+ stops"]
+    assert list(settings) == [*plain, "our engine", "our loop", "one by one"]
     for row in settings.values():
         assert "failed" not in row
-        columns = [name for name in colocated.COLUMNS if name not in ("seconds", "us")]
+        columns = colocated.COLUMNS[2:]
         passes = row["prefill"] + row["decode"]
         assert 0.8 * row["seconds"] < passes <= row["seconds"]
-        parts = sum(row[name] for name in columns if name not in ("prefill", "decode"))
+        parts = sum(row.get(name, 0.0) for name in columns[2:])
         assert parts == pytest.approx(row["seconds"])
         assert row["us"] == pytest.approx(1e6 * row["seconds"] / row["sampled"])
     # 10 rows of 2 turns; a turn's first token comes from a prefill. A prompt has 50 tokens, 83 are
@@ -35,8 +36,9 @@ def test_all_the_time_of_a_rollout_has_a_part(monkeypatch, capsys):
     assert bare["decode_passes"] == 2 * 5
     assert bare["decode_tokens"] == 10 * 2 * 5
     assert bare["prefill_tokens"] == 10 * (50 + 50 + 6 + 83)
-    # some of the tokens end a turn of ours
-    assert 0 < settings["ours"]["sampled"] <= 10 * 2 * 6
+    for name in ("our engine", "our loop"):  # some of the tokens end a turn of ours
+        assert 0 < settings[name]["sampled"] <= 10 * 2 * 6
+    assert settings["one by one"]["decode_passes"] > 2 * 5
 
 
 def test_a_measurement_that_fails_leaves_the_others(capsys):
