@@ -270,8 +270,10 @@ def settings(
 def graph_sizes(rows: int) -> list[int]:
     """Returns for how many rows vLLM captures a CUDA graph, `rows` the most; fewer are padded to the
     next, by half at most. It would capture 51, twice."""
-    sizes = {2**k for k in range(10)} | {3 * 2**k for k in range(3, 9)}
-    return sorted({size for size in sizes if size < rows} | {rows})
+    sizes = [rows]
+    for power in range(rows.bit_length()):
+        sizes += [size for size in (2**power, 3 * 2**power) if size < rows]
+    return sorted(sizes)
 
 
 def rebuild_heads(model: Any) -> None:

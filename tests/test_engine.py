@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from engines import Engine
 from engines.torch_engine import TorchEngine
-from engines.vllm_engine import VllmEngine
+from engines.vllm_engine import VllmEngine, graph_sizes
 from engines.vllm_server import VllmServer, sampling
 from models.model import export, load_config, load_model, load_tokenizer
 from plumbing.chat import turn_ends
@@ -325,6 +325,14 @@ def test_a_turn_ends_with_the_first_token_that_completes_any_stop_string(tiny):
         assert next(k for k in range(1, 41) if engine.ended(ids[:k])) == want
         inside += not tokenizer.decode(ids[:want]).endswith(stop)
     assert inside > 10  # a token often contains more than the end of the stop string
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 120, 160, 320, 512])
+def test_a_graph_of_vllm_s_is_at_most_half_larger_than_its_rows(rows):
+    sizes = graph_sizes(rows)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == rows and len(sizes) < 20
+    for n in range(1, rows + 1):
+        assert min(size for size in sizes if size >= n) <= 1.5 * n
 
 
 def test_a_turn_has_at_most_max_new_tokens(tiny, small, monkeypatch):
