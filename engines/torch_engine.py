@@ -110,7 +110,7 @@ class TorchEngine:
     lockstep = True
 
     def __init__(self, model: Any, tokenizer: Any, stop: tuple[str, ...], max_rows: int = 512):
-        self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
+        self.model, self.max_rows = model, max_rows
         self.ended = watch_ends(tokenizer, stop)
         self.device: torch.device = next(model.parameters()).device
         self.widen()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from engines import FinishedTurn
 from engines.remote import RemoteTurns
-from engines.vllm_engine import VERSION, StaleWeights, check_vllm, probed
+from engines.vllm_engine import VERSION, StaleWeights, probed
 from models.model import load_config, skeleton
 from plumbing.chat import turn_ends
 from plumbing.client import Client
@@ -47,7 +47,6 @@ class VllmServer:
     def __init__(
         self, urls: str, tokenizer: Any, stop: tuple[str, ...], *, model: str, max_len: int
     ):
-        check_vllm()
         self.model = model
         self.urls = [at(url) for url in urls.split(",")]
         self.tokenizer, self.stop, self.loads = tokenizer, stop, 0

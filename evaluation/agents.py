@@ -267,7 +267,6 @@ def local(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Engine, 
         stop,
         max_len=cfg.max_prompt + cfg.max_response,
         memory=cfg.vllm_memory,
-        seed=cfg.seed,
         dtype=dtype,
     )
     engine.load(weights(model))

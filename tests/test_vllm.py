@@ -121,9 +121,7 @@ def pair(request, tiny_path):
     path = {"world": str(WORLD / "policy"), "tiny": tiny_path}[request.param]
     model, tokenizer = load_policy(path)
     assert model.config.tie_word_embeddings == (request.param == "world")
-    engine = VllmEngine(
-        path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0
-    )
+    engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02)
     engine.load(weights(model))
     yield engine, model, tokenizer
     engine.close()
@@ -235,9 +233,7 @@ def test_a_vllm_that_lacks_a_switch_is_refused(pair, monkeypatch):
     settings = vllm_engine.settings
     monkeypatch.setattr(vllm_engine, "settings", lambda *a, **how: settings(*a, **how) | {"x": 1})
     with pytest.raises(Fault, match=r"has no x; pip install vllm==0\.32\.0"):
-        VllmEngine(
-            str(WORLD / "policy"), pair[2], (), max_len=9, dtype="float32", memory=0.02, seed=0
-        )
+        VllmEngine(str(WORLD / "policy"), pair[2], (), max_len=9, dtype="float32", memory=0.02)
 
 
 # ---- its weights
@@ -321,7 +317,7 @@ def test_a_weight_without_a_known_place_is_named(pair, engine, renamed):
             for name, tensor in pairs
         )
     )
-    [model] = engine.engine.collective_rpc("get_model")
+    [model] = engine.core.collective_rpc("get_model")
     with pytest.raises(
         StaleWeights, match=f"^elsewhere.{renamed or pairs[0][0]} was sent and not found"
     ):
@@ -331,9 +327,7 @@ def test_a_weight_without_a_known_place_is_named(pair, engine, renamed):
 @pytest.mark.parametrize("pair", ["tiny"], indirect=True)
 def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeypatch):
     _, model, tokenizer = pair
-    engine = VllmEngine(
-        tiny_path, tokenizer, STOP, max_len=MAX_LEN, dtype="bfloat16", memory=0.02, seed=0
-    )
+    engine = VllmEngine(tiny_path, tokenizer, STOP, max_len=MAX_LEN, dtype="bfloat16", memory=0.02)
     try:
         engine.load(weights(model))
         contexts = contexts_of(tokenizer)
@@ -363,9 +357,7 @@ def test_a_family_with_a_logit_scale_weights_that_it_packs_itself_or_windows(
 ):
     path = make_family(family, settings, tiny_path, tmp_path / family)
     model, tokenizer = load_model(path), load_tokenizer(path, STOP)
-    engine = VllmEngine(
-        path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0
-    )
+    engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02)
     try:
         for factor in (1.0, 1.2):
             current = changed(model, factor)
@@ -393,7 +385,7 @@ def test_experts_that_the_engine_does_not_find_end_the_start_in_a_line(
         family, EXPERTS | {"moe_intermediate_size": 64}, tiny_path, tmp_path / family
     )
     engine = VllmEngine(
-        path, load_tokenizer(path), STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0
+        path, load_tokenizer(path), STOP, max_len=MAX_LEN, dtype="float32", memory=0.02
     )
     try:
         with pytest.raises(StaleWeights, match=says) as fault:

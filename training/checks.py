@@ -96,7 +96,7 @@ def find_doubts(task: Task, tokenizer: Any) -> Iterator[str]:
 
 
 def is_wide(model: str) -> bool:
-    return shapes(model).get_text_config().hidden_size >= WIDE
+    return bool(shapes(model).get_text_config().hidden_size >= WIDE)
 
 
 def check_device(cfg: Config) -> None:

@@ -17,8 +17,8 @@ itself; in rollout.py's loop; and there with turns of 60 to 180 tokens, which en
 us        microseconds of all rollouts / sampled tokens, that is, for a row and token step
 prefill   seconds of the forward passes that read more than a token of some row; decode: of the others
 wait      seconds in which vLLM waits for the device, of prefill and decode; the other columns are Python's:
-          schedule, forward, sample, collect (vLLM's scheduler and its passes), text and add (its frontend: tokens to
-          text, stop strings; new turns), ours (all outside vLLM, which includes what our engine does of that)
+          schedule, forward, sample, collect (vLLM's scheduler and its passes), text (its frontend: tokens to text,
+          stop strings), add (new turns), ours (all outside vLLM, which includes what our engine does of that)
 busy      the device's share of a part of the time, in which a profiler listed its kernels
 """
 
@@ -80,7 +80,7 @@ def start(config: Qwen2Config, tokenizer: Any, stop: Sequence[str], memory: floa
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return VllmEngine(
-            folder, tokenizer, tuple(stop), max_len=max_len, dtype="bfloat16", memory=memory, seed=0
+            folder, tokenizer, tuple(stop), max_len=max_len, dtype="bfloat16", memory=memory
         )
 
 
@@ -181,17 +181,17 @@ class Clock:
     """Times vLLM's parts: seconds by name, without those of the parts within them; and each forward
     pass.
 
-    `engine`: vLLM's LLMEngine, in this process.
+    `client`: of vLLM's core, in this process; `frontend`: vLLM's OutputProcessor.
     """
 
-    def __init__(self, engine: Any):
+    def __init__(self, client: Any, frontend: Any):
         # without a device a thread's own time, as other processes take turns with it
         self.now = time.perf_counter if torch.cuda.is_available() else time.thread_time
-        core = engine.engine_core.engine_core
+        core = client.engine_core
         self.inner = [0.0]  # seconds of timed calls within the running ones, outermost first
         self.reset()
-        self.wrap(engine, "add_request", "add")
-        self.wrap(engine, "step", "text")
+        self.wrap(client, "add_request", "add")
+        self.wrap(frontend, "process_outputs", "text")
         self.wrap(core, "step_fn", "wait")
         self.wrap(core.scheduler, "schedule", "schedule")
         self.wrap(core.model_executor, "execute_model", "forward")
@@ -241,29 +241,46 @@ class Clock:
 
 def play_plainly(
     engine: VllmEngine,
+    frontend: Any,
     task: Speed,
     prompts: list[list[int]],
     turns: int,
     params: dict[str, Any],
     seeds: bool,
 ) -> int:
-    """Plays trajectories with vLLM alone; returns how many tokens were sampled."""
+    """Plays trajectories with vLLM's core and frontend alone, as its LLMEngine does; returns how
+    many tokens were sampled."""
     from vllm import SamplingParams
-    from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine import EngineCoreRequest
 
     params = params | {"output_kind": RequestOutputKind.FINAL_ONLY}
-    llm, ids, played, sampled = engine.engine, [list(ids) for ids in prompts], Counter(), 0
+    core, ids, played, sampled = engine.core, [list(ids) for ids in prompts], Counter(), 0
     engine.begin(0)
 
     def add(k: int) -> None:
         own = {"seed": hash((k, len(ids[k]))) % 2**63} if seeds else {}
-        llm.add_request(str(k), tokens_input(ids[k]), SamplingParams(**params, **own))
+        request = EngineCoreRequest(
+            request_id=f"{k} {played[k]}",
+            external_req_id=str(k),
+            prompt_token_ids=ids[k],
+            sampling_params=SamplingParams(**params, **own),
+            arrival_time=0,
+            mm_features=None,
+            pooling_params=None,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        frontend.add_request(request, None)
+        core.add_request(request)
 
     for k in range(len(ids)):
         add(k)
-    while llm.has_unfinished_requests():
-        for request in llm.step():
+    while frontend.has_unfinished_requests():
+        done = frontend.process_outputs(core.get_output().outputs)
+        core.abort_requests(done.reqs_to_abort)
+        for request in done.request_outputs:
             k, turn = int(request.request_id), list(request.outputs[0].token_ids)
             played[k], sampled = played[k] + 1, sampled + len(turn)
             ids[k] += turn + draw_ids(k, task.words, task.read)
@@ -355,7 +372,7 @@ def measure_rollouts(
     vllm_engine.settings = lambda *a, **how: settings(*a, **how) | others
     engine, found["start_s"] = timed(lambda: start(config, tokenizer, stop, memory, max_len))
     _, found["load_s"] = timed(lambda: engine.load(weights(model)))
-    vllm_config = engine.engine.vllm_config
+    vllm_config = engine.core.engine_core.vllm_config
     graphs = vllm_config.compilation_config.cudagraph_capture_sizes
     found["vllm"] = {
         "asynchronous": vllm_config.scheduler_config.async_scheduling,
@@ -367,7 +384,10 @@ def measure_rollouts(
         "prefix_caching": vllm_config.cache_config.enable_prefix_caching,
     }
     print(f"start {found['start_s']:.1f} s, load {found['load_s']:.1f} s, {found['vllm']}")
-    clock = Clock(engine.engine)
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    frontend = OutputProcessor(tokenizer, log_stats=False)
+    clock = Clock(engine.core, frontend)
 
     # One more of our settings at a time.
     bare = {"max_tokens": sampled, "temperature": 1.0, "ignore_eos": True, "detokenize": False}
@@ -383,12 +403,12 @@ def measure_rollouts(
     rows = range(5 * args.groups)
     prompts = [draw_ids(k // 5, task.words, task.prompt_tokens) for k in rows]
     with softly("warm-up", found):
-        play_plainly(engine, task, prompts[:10], 2, stops | {"max_tokens": 4}, True)
-        play_plainly(engine, task, prompts, 1, bare | {"max_tokens": 4}, False)
+        play_plainly(engine, frontend, task, prompts[:10], 2, stops | {"max_tokens": 4}, True)
+        play_plainly(engine, frontend, task, prompts, 1, bare | {"max_tokens": 4}, False)
     print(" " * 12 + "".join(f"{name:>9}" for name in COLUMNS))
     for name in (*plain, "our engine", "our loop", "one by one"):
         with softly(name, found["settings"]):
-            if not engine.engine.reset_prefix_cache():
+            if not engine.core.reset_prefix_cache():
                 raise Fault("rows are still running")
             clock.reset()
             if name == "our engine":
@@ -401,20 +421,20 @@ def measure_rollouts(
                 n = play_ours(engine, tokenizer, task, args.groups, longest)
             else:
                 params, seeds = plain[name]
-                n = play_plainly(engine, task, prompts, args.turns, params, seeds)
+                n = play_plainly(engine, frontend, task, prompts, args.turns, params, seeds)
             row = found["settings"][name] = clock.read(n)
             figures = "".join(f"{row.get(column, 0):9.2f}" for column in COLUMNS)
             print(f"{name:12}{figures}", flush=True)
 
     # A prefill alone, by the tokens of a forward pass.
-    scheduler = engine.engine.engine_core.engine_core.scheduler
+    scheduler = engine.core.engine_core.scheduler
     configured = scheduler.max_num_scheduled_tokens
     for limit in (configured // 8, configured // 2, configured):
         with softly(f"prefill {limit}", found):
             scheduler.max_num_scheduled_tokens = limit
-            engine.engine.reset_prefix_cache()
+            engine.core.reset_prefix_cache()
             clock.reset()
-            n = play_plainly(engine, task, prompts, 2, bare | {"max_tokens": 1}, False)
+            n = play_plainly(engine, frontend, task, prompts, 2, bare | {"max_tokens": 1}, False)
             row = found[f"prefill {limit}"] = clock.read(n)
             tokens, seconds = row["prefill_tokens"], row["seconds"]
             print(f"{limit} tokens a pass: {tokens} read in {seconds:.3f} s", flush=True)
@@ -425,10 +445,10 @@ def measure_rollouts(
     works = {"read": (bare, 1), "read, 20 steps": (bare, 21), "the same": (logprobs, 21)}
     for name, (params, n) in works.items() if cuda else ():
         with softly(name, found):
-            engine.engine.reset_prefix_cache()
+            engine.core.reset_prefix_cache()
             params = params | {"max_tokens": n}
             row = found[name] = profile_device(
-                lambda params=params: play_plainly(engine, task, long, 1, params, False)
+                lambda params=params: play_plainly(engine, frontend, task, long, 1, params, False)
             )
             print(f"{name}: {row['seconds']:.3f} s, device busy {row['busy']:.3f} s", flush=True)
             for kernel, calls, seconds in row["kernels"]:
