@@ -220,7 +220,7 @@ def test_a_gpu_that_is_full_when_vllm_wakes_is_out_of_memory():
     def wake_up(parts):
         raise RuntimeError(f"CUDA Error: {reason} at cumem_allocator.cpp:62")
 
-    engine = SimpleNamespace(engine=SimpleNamespace(wake_up=wake_up))
+    engine = SimpleNamespace(core=SimpleNamespace(wake_up=wake_up))
     for reason, fault in ("out of memory", torch.OutOfMemoryError), ("unknown error", RuntimeError):
         with pytest.raises(RuntimeError) as e:
             VllmEngine.wake(engine, "weights")
