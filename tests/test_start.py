@@ -134,6 +134,24 @@ def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start
         check_machine(replace(cfg, max_prompt=1000), "cpu", task)
 
 
+def test_small_micro_batches_are_a_cpu_s_alone_unless_the_user_asks(monkeypatch):
+    cfg = parse(["--mode", "static", "--engine", "torch"])
+    task = SearchQA(cfg)
+
+    def decided(device, **asked):
+        given = replace(cfg, **asked)
+        found = check(given, device, task)[0]
+        return found.micro_tokens, found.recompute
+
+    assert decided("cpu") == (1024, 0)
+    assert decided("cpu", recompute=1) == (1024, 1)
+    assert decided("cpu", micro_tokens=300) == (300, 1)
+    card = SimpleNamespace(total_memory=80e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
+    assert decided("cuda") == (32768, 0)
+
+
 def test_a_large_model_is_not_trained_on_a_cpu_that_nobody_asked_for():
     """Where torch finds no CUDA; --device cpu goes on, to the next thing that is missing."""
     cfg = replace(parse([]), model="Qwen/Qwen2.5-0.5B")
@@ -202,7 +220,7 @@ def test_a_gpu_that_is_full_when_vllm_wakes_is_out_of_memory():
     def wake_up(parts):
         raise RuntimeError(f"CUDA Error: {reason} at cumem_allocator.cpp:62")
 
-    engine = SimpleNamespace(engine=SimpleNamespace(wake_up=wake_up))
+    engine = SimpleNamespace(core=SimpleNamespace(wake_up=wake_up))
     for reason, fault in ("out of memory", torch.OutOfMemoryError), ("unknown error", RuntimeError):
         with pytest.raises(RuntimeError) as e:
             VllmEngine.wake(engine, "weights")

@@ -185,7 +185,7 @@ def vllm(policy: Policy, first: Any) -> Engine:
             max_len=max_len,
             dtype=policy.ranks.dtype,
             memory=cfg.vllm_memory,
-            seed=cfg.seed + policy.ranks.rank,
+            rows=math.ceil(max(cfg.batch * cfg.G, cfg.eval_n) / policy.ranks.size),
         )
     remote: type[Engine] = importlib.import_module("engines.vllm_server").VllmServer
     return remote(cfg.vllm, policy.tokenizer, policy.ends, model=cfg.model, max_len=max_len)  # type: ignore[call-arg]
