@@ -135,7 +135,6 @@ def train_with_trl(
             gradient_accumulation_steps=n // micro,
             temperature=1.0,
             top_k=0,
-            max_completion_length=cfg.max_response,
             learning_rate=0.0,
             optim="adamw_torch_fused",
             beta=cfg.beta,
@@ -185,7 +184,12 @@ def steps_of_trl(cfg: Config, steps: int, agent: bool) -> list[dict[str, float]]
     rows = [{"prompt": task.prompt(BEST, q), "golds": q.golds} for q in asked]
     n = cfg.batch * cfg.G
     micro = max(k for k in range(cfg.G, ROWS + 1, cfg.G) if n % k == 0)
-    settings = dict(use_cpu=True, gradient_checkpointing=False, per_device_train_batch_size=micro)
+    settings = dict(
+        use_cpu=True,
+        max_completion_length=cfg.max_response,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=micro,
+    )
     with tempfile.TemporaryDirectory() as out, Servers(Path(out, "servers.log")) as serve:
         play = make_player(cfg, task, serve) if agent else None
         return train_with_trl(model, tokenizer, cfg, rows, exact_match, play, **settings)
@@ -246,6 +250,7 @@ def update_with_trl(config: Any, cfg: Config, device: str, data: list) -> list[d
     rows = [{"prompt": f"{k}"} for k in range(cfg.batch * len(data))]
     settings = dict(
         use_cpu=device == "cpu",
+        max_completion_length=10**6,
         gradient_checkpointing=True,
         per_device_train_batch_size=cfg.G,
         use_liger_kernel=device == "cuda",
@@ -255,6 +260,27 @@ def update_with_trl(config: Any, cfg: Config, device: str, data: list) -> list[d
         grpo_trainer, "create_model_from_path", lambda *_, **__: copy.deepcopy(model)
     ):
         return train_with_trl(model, tokenizer, cfg, rows, reward, play, **settings)
+
+
+def choose_shape(shape: str, steps: int, questions: int) -> tuple[Any, Config]:
+    """Returns the policy's config, of as many layers as a GPU has room for, and how it is
+    updated."""
+    import torch
+
+    from extras.bench import update
+
+    toy = shape == "toy"
+    cfg = Config(
+        dtype="bfloat16" if torch.cuda.is_available() else "float32",
+        batch=questions,
+        mini=questions,
+        G=5,
+        T=steps,
+        lr=0.0,
+        micro_tokens=800 if toy else Config.micro_tokens,
+    )
+    config, _ = update.fit_layers(cfg, update.TOY if toy else KNOWN[shape], TRL_MEMORY)
+    return config, cfg
 
 
 def compare_updates(args: argparse.Namespace) -> dict[str, Any]:
@@ -268,17 +294,7 @@ def compare_updates(args: argparse.Namespace) -> dict[str, Any]:
 
     toy, cuda = args.shape == "toy", torch.cuda.is_available()
     device, questions = "cuda" if cuda else "cpu", args.trajectories // 5
-    cfg = Config(
-        dtype="bfloat16" if cuda else "float32",
-        batch=questions,
-        mini=questions,
-        G=5,
-        T=args.repeat + 1,
-        lr=0.0,
-        micro_tokens=800 if toy else Config.micro_tokens,
-        max_response=10**6,
-    )
-    config, _ = update.fit_layers(cfg, update.TOY if toy else KNOWN[args.shape], TRL_MEMORY)
+    config, cfg = choose_shape(args.shape, args.repeat + 1, questions)
     rng, shrink = random.Random(0), 20 if toy else 1
     data = [update.draw(rng, 5 * questions, config.vocab_size, shrink) for _ in range(cfg.T)]
     for taus in data:

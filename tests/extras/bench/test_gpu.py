@@ -9,11 +9,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from extras.bench import gpu, update
+from extras.bench import gpu, trl, update
 
 ROOT = Path(__file__).parents[3]
 COMMAND = [sys.executable, "-m", "extras.bench.gpu"]
@@ -198,6 +199,17 @@ def test_the_part_of_make_gpu_with_vllm_alone_runs_on_a_toy(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     [beside] = json.loads(done.stdout.splitlines()[-1])["parts"]
     assert beside["status"] == "PASS"
+
+
+@pytest.mark.parametrize("gb, layers", [(141, 36), (80, 18), (24, 2)])
+def test_an_h200_takes_the_whole_model_beside_trl_and_a_smaller_card_fewer_layers(
+    gb, layers, monkeypatch
+):
+    card = SimpleNamespace(total_memory=gb * 1e9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    config, _ = trl.choose_shape("Qwen/Qwen2.5-3B", steps=4, questions=4)
+    assert config.num_hidden_layers == layers
 
 
 @pytest.mark.slow
