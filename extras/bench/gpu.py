@@ -139,7 +139,7 @@ ON_GPU = (
     " or on_a_gpu or triton- or triton] or fused_layers"
 )
 WORLD, TOY = "-m extras.bench.resume", "--device cpu --steps 3 --kill_at 2"
-HEAD = "-m kernels.bench --seconds 0.5 --peers ours Liger torch, three rows"
+HEAD = "-m kernels.bench --seconds 0.5 --peers ours Liger torch, three"
 STAGES = {
     "card": ("kernels", "update", "head", "wide", "peer"),
     "run": ("world", "ranks", "url"),
@@ -164,7 +164,7 @@ PARTS = [
     ),
     Part(
         "peer", 120, "torch transformers triton liger_kernel trl datasets",
-        "-m extras.bench.trl --shape Qwen/Qwen2.5-3B --repeat 3", "--shape toy --trajectories 10 --repeat 1",
+        "-m extras.bench.trl --shape Qwen/Qwen2.5-3B --repeat 2", "--shape toy --trajectories 10 --repeat 1",
     ),
     Part("world", 110, RUN, WORLD, TOY),
     Part("ranks", 110, RUN, f"{WORLD} --ranks 2", TOY, cards=2),
