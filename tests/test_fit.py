@@ -321,6 +321,10 @@ def test_the_caller_s_config_is_unchanged():
         ("qwen2.5-3b --dry_run 1x24GB", "--vllm_memory --lora_rank"),
         ("qwen2.5-1.5b --dry_run rtx4090", "--lora_rank"),
         ("qwen2.5-7b --dry_run 1xH100 --lora_rank 32", "--vllm_memory"),
+        (
+            "qwen2.5-7b --dry_run 8xh100 --vllm_memory 0.22",
+            "--vllm_memory",
+        ),  # no room for its weights
         ("qwen2.5-7b --dry_run 8xh100 --recompute 0", "--recompute"),
         ("qwen2.5-7b --dry_run 8xh100 --micro_tokens 131072 --recompute 1", "--micro_tokens"),
         ("qwen2.5-3b --dry_run 1x62gb --vllm_memory 0.3", "--micro_tokens --offload_reference"),

@@ -268,13 +268,13 @@ def find_flags(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float)
         tokens = cfg.micro_tokens >> halvings
         tried = replace(cfg, recompute=cfg.recompute or 1, micro_tokens=tokens, **way)
         fit = estimate(tried, config, engine, gpus, gpu_mem)
-        over = max(0, fit.rollout - fit.usable)
-        if engine == "vllm":
-            share = math.floor(20 * (cfg.vllm_memory - over / gpu_mem / 1e9)) / 20
-            tried = replace(tried, vllm_memory=max(share, 0.05) if over else cfg.vllm_memory)
-        else:
+        over = fit.rollout - fit.usable
+        if engine == "torch" and over > 0:
             rows = fit.parts[-1].rollout + fit.parts[-2].rollout
             tried = replace(tried, max_rows=max(1, int(cfg.max_rows * (1 - over / rows))))
+        elif over > 0 or fit.starved:
+            free = fit.usable - sum(part.rollout for part in fit.parts[:-4])  # less vLLM's
+            tried = replace(tried, vllm_memory=max(1, math.floor(20 * free / gpu_mem / 1e9)) / 20)
         if not estimate(tried, config, engine, gpus, gpu_mem).fault():
             changed = sorted(vars(tried).items() - vars(cfg).items())
             flags = " ".join(f"--{name} {value}" for name, value in changed)
