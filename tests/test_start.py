@@ -140,7 +140,7 @@ def test_small_micro_batches_are_a_cpu_s_alone_unless_the_user_asks(monkeypatch)
 
     def decided(device, **asked):
         given = replace(cfg, **asked)
-        found = check(given, device, task)[0]
+        found = check_machine(given, device, task)[0]
         return found.micro_tokens, found.recompute
 
     assert decided("cpu") == (1024, 0)

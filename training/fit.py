@@ -255,7 +255,7 @@ def decide(
         room = estimate(kept, config, engine, gpus, gpu_mem)
         if not room.fault() and room.update < SURE * room.usable:
             seconds = update_seconds(kept, model, gpus, flops)
-            if seconds < update_seconds(best, model, gpus, flops):
+            if seconds <= update_seconds(best, model, gpus, flops):
                 return kept, room
     return best, fit
 
