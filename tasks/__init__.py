@@ -50,6 +50,7 @@ PLUGS = {
     "mcp": "extras.plugs.mcp:tools_of",  # --tools mcp:...
     # --task module:Class, a class as TRL has them
     "environment": "extras.plugs.environment:task_of",
+    "reward": "extras.plugs.rewards:rewarded",  # --reward
 }
 
 
@@ -285,7 +286,7 @@ def load_task(cfg: Config, given: Any = None) -> Task:
             )
         kind = load(where, PLUGS["environment"], "function")(kind)
     if cfg.reward:
-        kind = replace_reward(kind, cfg.reward)
+        kind = load(f"--reward {cfg.reward}", PLUGS["reward"], "function")(kind, cfg.reward)
     specs = [spec for spec in cfg.tools.split(",") if ":" in spec]
     if specs:  # the task gets those that have no module
         cfg = replace(
@@ -340,19 +341,6 @@ def load(where: str, spec: str, kind: str) -> Any:
         remedy = "; give the module that it is in" * (module == "__main__")
         raise Fault(f"{where}: {name} is not a {kind} in {module}{remedy}")
     return target
-
-
-def replace_reward(kind: type[Task], spec: str) -> type[Task]:
-    """Returns the task with the reward of --reward: a function, async or not, that returns a number
-    for each of the trajectories it gets. Its attribute `best_reward`, if it has one, replaces the
-    task's."""
-    score = load(f"--reward {spec}", spec, "function")
-
-    def reward(self: Task, taus: Sequence[Trajectory]) -> list[float]:
-        return wait_for(score(taus))  # type: ignore[no-any-return]
-
-    own = {"reward": reward, "best_reward": getattr(score, "best_reward", kind.best_reward)}
-    return type(kind.__name__, (kind,), own | {"__module__": kind.__module__})
 
 
 def wait_for(result: Any) -> Any:
