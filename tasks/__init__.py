@@ -50,6 +50,7 @@ PLUGS = {
     "mcp": "extras.plugs.mcp:tools_of",  # --tools mcp:...
     # --task module:Class, a class as TRL has them
     "environment": "extras.plugs.environment:task_of",
+    "openenv": "extras.plugs.openenv:task_of",  # --task openenv:URL
     "reward": "extras.plugs.rewards:rewarded",  # --reward
 }
 
@@ -187,6 +188,7 @@ class Task(ABC):
     instruction: str = "Answer inside <answer> and </answer>."  # without --instruction
     # the lowest that a right answer earns: below it a trajectory has failed
     best_reward: ClassVar[float] = 1.0
+    at_once: int = sys.maxsize  # episodes that can be played together
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -278,7 +280,11 @@ def load_task(cfg: Config, given: Any = None) -> Task:
     where = f"--task {cfg.task}"
     kind = given if isinstance(given, type) else type(given)
     if given is None or kind is str:
-        kind = load(where, cfg.task, "class")
+        room, _, name = cfg.task.partition(":")
+        server = room == "openenv"
+        kind = (
+            load(where, PLUGS[room], "function")(name) if server else load(where, cfg.task, "class")
+        )
     if not issubclass(kind, Task):
         if not hasattr(kind, "reset"):
             raise Fault(
