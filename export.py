@@ -5,6 +5,7 @@ python export.py runs/NAME                  # the newest checkpoint
 python export.py runs/NAME --step 100       # or --best: the best on the validation questions
 python export.py runs/NAME --adapters       # of a run with --lora_rank: the adapters alone, for peft and vLLM
 vllm serve runs/NAME/step-000100            # the directory loads in vLLM and in transformers
+hf upload OWNER/NAME runs/NAME/step-000100  # its README.md is the model card
 
 For a run with --lora_rank the weights are those that the policy computed with, adapters merged
 (models/lora.py).
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 
 from config import Config, read_config
+from journal.card import card
 from journal.directory import RunDirectory, step_of
 from models import lora
 from models.model import empty, export, load_config, load_model, load_tokenizer
@@ -77,6 +79,8 @@ def export_checkpoint(
         else:
             export(config, model, load_tokenizer(cfg.model), new, computed)
         write(new / "I_star.txt", P.best().text + "\n")
+        library = "peft" if adapters else "transformers"
+        write(new / "README.md", card(run, cfg, step_of(chosen), P.best().text, library))
     return to, step_of(chosen), P.best().id
 
 

@@ -148,23 +148,24 @@ def conclusion(means: dict[str, float], n: int, metric: str, spread: dict[str, f
     )
 
 
-def ending(summary: Row, path: Path) -> str:
-    """Returns the last screen of a run: metrics, the winning instruction, its cost, where the files
-    are."""
+def final_table(summary: Row) -> list[str]:
+    """Returns the lines of the held-out questions' table: metrics and calls, policy by
+    instruction."""
     calls = {name: count_calls(row, summary["tools"]) for name, row in summary["held_out"].items()}
     rows: dict[str, Row] = {name: row | calls[name] for name, row in summary["held_out"].items()}
     digits = dict.fromkeys(summary["metrics"], 3) | {
         name: 2 for some in calls.values() for name in some
     }
-    lines = [
-        "",
-        "held-out questions, greedy",
-        "  ".join([" " * 33, *(f"{label(k):>9}" for k in digits)]),
-    ]
-    lines += [
+    return ["  ".join([" " * 33, *(f"{label(k):>9}" for k in digits)])] + [
         "  ".join([f"{name:33}", *(f"{row[k]:9.{n}f}" for k, n in digits.items())])
         for name, row in rows.items()
     ]
+
+
+def ending(summary: Row, path: Path) -> str:
+    """Returns the last screen of a run: metrics, the winning instruction, its cost, where the files
+    are."""
+    lines = ["", "held-out questions, greedy", *final_table(summary)]
     lines += ["(by source in summary.json)", "", summary["conclusion"]]
     cost = summary["ledger"]
     line = " -> ".join(f"#{j}" for j in summary["generations"])
