@@ -54,12 +54,13 @@ def tools_of(target: str, where: str) -> Sequence[ServerTool | Fault]:
     server, found = Server(target, where), list[ServerTool | Fault]()
     for tool in server.start():
         try:
-            found.append(ServerTool(where, tool.name, tool.description, tool.input_schema))
+            offered = ServerTool(where, tool.name, tool.description, tool.input_schema)
         except Fault as e:
             found.append(e)
-        else:
-            found[-1].server = server
-            server.tools.append(found[-1])
+            continue
+        offered.server = server
+        server.tools.append(offered)
+        found.append(offered)
     if not found:
         raise Fault(f"{where}: the server has no tools")
     return found

@@ -124,7 +124,7 @@ class Step(CheckedTool):
 
     def call(self, arguments: dict[str, Any]) -> str:
         """Makes a step; the episode is over when the environment, or the connection, is."""
-        session = self.tau.state
+        session: Session = self.tau.state
         try:
             return session.step(self.action(arguments))
         except ConnectionError as e:

@@ -83,7 +83,7 @@ class Rewarded(Task):
 
     def questions(self, split: str) -> list[Question]:
         """Raises Fault if a question lacks a column that a function needs."""
-        asked = list(super().questions(split) or ())
+        asked = list(super().questions(split) or ())  # type: ignore[safe-super]
         for score in self.scores:
             for q in asked if score.needs else ():
                 if missing := {*score.needs} - {*(columns := columns_of(q))}:
@@ -158,7 +158,7 @@ class Rewarded(Task):
         rows = [columns_of(tau.question) for tau in taus]
         names = dict.fromkeys(name for row in rows for name in row)
         encode = lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-        ignore = lambda *_: None  # noqa: E731
+        ignore: Any = lambda *_: None  # noqa: E731
         return {
             **{name: [row.get(name) for row in rows] for name in names},
             "prompts": [[{"role": "user", "content": tau.question.text}] for tau in taus],
