@@ -190,6 +190,8 @@ class Task(ABC):
     best_reward: ClassVar[float] = 1.0
     at_once: int = sys.maxsize  # episodes that can be played together
 
+    waited = 0.0  # seconds in which all trajectories waited for tools
+
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
@@ -456,7 +458,8 @@ def reward(task: Task, taus: Sequence[Trajectory]) -> None:
 # Columns that metrics.jsonl has of every step: none of them can be a task's metric.
 COLUMNS = set(
     "t metrics loss kl entropy clip_fraction logp logp_gap grad_norm lr skipped_updates candidates answered "
-    "failed valid_actions prompt_tokens response_tokens context_tokens zero_variance_groups P best w_best w p n "
+    "failed valid_actions prompt_tokens response_tokens context_tokens zero_variance_groups all_right_groups "
+    "all_wrong_groups P best w_best w p n "
     "r_bar".split()
 )
 

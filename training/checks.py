@@ -24,6 +24,7 @@ from tasks.formats import encode
 from training.fit import shapes, with_room
 
 WIDE = 896  # hidden units of a model whose step takes a CPU hours: the 0.5B's
+CPU_TOKENS = 1024  # of a micro-batch there, unless --micro_tokens says otherwise
 
 
 def print_memory(cfg: Config) -> None:
@@ -94,19 +95,19 @@ def find_doubts(task: Task, tokenizer: Any) -> Iterator[str]:
             yield f"{unknown / len(ids):.0%} of the tokens of the {what} are unknown to --model {task.cfg.model}"
 
 
+def is_wide(model: str) -> bool:
+    return bool(shapes(model).get_text_config().hidden_size >= WIDE)
+
+
 def check_device(cfg: Config) -> None:
     """Raises Fault if a CPU that the user did not ask for would have to train a large model."""
-    if (
-        not cfg.device
-        and device_of(cfg) == "cpu"
-        and shapes(cfg.model).get_text_config().hidden_size >= WIDE
-    ):
+    if not cfg.device and device_of(cfg) == "cpu" and is_wide(cfg.model):
         raise Fault(
             f"--model {cfg.model}: {without_cuda()}; fix that, or take weeks with --device cpu"
         )
 
 
-def check(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
+def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
     """Returns `cfg` with --engine and --recompute decided, and why this engine; Fault if the run
     cannot work.
 
@@ -119,6 +120,9 @@ def check(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
         raise Fault(
             f"--vllm {without_secrets(cfg.vllm)}: the engine would be torch ({why}); add --engine vllm, or leave it out"
         )
+    if device == "cpu" and cfg.micro_tokens == Config.micro_tokens and not is_wide(cfg.model):
+        # a CPU has room for their activations
+        cfg = dataclasses.replace(cfg, micro_tokens=CPU_TOKENS, recompute=max(0, cfg.recompute))
     if device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
         # torch's layers keep more than Liger's

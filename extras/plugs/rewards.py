@@ -157,7 +157,7 @@ class Rewarded(Task):
         """
         rows = [columns_of(tau.question) for tau in taus]
         names = dict.fromkeys(name for row in rows for name in row)
-        encode = lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+        encode: Any = lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
         ignore: Any = lambda *_: None  # noqa: E731
         return {
             **{name: [row.get(name) for row in rows] for name in names},

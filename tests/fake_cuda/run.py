@@ -260,7 +260,7 @@ def policy_of(cfg, ranks):
     policy.weights = lambda *args, **kwargs: iter(())
     # fake tensors may not leave their
     policy.BlockingAsyncStager = lambda: SimpleNamespace(stage=lambda state: state)
-    policy.Policy.write = lambda self, state, path: {}  # thread, and are not written
+    policy.Policy.write_share = lambda self, state, path: {}  # thread, and are not written
     policy.checkpoint.load = lambda *args, **kwargs: None
     policy.vllm = policy.plain_torch = lambda *args: Nothing()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
