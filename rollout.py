@@ -118,8 +118,9 @@ def rollout(
     Raises ToolDown when a tool stays unavailable: a trajectory without its results is never scored.
     """
     taus: list[Trajectory] = []
-    for first in range(0, len(jobs), engine.max_rows):
-        some = jobs[first : first + engine.max_rows]
+    rows = min(engine.max_rows, task.at_once)
+    for first in range(0, len(jobs), rows):
+        some = jobs[first : first + rows]
         count = lambda ended, first=first: progress(first + ended)  # noqa: E731
         taus += play(engine, tokenizer, task, some, cfg, temperature, seed + first, count)
     return taus

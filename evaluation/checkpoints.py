@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from config import Config, read_config
+from journal.card import card
 from journal.directory import RunDirectory, step_of
 from models import lora
 from models.model import empty, export, load_config, load_model, load_tokenizer
@@ -57,6 +58,8 @@ def export_checkpoint(
         else:
             export(config, model, load_tokenizer(cfg.model), new, computed)
         write(new / "I_star.txt", P.best().text + "\n")
+        library = "peft" if adapters else "transformers"
+        write(new / "README.md", card(run, cfg, step_of(chosen), P.best().text, library))
     return out, step_of(chosen), P.best().id
 
 

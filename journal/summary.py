@@ -106,19 +106,25 @@ def tell_speed(steps: Sequence[Row]) -> str:
     return f"speed: {', '.join(said)}; of a step's time {', '.join(shares)}"
 
 
-def tabulate(summary: Row) -> str:
-    """Returns the last screen of a run: metrics, the winning instruction, its cost."""
+def final_table(summary: Row) -> list[str]:
+    """Returns the lines of the held-out questions' table: metrics and calls, policy by
+    instruction."""
     # a column for each metric and each tool
     tools, columns = summary["tools"], {name: 3 for name in summary["metrics"]}
     rows = {name: row | count_calls(row, tools) for name, row in summary["held_out"].items()}
     for name in count_calls(summary["start"], tools):
         columns[name] = 2
     head = "  ".join([" " * 33, *(f"{label(name):>9}" for name in columns)])
-    lines = ["", "held-out questions, greedy", head]
+    lines = [head]
     for name, row in rows.items():
         cells = [f"{row[column]:9.{digits}f}" for column, digits in columns.items()]
         lines.append("  ".join([f"{name:33}", *cells]))
+    return lines
 
+
+def tabulate(summary: Row) -> str:
+    """Returns the last screen of a run: metrics, the winning instruction, its cost."""
+    lines = ["", "held-out questions, greedy", *final_table(summary)]
     line = " -> ".join(f"#{j}" for j in summary["generations"])
     lines += ["(by source in summary.json)", "", summary["conclusion"], ""]
     lines += [f"best instruction, I_star ({line}):", summary["I_star"], ""]

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import export
 import inspo
+from config import parse, read_config
 from engines.vllm_engine import vllm_version
 from grpo import Learner
 from journal.directory import RunDirectory
@@ -614,6 +616,39 @@ def test_export_writes_a_checkpoint_as_hugging_face_stores_models(whole, tmp_pat
     earlier = weights_of(tmp_path / "nine")
     assert any(not torch.equal(earlier[name], final[name]) for name in final)  # step 10 moved it
     assert "step 10" in capsys.readouterr().out
+
+
+def test_an_export_has_a_model_card_that_the_hub_can_read(whole, tmp_path):
+    from huggingface_hub import ModelCard
+
+    run, to = whole[0], tmp_path / "card"
+    export.main([str(run), "--out", str(to)])
+    card = ModelCard.load(to / "README.md")
+    summary = json.loads((run / "summary.json").read_text())
+    assert card.data.library_name == "transformers" and card.data.license == "other"
+    assert card.data.base_model is None  # a folder of this machine is no model of the hub
+    assert card.data.pipeline_tag == "text-generation" and "inspo" in card.data.tags
+    assert (run / "I_star.txt").read_text().strip() in card.text
+    for name, row in summary["held_out"].items():
+        [line] = [line for line in card.text.splitlines() if line.startswith(f"{name}  ")]
+        assert f"{row['em']:.3f}" in line.split()
+    rows = {row["t"]: row for row in read_jsonl(run / "metrics.jsonl")}
+    curve = [
+        line.strip("| ").split("|") for line in card.text.splitlines() if line.startswith("| ")
+    ]
+    for t, reward, *_ in curve[1:]:
+        assert float(reward.strip() or 0) == pytest.approx(
+            rows[int(t)].get("reward", 0.0), abs=1e-3
+        )
+    assert len(curve) > 3 and json.loads((run / "config.json").read_text())["commit"] in card.text
+    # the command says what the run had, and nothing of this machine
+    [command] = re.findall(r"^python inspo.py (.*)$", card.text, re.M)
+    cfg = read_config(run)
+    file = Path(cfg.instruction)
+    words = [str(file) if word == file.name else word for word in shlex.split(command)]
+    made = parse(words)
+    assert {name for name, x in vars(cfg).items() if x != getattr(made, name)} <= {"out"}
+    assert str(file.parent) not in card.text
 
 
 @pytest.mark.parametrize(

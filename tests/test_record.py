@@ -110,7 +110,9 @@ def test_what_is_imported_from_the_user_s_folder_is_part_of_it_and_no_other_fold
     task = load_task(Config(reward="graded_by:score", tools="none"))
     first = describe(task, {}, "", "")
     own = {f"code of {name}" for name in ("graded_by", "scale_of", "parts_of", "parts_of.deep")}
-    assert {name for name in first if name.startswith("code of") and " tasks" not in name} == own
+    ours = ("code of tasks", "code of extras")
+    code = {name for name in first if name.startswith("code of")}
+    assert {name for name in code if not name.startswith(ours)} == own
     for name in ("scale_of.py", "parts_of/deep.py"):
         (tmp_path / name).write_text("HALF = x = 0.7")
     assert set(differences(first, describe(task, {}, "", ""))) == {

@@ -62,7 +62,7 @@ PROGRAMS = {
     "compare": ["evaluate.py", "--compare", "OUT", "OUT"], "ask": ["ask.py", "why?", "--run", "OUT"],
     "index": ["-m", "retrieval.build", "--corpus", "OUT", "--encoder", "bm25", "--index", "OUT"],
     "campaign": ["-m", "extras.campaign", "real", "--runs", "OUT"],
-    "conventions": ["-m", "extras.real.conventions"], "world": ["-m", "extras.world.warm_start", "--out", "OUT"],
+    "world": ["-m", "extras.world.warm_start", "--out", "OUT"],
 }  # fmt: skip
 
 
