@@ -33,7 +33,16 @@ WORLD = HERE / "world" / "files"
 FACTS = HERE / "tasks" / "facts"
 SMOLLM = HERE / "downloads" / "smollm2-135m"  # not in runs/, whose newest folder is the newest run
 SMOLLM_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
-CARDS = {"h100": 80, "h200": 141, "a100": 80, "rtx4090": 24}  # GPUs of --dry_run -> GB (1e9 bytes)
+# GB (1e9 bytes) of GPUs, and TFLOP/s of their dense products in bfloat16 (NVIDIA's data sheets)
+CARDS = {"h100": (80, 989), "h200": (141, 989), "a100": (80, 312), "rtx4090": (24, 165)}
+
+
+def read_cards(text: str) -> tuple[int, str, int] | None:
+    """Returns the number of GPUs, their name and their GB; None if the text does not say so."""
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z]+\d+|([1-9]\d*)gb)", text.lower())
+    if match is None or not (match[3] or match[2] in CARDS):
+        return None
+    return int(match[1] or 1), match[2], int(match[3] or CARDS[match[2]][0])
 
 
 @dataclass(frozen=True)
@@ -301,7 +310,7 @@ class EngineKnobs:
     )
     dry_run: str = knob(
         "",
-        "8xh100, or as many h200, a100, rtx4090: print the memory that a run needs on each of them, and stop",
+        "8xh100, h200, a100, rtx4090, or by its memory 2x48gb: print memory and time of a run there, and stop",
     )
 
     def check(self) -> str:
@@ -309,8 +318,11 @@ class EngineKnobs:
             return f"--vllm {self.vllm}: choose colocate, or give the URL of a server, http://host:port"
         if self.vllm != "colocate" and self.engine == "torch":
             return f"--vllm {self.vllm}: it is not used with --engine torch"
-        if self.dry_run and not re.fullmatch(rf"[1-9]\d*x({'|'.join(CARDS)})", self.dry_run):
-            return f"--dry_run {self.dry_run}: say how many of which GPUs, as 8xh100; they are {', '.join(CARDS)}"
+        if self.dry_run and not read_cards(self.dry_run):
+            return (
+                f"--dry_run {self.dry_run}: say how many of which GPUs, as 8xh100 ({', '.join(CARDS)}), or of which"
+                " memory, as 1x48gb"
+            )
         return ""
 
 
@@ -414,7 +426,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 DATA = ("valid", "test", "corpus", "instruction")  # what goes with a preset's --train
 OPTIMIZER = "gpt-5"  # of OpenAI, where a run names neither a model nor another endpoint
-LORA_LR = {"world": 3e-3}  # found by trial (LOG.md); elsewhere ten times the rate of whole weights
+LORA_LR = {
+    "world": 3e-3
+}  # found by trial (docs/LOG.md); elsewhere ten times the rate of whole weights
 # one instruction: the rest of Algorithm 1 then does nothing
 STATIC: dict[str, Any] = dict(N_P=1, N_parent=1, T_e=0)
 

@@ -187,6 +187,8 @@ class Task(ABC):
     # the lowest that a right answer earns: below it a trajectory has failed
     best_reward: ClassVar[float] = 1.0
 
+    waited = 0.0  # seconds in which all trajectories waited for tools
+
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
@@ -462,7 +464,8 @@ def reward(task: Task, taus: Sequence[Trajectory]) -> None:
 # Columns that metrics.jsonl has of every step: none of them can be a task's metric.
 COLUMNS = set(
     "t metrics loss kl entropy clip_fraction logp logp_gap grad_norm lr skipped_updates candidates answered "
-    "failed valid_actions prompt_tokens response_tokens context_tokens zero_variance_groups P best w_best w p n "
+    "failed valid_actions prompt_tokens response_tokens context_tokens zero_variance_groups all_right_groups "
+    "all_wrong_groups P best w_best w p n "
     "r_bar".split()
 )
 

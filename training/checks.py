@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from config import CARDS, Config
+from config import Config, read_cards
 from engines.choose import choose_engine, device_of, without_cuda
 from models import lora
 from models.model import load_config, load_tokenizer, skeleton
@@ -21,25 +21,28 @@ from plumbing.status import status
 from rollout import encode_prompt
 from tasks import Task
 from tasks.formats import encode
-from training.fit import shapes, with_room
+from training.duration import describe_time, flops_of
+from training.fit import decide, find_flags, shapes
 
 WIDE = 896  # hidden units of a model whose step takes a CPU hours: the 0.5B's
 CPU_TOKENS = 1024  # of a micro-batch there, unless --micro_tokens says otherwise
 
 
 def print_memory(cfg: Config) -> None:
-    """Prints the memory that a run needs on the GPUs of --dry_run; Fault if they have too
-    little."""
-    gpus, _, card = cfg.dry_run.partition("x")
+    """Prints the memory and the time that a run needs on the GPUs of --dry_run; Fault if they have
+    too little memory."""
+    gpus, card, memory = read_cards(cfg.dry_run) or (0, "", 0)
     config, engine = shapes(cfg.model), "torch" if cfg.engine == "torch" else "vllm"
-    cfg, fit = with_room(cfg, config, engine, int(gpus), CARDS[card])
+    place = config, engine, gpus, memory
+    fitted, fit = decide(cfg, *place, flops_of(card))
     status("")
     print(fit.table(), flush=True)
     if fault := fit.fault():
-        raise Fault(fault)
+        raise Fault(f"{fault}; {find_flags(cfg, *place)}")
     size, most = disk(cfg, config)
     print(
-        f"\nA checkpoint takes {size:.1f} GB of disk, the run at most {most:.0f}, and its trajectories.\n"
+        f"\n{describe_time(fitted, config, gpus, card)}\n"
+        f"A checkpoint takes {size:.1f} GB of disk, the run at most {most:.0f}, and its trajectories.\n"
         f"Where {size:.1f} GB of the CPUs' memory are free for a copy, it is written while training goes on.",
         flush=True,
     )
@@ -107,7 +110,7 @@ def check_device(cfg: Config) -> None:
         )
 
 
-def check(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
+def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
     """Returns `cfg` with --engine and --recompute decided, and why this engine; Fault if the run
     cannot work.
 
@@ -130,9 +133,10 @@ def check(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
             cfg, fused_layers=cfg.fused_layers * bool(importlib.util.find_spec("liger_kernel"))
         )
         gpus = int(os.environ.get("WORLD_SIZE", 1))
-        used, fit = with_room(used, shapes(cfg.model), engine, gpus, memory)
+        place = shapes(cfg.model), engine, gpus, memory
+        used, fit = decide(used, *place, flops_of(torch.cuda.get_device_name()))
         if fault := fit.fault():
-            raise Fault(fault)
+            raise Fault(f"{fault}; {find_flags(used, *place)}")
         cfg = dataclasses.replace(cfg, recompute=used.recompute, micro_tokens=used.micro_tokens)
     longest = getattr(load_config(cfg.model), "max_position_embeddings", None)
     if longest and cfg.max_prompt + cfg.max_response > longest:

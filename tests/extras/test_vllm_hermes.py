@@ -116,7 +116,7 @@ def test_without_stop_strings_a_turn_ends_with_eos_or_is_cut_off(path):
     finally:
         engine.close()
     ends = set(turn_ends(tokenizer))
-    for _, ids, *_ in ended:
-        assert ids[-1] in ends or len(ids) == 60
-        assert not ends & {*ids[:-1]}
-    assert any(ids[-1] == tokenizer.eos_token_id for _, ids, *_ in ended)
+    assert tokenizer.eos_token_id in ends
+    assert all(ids[-1] in ends or len(ids) == 60 for _, ids, *_ in ended)
+    assert any(ids[-1] in ends for _, ids, *_ in ended)
+    assert not any(ends.intersection(ids[:-1]) for _, ids, *_ in ended)
