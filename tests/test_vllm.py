@@ -148,6 +148,8 @@ def test_greedy_turns_are_the_torch_engine_s_token_by_token(pair, engine):
     lengths = set()
     for turn in range(3):
         ours, theirs = more(engine, contexts, 20, 0.0), more(twin, contexts, 20, 0.0)
+        # vLLM goes on with no turn that a stop string has ended
+        assert not engine.core.engine_core.scheduler.has_unfinished_requests()
         assert {key: ids for key, (ids, _) in ours.items()} == {
             key: ids for key, (ids, _) in theirs.items()
         }

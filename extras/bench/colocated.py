@@ -382,6 +382,7 @@ def measure_rollouts(
         "graphs": f"{len(graphs or [])}: {graphs}",
         "graph_mode": str(vllm_config.compilation_config.cudagraph_mode),
         "prefix_caching": vllm_config.cache_config.enable_prefix_caching,
+        "compile_s": vllm_config.compilation_config.compilation_time,
     }
     print(f"start {found['start_s']:.1f} s, load {found['load_s']:.1f} s, {found['vllm']}")
     from vllm.v1.engine.output_processor import OutputProcessor
