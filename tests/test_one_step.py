@@ -160,7 +160,7 @@ def test_p_is_the_softmax_of_the_weights(page):
 
 def test_the_trajectory_has_as_many_tokens_as_its_runs(page):
     text = section(page, 2)
-    total, sampled = map(int, re.search(r"again: (\d+) tokens, (\d+) of them", text).groups())
+    total, sampled = map(int, re.search(r": (\d+) tokens, (\d+) of them", text).groups())
     runs = re.search(r"\ntokens  sampled.*?```", text, re.S).group(0)
     assert sum(int(n) for n in re.findall(r"^(\d+) ", runs, re.M)) == total
     assert sum(int(n) for n in re.findall(r"^(\d+) {1,7}\S", runs, re.M)) == sampled
