@@ -1,6 +1,7 @@
 """An update of a random policy of Qwen2.5-3B's shape on one device; JSON last.
 
-    python -m extras.bench.update
+    python -m extras.bench.update                     # whole updates
+    python -m extras.bench.update --micro 1024 4096 16384 32768 [--shape smollm2-135m]
 
 A step is the paper's: two mini-batches, log-probs of pi_old, the reference, recomputed activations.
 A group of 5 has a prompt of 300 tokens, a trajectory 2 to 8 turns of 40 to 120 sampled tokens with
@@ -13,26 +14,47 @@ MFU       6 FLOPs a parameter and token, as others count: forward and backward, 
           mfu8 counts the reference's pass, too
 peak      of the allocator, with the estimate of training/fit.py without an engine
 gather    all weights, one whole tensor at a time: what a sync streams into the engine
+
+With --micro single micro-batches are measured, of trajectories of 5 turns: 300 tokens of prompt, 5
+times 120 sampled, 4 times 500 read; or 5 shorter ones, where fewer would fit. Each size is measured
+with activations recomputed and kept, with the weights of all blocks gathered and their gradients
+not reduced, and without shared prompts. A measurement that fails says so in its row.
+
+enqueue   ms of the host for a micro-batch: reference, forward, backward; the device was idle
+wall      ms a micro-batch, of several without a wait between them
+busy      ms in which the device computes; the kinds of its kernels add up to more where they overlap
+launches  kernels and copies
+waits     times that the host waits for the device, and where
 """
 
 import argparse
+import contextlib
+import cProfile
+import gc
+import itertools
 import json
+import pstats
 import random
 import statistics
+import time
+import warnings
+from collections import Counter
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import Qwen2Config
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, Qwen2Config
 
 from config import Config
 from engines.choose import dtype_of
 from extras.bench.harness import parser_of, timed
 from grpo import Learner, minibatches
 from models.layers import fuse
-from models.model import shard, skeleton, weights
+from models.model import empty, score, shard, skeleton, weights
 from models.packing import micro_batches
 from plumbing.faults import Fault, one_line
 from tasks import Question, Trajectory
@@ -50,6 +72,27 @@ TOY = dict(
     vocab_size=1000,
     tie_word_embeddings=True,
 )
+SHAPES = {
+    "qwen2.5-3b": lambda: Qwen2Config(**KNOWN["Qwen/Qwen2.5-3B"]),
+    "smollm2-135m": lambda: LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True,
+    ),
+    "toy": lambda: Qwen2Config(**TOY),
+}  # fmt: skip
+PROMPT, TURN, READ, TURNS = 300, 120, 500, 5  # tokens of a trajectory
+WHOLE = PROMPT + TURNS * TURN + (TURNS - 1) * READ
+KINDS = {  # words in the names of kernels, in the order in which they are looked for
+    "head": "loss_kernel logp_kernel grad_kernel",
+    "attention": "flash fmha attention",
+    "liger": "_rms swiglu _rope triton",
+    "products": "gemm cutlass nvjet xmma cublas splitk gemv",
+    "optimizer": "adam multi_tensor lpnorm",
+    "FSDP": "nccl chunk_cat split_with_sizes",
+    "copies": "memcpy memset copy cat split",
+    "elementwise": "elementwise reduce",
+}
+WAITS = "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"
 
 
 def randomize(model, seed: int) -> None:
@@ -61,13 +104,16 @@ def randomize(model, seed: int) -> None:
             share.normal_(std=0.02) if p.ndim == 2 else share.fill_(float("norm" in name))
 
 
-def build(config, device, dtype, **how):
-    """Returns a sharded model with random weights, the same at every call, its layers fused on a
-    GPU as a run's are."""
-    model = skeleton(config, dtype)
+def build(config, device, dtype, whole=False, **how):
+    """Returns a sharded model, or a whole one, with random weights, the same at every call, its
+    layers fused on a GPU as a run's are."""
+    model = empty(config, dtype, device) if whole else skeleton(config, dtype)
     if device == "cuda":
         fuse(model)
-    model = shard(model, device, **how)
+    if whole:
+        model.score = MethodType(score, model)
+    else:
+        model = shard(model, device, **how)
     randomize(model, 0)
     rotary = model.base_model.rotary_emb
     tables = dict(type(rotary)(config).named_buffers())
@@ -177,6 +223,263 @@ def measure(args: argparse.Namespace) -> dict:
     return x | {"missed": find_missed(x)}
 
 
+def draw_row(tokens: int, shared: bool, vocab: int) -> list[Trajectory]:
+    """Returns trajectories of at most this many tokens, in groups of 5: whole ones, or 5 shorter
+    ones."""
+    n = max(5, tokens // WHOLE)
+    prompt, turn, read = (max(1, int(x * min(1, tokens / n / WHOLE))) for x in (PROMPT, TURN, READ))
+    rng, taus = random.Random(0), []
+    for k in range(n):
+        if k % 5 == 0 or not shared:
+            first = [rng.randrange(vocab) for _ in range(prompt)]
+        tau = Trajectory(
+            0,
+            Question("q", "Who?", ("x",), ""),
+            k // 5,
+            list(first),
+            prompt,
+            [0] * prompt,
+            [0.0] * prompt,
+        )
+        for turn_ in range(TURNS):
+            tau.act([rng.randrange(vocab) for _ in range(turn)], [-1.0] * turn)
+            if turn_ < TURNS - 1:
+                tau.observe([rng.randrange(vocab) for _ in range(read)])
+        tau.advantage = rng.uniform(-1, 1)
+        taus.append(tau)
+    return taus
+
+
+def compute_gradients(learner: Learner, taus: list[Trajectory]) -> None:
+    """Enqueues one micro-batch: what Learner.update does with it."""
+    loss, _ = learner.loss(taus, learner.terms(taus, None))
+    loss.backward()
+
+
+def keep_gathered(model: Any, kept: bool) -> None:
+    """Lets FSDP2 keep the weights of all blocks and leave their gradients unreduced, or not."""
+    model.set_requires_gradient_sync(not kept)
+    model.set_reshard_after_backward(not kept)
+    model.set_reshard_after_forward(not kept)
+    if not kept:  # FSDP's own choice for a root
+        model.set_reshard_after_forward(False, recurse=False)
+
+
+def kind_of(kernel: str) -> str:
+    name = kernel.lower()
+    for kind, words in KINDS.items():
+        if any(word in name for word in words.split()):
+            return kind
+    return "other"
+
+
+def read_profile(work: Callable[[], Any]) -> dict:
+    """Returns what the device did: busy ms, kernels, ms by kind, the longest kernels; and the ms
+    that the host waited."""
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        wait(work)
+    kinds, names, waited, spans = Counter(), Counter(), 0, []
+    for event in prof.profiler.kineto_results.events():
+        name, ns = event.name(), event.duration_ns()
+        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation():
+            kinds[kind_of(name)] += ns
+            names[name[:90]] += ns
+            spans.append((event.start_ns(), event.start_ns() + ns))
+        elif name in WAITS:
+            waited += ns
+    busy, end = 0, 0
+    for start, stop in sorted(spans):
+        busy += max(0, stop - max(start, end))
+        end = max(end, stop)
+    ms = lambda counts, n=None: {name: ns / 1e6 for name, ns in counts.most_common(n)}  # noqa: E731
+    return {
+        "busy_ms": busy / 1e6,
+        "launches": len(spans),
+        "waited_ms": waited / 1e6,  # with one wait at the end, which is ours
+        "kinds_ms": ms(kinds),
+        "kernels_ms": ms(names, 12),
+    }
+
+
+def count_waits(work: Callable[[], Any]) -> dict:
+    """Returns how often the host waits for the device, and where."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places = Counter(
+        f"{w.filename.rpartition('/')[2]}:{w.lineno}"
+        for w in seen
+        if "synchroniz" in str(w.message)
+    )
+    return {"waits": sum(places.values()), "waits_at": dict(places.most_common())}
+
+
+def time_host(work: Callable[[], Any]) -> dict:
+    wait(lambda: None)
+    _, enqueued = timed(work)
+    return {"enqueue_ms": 1e3 * enqueued}
+
+
+def time_all(work: Callable[[], Any], tokens: int) -> dict:
+    n = 2 if tokens > 10000 else 4
+    _, seconds = timed(lambda: wait(lambda: [work() for _ in range(n)]))
+    return {"wall_ms": 1e3 * seconds / n, "tokens_per_s": tokens * n / seconds}
+
+
+def profile_host(work: Callable[[], Any]) -> list[str]:
+    """Returns the functions in which the host spends most time of its own: ms, calls, name."""
+    profiler = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):
+        profiler.runcall(work)
+    stats = pstats.Stats(profiler).stats.items()
+    rows = sorted(((own, calls, place) for place, (_, calls, own, *_) in stats), reverse=True)
+    return [
+        f"{1e3 * own:8.2f} ms {calls:6} {file.rpartition('/')[2]}:{line} {name}"
+        for own, calls, (file, line, name) in rows[:40]
+    ]
+
+
+def attempt(row: dict, learner: Learner, measurements: dict[str, Callable[[], dict]]) -> None:
+    """Adds what the measurements return to the row; the first line of what they raise, instead."""
+    for name, take in measurements.items():
+        try:
+            row |= take()
+        except Exception as e:
+            row.setdefault("faults", {})[name] = f"{type(e).__name__}: {str(e)[:160]}"
+            if isinstance(e, torch.OutOfMemoryError):
+                break
+    with contextlib.suppress(Exception):
+        learner.optimizer.zero_grad(set_to_none=True)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def show(row: dict) -> None:
+    """Prints a row of the table."""
+    numbers = [
+        f"{row[name]:10.1f}" if name in row else f"{'-':>10}"
+        for name in ("enqueue_ms", "wall_ms", "busy_ms")
+    ]
+    counts = [f"{row.get(name, '-'):>9}" for name in ("launches", "waits")]
+    speed = f"{row.get('tokens_per_s', 0):10.0f} {row.get('peak_gb', 0):7.1f}"
+    total = sum(row.get("kinds_ms", {}).values())
+    kinds = [f"{kind} {ms / total:.0%}" for kind, ms in row.get("kinds_ms", {}).items()]
+    faults = [f"{name}: {text}" for name, text in row.get("faults", {}).items()]
+    print(f"{row['name']:34}", *numbers, *counts, speed, " ", ", ".join(kinds + faults), flush=True)
+
+
+def measurements_of(learner: Learner, row: dict, vocab: int) -> dict[str, Callable[[], dict]]:
+    """Returns what is measured of the micro-batch that a row describes."""
+    taus = draw_row(row["micro"], bool(row["shared"]), vocab)
+    tokens = sum(len(tau.ids) for tau in taus)
+    row |= {"trajectories": len(taus), "tokens": tokens}
+    work = lambda: compute_gradients(learner, taus)  # noqa: E731
+
+    def warm() -> dict:
+        wait(work)
+        wait(work)
+        return {}
+
+    def reduce() -> dict:
+        keep_gathered(learner.model, False)
+        _, seconds = timed(lambda: wait(work))
+        return {"last_ms": 1e3 * seconds}
+
+    found: dict[str, Callable[[], dict]] = {"first": warm}
+    found["enqueue"] = lambda: time_host(work)
+    found["wall"] = lambda: time_all(work, tokens)
+    if torch.cuda.is_available():
+        found["peak"] = lambda: {"peak_gb": torch.cuda.max_memory_allocated() / 1e9}
+        found["waits"] = lambda: count_waits(work)
+        found["profile"] = lambda: read_profile(work)
+    if row["way"] == "gathered":
+        found["last"] = reduce
+    return found
+
+
+def build_learner(config: Any, device: str, sharded: bool) -> Learner:
+    """Returns the learner of a random policy: as a run has it, or without FSDP and with weights in
+    the dtype of the products."""
+    dtype = dtype_of(Config(), "cuda") if device == "cuda" else "float32"
+    compute = getattr(torch, dtype)
+    if sharded:
+        model = build(config, device, torch.float32, compute=compute)
+        reference = build(config, device, compute, frozen=True)
+    else:
+        model, reference = (build(config, device, compute, whole=True) for _ in range(2))
+    return Learner(model, reference, Config(dtype=dtype, T=10), max_gap=1e9)
+
+
+def sweep(args: argparse.Namespace) -> dict:
+    """Returns the rows of single micro-batches; prints each. Needs a process group."""
+    cuda, began, config = args.device == "cuda", time.perf_counter(), SHAPES[args.shape]()
+    learner = build_learner(config, args.device, sharded=True)
+    card = torch.cuda.get_device_name() if cuda else args.device
+    built = f"{time.perf_counter() - began:.0f} s to build"
+    print(f"{card}, torch {torch.__version__}, {args.shape}, {built}")
+    titles = f"{'enqueue_ms':>10} {'wall_ms':>10} {'busy_ms':>10}  launches     waits   tokens/s"
+    print(f"{'':34} {titles}      GB", flush=True)
+    cells = [  # way, recomputed, shared prompts
+        *(("", 1, 1), ("", 0, 1), ("gathered", 0, 1), ("", 1, 0), ("", 0, 0)),
+        ("without FSDP", 0, 1),
+    ]
+    rows = list[dict]()
+    for (way, recompute, shared), n in itertools.product(cells, args.micro):
+        words = str(n), "recomputed" if recompute else "kept", "" if shared else "unshared", way
+        row = {"name": " ".join(filter(None, words)), "micro": n, "way": way}
+        row |= {"recompute": recompute, "shared": shared}
+        rows.append(row)
+        if time.perf_counter() - began > args.seconds:
+            row["faults"] = {"time": f"more than {args.seconds:.0f} s had passed"}
+            show(row)
+            continue
+        if way == "without FSDP" and learner.sharded:
+            rows.append(measure_step(learner, args.micro[0], config.vocab_size))
+            show(rows[-1])
+            del learner
+            gc.collect()  # a sharded model refers to itself
+            learner = build_learner(config, args.device, sharded=False)
+        if recompute:
+            learner.model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            learner.model.gradient_checkpointing_disable()
+        if way == "gathered":
+            keep_gathered(learner.model, True)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        attempt(row, learner, measurements_of(learner, row, config.vocab_size))
+        if way == "gathered":
+            keep_gathered(learner.model, False)
+        show(row)
+    for row in rows:
+        if "host" in row:
+            print("the host's own time, by functions, of the smallest kept micro-batch with FSDP:")
+            print("\n".join(row["host"]))
+    return {"card": card, "shape": args.shape, "rows": rows}
+
+
+def measure_step(learner: Learner, micro: int, vocab: int) -> dict:
+    """Returns a row of the optimizer's step, with the functions of the host in a micro-batch."""
+    learner.model.gradient_checkpointing_disable()
+    taus = draw_row(micro, True, vocab)
+
+    def step() -> dict:
+        for _ in range(2):
+            compute_gradients(learner, taus)
+            wait(lambda: None)
+            _, seconds = timed(lambda: wait(lambda: learner.step(0.0)))
+        return {"wall_ms": 1e3 * seconds}
+
+    row = {"name": "optimizer"}
+    host = lambda: {"host": profile_host(lambda: compute_gradients(learner, taus))}  # noqa: E731
+    attempt(row, learner, {"host": host, "step": step})
+    return row
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument(
@@ -184,11 +487,18 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=3, help="timed, after one that is not")
     parser.add_argument("--trajectories", type=int, default=50, help="a step, a multiple of 10")
+    parser.add_argument(
+        "--micro", type=int, nargs="+", help="tokens of the micro-batches to measure"
+    )
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="qwen2.5-3b", help="of the policy, with --micro"
+    )
+    parser.add_argument("--seconds", type=float, default=110, help="after which --micro skips")
     args = parser.parse_args()
     ranks = Ranks(args.device, patience=5)
     if not ranks.grouped:  # the toy is sharded, too
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    x = measure(args)
+    x = sweep(args) if args.micro else measure(args)
     if ranks.grouped:
         ranks.leave()
     print(json.dumps(x))
