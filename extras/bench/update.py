@@ -25,6 +25,7 @@ wall      ms a micro-batch, of several without a wait between them
 busy      ms in which the device computes; the kinds of its kernels add up to more where they overlap
 launches  kernels and copies
 waits     times that the host waits for the device, and where
+ops       operations that torch dispatches for a micro-batch, and autograd's nodes, by layers
 """
 
 import argparse
@@ -47,6 +48,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, Qwen2Config
 
 from config import Config
@@ -318,6 +320,42 @@ def count_waits(work: Callable[[], Any]) -> dict:
     return {"waits": sum(places.values()), "waits_at": dict(places.most_common())}
 
 
+class Operations(TorchDispatchMode):
+    """Counts what torch dispatches, by name; those of a DTensor when they reach its shares."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        if func is not torch.ops.prim.device.default:  # fake tensors ask for it
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_nodes(loss: torch.Tensor) -> int:
+    """Returns the nodes of autograd's graph; recomputed ones are not in it."""
+    seen, left = set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node and node not in seen:
+            seen.add(node)
+            left += [parent for parent, _ in node.next_functions]
+    return len(seen)
+
+
+def count_operations(learner: Learner, taus: list[Trajectory]) -> dict:
+    """Returns the operations of a micro-batch and its nodes, per layer, head and all."""
+    with Operations() as mode, torch.autograd.set_multithreading_enabled(False):
+        loss, _ = learner.loss(taus, learner.terms(taus, None))
+        nodes = count_nodes(loss)
+        loss.backward()
+    layers = learner.model.config.num_hidden_layers
+    return {"ops": sum(mode.counts.values()) / layers, "nodes": nodes / layers}
+
+
 def time_host(work: Callable[[], Any]) -> dict:
     wait(lambda: None)
     _, enqueued = timed(work)
@@ -365,6 +403,7 @@ def show(row: dict) -> None:
         for name in ("enqueue_ms", "wall_ms", "busy_ms")
     ]
     counts = [f"{row.get(name, '-'):>9}" for name in ("launches", "waits")]
+    counts += [f"{row[name]:6.0f}" if name in row else f"{'-':>6}" for name in ("ops", "nodes")]
     speed = f"{row.get('tokens_per_s', 0):10.0f} {row.get('peak_gb', 0):7.1f}"
     total = sum(row.get("kinds_ms", {}).values())
     kinds = [f"{kind} {ms / total:.0%}" for kind, ms in row.get("kinds_ms", {}).items()]
@@ -392,6 +431,7 @@ def measurements_of(learner: Learner, row: dict, vocab: int) -> dict[str, Callab
     found: dict[str, Callable[[], dict]] = {"first": warm}
     found["enqueue"] = lambda: time_host(work)
     found["wall"] = lambda: time_all(work, tokens)
+    found["operations"] = lambda: count_operations(learner, taus)
     if torch.cuda.is_available():
         found["peak"] = lambda: {"peak_gb": torch.cuda.max_memory_allocated() / 1e9}
         found["waits"] = lambda: count_waits(work)
@@ -421,7 +461,7 @@ def sweep(args: argparse.Namespace) -> dict:
     card = torch.cuda.get_device_name() if cuda else args.device
     built = f"{time.perf_counter() - began:.0f} s to build"
     print(f"{card}, torch {torch.__version__}, {args.shape}, {built}")
-    titles = f"{'enqueue_ms':>10} {'wall_ms':>10} {'busy_ms':>10}  launches     waits   tokens/s"
+    titles = f"{'enqueue_ms':>10} {'wall_ms':>10} {'busy_ms':>10}  launches     waits    ops  nodes   tokens/s"
     print(f"{'':34} {titles}      GB", flush=True)
     cells = [  # way, recomputed, shared prompts
         *(("", 1, 1), ("", 0, 1), ("gathered", 0, 1), ("", 1, 0), ("", 0, 0)),
