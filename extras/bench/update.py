@@ -46,6 +46,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -258,6 +259,10 @@ def compute_gradients(learner: Learner, taus: list[Trajectory]) -> None:
     loss.backward()
 
 
+def fsdp_parts(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def keep_gathered(model: Any, kept: bool) -> None:
     """Lets FSDP2 keep the weights of all blocks and leave their gradients unreduced, or not."""
     model.set_requires_gradient_sync(not kept)
@@ -392,6 +397,13 @@ def attempt(row: dict, learner: Learner, measurements: dict[str, Callable[[], di
                 break
     with contextlib.suppress(Exception):
         learner.optimizer.zero_grad(set_to_none=True)
+        for model in (learner.model, learner.reference):
+            if isinstance(model, FSDPModule):  # an exception leaves it in the middle of a pass
+                model.reset_iter_state()
+                for part in fsdp_parts(model):
+                    for group in part._get_fsdp_state()._fsdp_param_groups:
+                        for p in group.fsdp_params:
+                            p.unsharded_accumulated_grad = None
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
