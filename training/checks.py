@@ -129,7 +129,9 @@ def check(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
         used, fit = with_room(used, shapes(cfg.model), engine, gpus, memory)
         if fault := fit.fault():
             raise Fault(fault)
-        cfg = dataclasses.replace(cfg, recompute=used.recompute, micro_tokens=used.micro_tokens)
+        cfg = dataclasses.replace(
+            cfg, recompute=used.recompute, micro_tokens=used.micro_tokens, gather=used.gather
+        )
     longest = getattr(load_config(cfg.model), "max_position_embeddings", None)
     if longest and cfg.max_prompt + cfg.max_response > longest:
         raise Fault(

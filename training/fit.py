@@ -143,6 +143,8 @@ def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -
     title = f"{parameters(model) / 1e6:,.0f}M parameters{', LoRA,' * bool(cfg.lora_rank)} on {gpus} x {gpu_mem:.0f} GB"
     note = f"The update is largest in {moment}."
     fit = Fit(title, (1 - RESERVE) * gpu_mem * 1e9, [*of_state(cfg, model, gpus), *working], [note])
+    if cfg.gather == 1:
+        fit.parts.append(of_gathering(cfg, model, gpus))
     if engine == "torch":
         fit.parts += of_torch_engine(cfg, model)
     elif cfg.vllm == "colocate":
@@ -238,6 +240,31 @@ def of_update(cfg: Config, model: Any, gpus: int) -> tuple[str, list[Part]]:
     ]
 
 
+def of_gathering(cfg: Config, model: Any, gpus: int) -> Part:
+    """Returns what --gather 1 adds: the weights that are not gathered anyway, those of the reference
+    and whole gradients, where these are not shares of one rank."""
+    per_block = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    gathered = sum(per_block) - 2 * max(per_block)
+    if cfg.beta and not cfg.lora_rank and (gpus > 1 or cfg.offload_reference):
+        gathered += parameters(model)
+    size = model.dtype.itemsize * gathered + 4 * trained * (gpus > 1)
+    return Part("all weights gathered, gradients not yet reduced (--gather)", size, 0, "--gather 0")
+
+
+def gather_with_room(
+    cfg: Config, fit: Fit, config: Any, engine: str, gpus: int, gpu_mem: float
+) -> tuple[Config, Fit]:
+    """Returns `cfg` with --gather -1 decided, and its estimate; `fit` is that of a block at a
+    time."""
+    if cfg.gather < 0:
+        kept = replace(cfg, gather=1)
+        larger = estimate(kept, config, engine, gpus, gpu_mem)
+        if not larger.fault() and larger.update < SURE * larger.usable:
+            return kept, larger
+    return replace(cfg, gather=max(cfg.gather, 0)), fit
+
+
 def of_torch_engine(cfg: Config, model: Any) -> list[Part]:
     # Remaining rows are copied before the old cache is freed. A logit's probability is summed in
     # float64, out of place.
@@ -313,10 +340,11 @@ def with_room(
         kept = replace(cfg, recompute=0, micro_tokens=tokens)
         fit = estimate(kept, config, engine, gpus, gpu_mem)
         if not fit.fault() and fit.update < SURE * fit.usable:
-            return kept, fit
+            return gather_with_room(kept, fit, config, engine, gpus, gpu_mem)
         tokens //= 2
     cfg = replace(cfg, recompute=abs(cfg.recompute))
-    return cfg, estimate(cfg, config, engine, gpus, gpu_mem)
+    fit = estimate(cfg, config, engine, gpus, gpu_mem)
+    return gather_with_room(cfg, fit, config, engine, gpus, gpu_mem)
 
 
 def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[float, float]:
