@@ -283,21 +283,38 @@ def test_activations_are_kept_where_they_fit():
     """In the largest micro-batches of 8,192 tokens or more for which there is room; what was asked
     for is kept."""
     cfg, fit = with_room(CFG3, B3, "vllm", 8, 80)
-    assert cfg == replace(CFG3, recompute=0, micro_tokens=8192)
-    assert fit.table() == estimated(CFG3, recompute=0, micro_tokens=8192).table()
-    assert with_room(CFG3, B3, "vllm", 8, 141)[0] == replace(CFG3, recompute=0, micro_tokens=16384)
-    assert with_room(CFG3, B3, "vllm", 8, 400)[0] == replace(CFG3, recompute=0)
+    assert cfg == replace(CFG3, recompute=0, micro_tokens=8192, gather=1)
+    assert fit.table() == estimated(CFG3, recompute=0, micro_tokens=8192, gather=1).table()
+    for gpu_mem, tokens in (141, 16384), (400, 32768):
+        cfg, _ = with_room(CFG3, B3, "vllm", 8, gpu_mem)
+        assert cfg == replace(CFG3, recompute=0, micro_tokens=tokens, gather=1)
     for gpu_mem in (80, 141):
         tokens = 2 * with_room(CFG3, B3, "vllm", 8, gpu_mem)[0].micro_tokens
         tight = estimate(replace(CFG3, recompute=0, micro_tokens=tokens), B3, "vllm", 8, gpu_mem)
         assert tight.update > 0.9 * tight.usable
     cfg, fit = with_room(CFG7, B7, "vllm", 8, 40)
     assert (
-        cfg == replace(CFG7, recompute=1) and fit.update == estimate(CFG7, B7, "vllm", 8, 40).update
+        cfg == replace(CFG7, recompute=1, gather=0)
+        and fit.update == estimate(CFG7, B7, "vllm", 8, 40).update
     )
     for recompute in (0, 1):
-        asked = replace(CFG3, recompute=recompute, micro_tokens=32768)
+        asked = replace(CFG3, recompute=recompute, micro_tokens=32768, gather=0)
         assert with_room(asked, B3, "vllm", 8, 80)[0] == asked
+
+
+def test_weights_are_gathered_where_they_fit():
+    """Of policy and reference, in bf16, and whole float32 gradients; one rank holds the last two
+    anyway. What was asked for is kept."""
+    blocks = 2 * 36 * 77_076_992  # bytes of the 3B's blocks
+    for gpus, more in (1, 0), (8, 6 * 3_085_938_688):
+        at_a_time, gathered = (
+            estimate(replace(CFG3, gather=gather), B3, "vllm", gpus, 141).update
+            for gather in (0, 1)
+        )
+        assert gathered - at_a_time == pytest.approx(blocks * 34 / 36 + more, rel=1e-6)
+    assert with_room(CFG7, B7, "vllm", 8, 80)[0].gather == 0
+    assert with_room(replace(CFG7, gather=1), B7, "vllm", 8, 80)[0].gather == 1
+    assert with_room(replace(CFG3, gather=0), B3, "vllm", 8, 141)[0].gather == 0
 
 
 @pytest.mark.parametrize(

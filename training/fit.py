@@ -260,7 +260,7 @@ def gather_with_room(
     if cfg.gather < 0:
         kept = replace(cfg, gather=1)
         larger = estimate(kept, config, engine, gpus, gpu_mem)
-        if not larger.fault() and larger.update < SURE * larger.usable:
+        if larger.update < SURE * larger.usable:
             return kept, larger
     return replace(cfg, gather=max(cfg.gather, 0)), fit
 

@@ -17,8 +17,9 @@ gather    all weights, one whole tensor at a time: what a sync streams into the 
 
 With --micro single micro-batches are measured, of trajectories of 5 turns: 300 tokens of prompt, 5
 times 120 sampled, 4 times 500 read; or 5 shorter ones, where fewer would fit. Each size is measured
-with activations recomputed and kept, with the weights of all blocks gathered and their gradients
-not reduced, and without shared prompts. A measurement that fails says so in its row.
+with activations kept and recomputed, with --gather 1 (in the middle of an update; last_ms is its
+end) and 0, without FSDP in the dtype of the products, and without shared prompts. A measurement
+that fails says so in its row.
 
 enqueue   ms of the host for a micro-batch: reference, forward, backward; the device was idle
 wall      ms a micro-batch, of several without a wait between them
@@ -29,7 +30,6 @@ ops       operations that torch dispatches for a micro-batch, and autograd's nod
 """
 
 import argparse
-import contextlib
 import cProfile
 import gc
 import itertools
@@ -46,7 +46,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,7 +56,7 @@ from engines.choose import dtype_of
 from extras.bench.harness import parser_of, timed
 from grpo import Learner, minibatches
 from models.layers import fuse
-from models.model import empty, score, shard, skeleton, weights
+from models.model import empty, hold, score, shard, skeleton, weights
 from models.packing import micro_batches
 from plumbing.faults import Fault, one_line
 from tasks import Question, Trajectory
@@ -259,19 +258,6 @@ def compute_gradients(learner: Learner, taus: list[Trajectory]) -> None:
     loss.backward()
 
 
-def fsdp_parts(model: Any) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def keep_gathered(model: Any, kept: bool) -> None:
-    """Lets FSDP2 keep the weights of all blocks and leave their gradients unreduced, or not."""
-    model.set_requires_gradient_sync(not kept)
-    model.set_reshard_after_backward(not kept)
-    model.set_reshard_after_forward(not kept)
-    if not kept:  # FSDP's own choice for a root
-        model.set_reshard_after_forward(False, recurse=False)
-
-
 def kind_of(kernel: str) -> str:
     name = kernel.lower()
     for kind, words in KINDS.items():
@@ -374,19 +360,23 @@ def time_all(work: Callable[[], Any], tokens: int) -> dict:
 
 
 def profile_host(work: Callable[[], Any]) -> list[str]:
-    """Returns the functions in which the host spends most time of its own: ms, calls, name."""
-    profiler = cProfile.Profile()
+    """Returns the functions in which the host spends most time of its own: ms, calls, name. Before
+    them the ms of Python's garbage collection."""
+    profiler, moments = cProfile.Profile(), list[float]()
+    gc.callbacks.append(note := lambda *_: moments.append(time.perf_counter()))
     with torch.autograd.set_multithreading_enabled(False):
         profiler.runcall(work)
+    gc.callbacks.remove(note)
+    collected = sum(moments[1::2]) - sum(moments[::2])
     stats = pstats.Stats(profiler).stats.items()
     rows = sorted(((own, calls, place) for place, (_, calls, own, *_) in stats), reverse=True)
-    return [
+    return [f"{1e3 * collected:8.2f} ms {len(moments) // 2:6} garbage collections"] + [
         f"{1e3 * own:8.2f} ms {calls:6} {file.rpartition('/')[2]}:{line} {name}"
         for own, calls, (file, line, name) in rows[:40]
     ]
 
 
-def attempt(row: dict, learner: Learner, measurements: dict[str, Callable[[], dict]]) -> None:
+def attempt(row: dict, measurements: dict[str, Callable[[], dict]]) -> None:
     """Adds what the measurements return to the row; the first line of what they raise, instead."""
     for name, take in measurements.items():
         try:
@@ -395,17 +385,6 @@ def attempt(row: dict, learner: Learner, measurements: dict[str, Callable[[], di
             row.setdefault("faults", {})[name] = f"{type(e).__name__}: {str(e)[:160]}"
             if isinstance(e, torch.OutOfMemoryError):
                 break
-    with contextlib.suppress(Exception):
-        learner.optimizer.zero_grad(set_to_none=True)
-        for model in (learner.model, learner.reference):
-            if isinstance(model, FSDPModule):  # an exception leaves it in the middle of a pass
-                model.reset_iter_state()
-                for part in fsdp_parts(model):
-                    for group in part._get_fsdp_state()._fsdp_param_groups:
-                        for p in group.fsdp_params:
-                            p.unsharded_accumulated_grad = None
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def show(row: dict) -> None:
@@ -428,15 +407,21 @@ def measurements_of(learner: Learner, row: dict, vocab: int) -> dict[str, Callab
     taus = draw_row(row["micro"], bool(row["shared"]), vocab)
     tokens = sum(len(tau.ids) for tau in taus)
     row |= {"trajectories": len(taus), "tokens": tokens}
+    gathered = row["way"] == "gathered"
     work = lambda: compute_gradients(learner, taus)  # noqa: E731
 
     def warm() -> dict:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        if gathered:
+            hold(learner.model, True)
         wait(work)
         wait(work)
         return {}
 
     def reduce() -> dict:
-        keep_gathered(learner.model, False)
+        hold(learner.model, False)
         _, seconds = timed(lambda: wait(work))
         return {"last_ms": 1e3 * seconds}
 
@@ -448,88 +433,77 @@ def measurements_of(learner: Learner, row: dict, vocab: int) -> dict[str, Callab
         found["peak"] = lambda: {"peak_gb": torch.cuda.max_memory_allocated() / 1e9}
         found["waits"] = lambda: count_waits(work)
         found["profile"] = lambda: read_profile(work)
-    if row["way"] == "gathered":
+    if row["host"]:
+        found["host"] = lambda: {"host": profile_host(work)}
+    if gathered:
         found["last"] = reduce
+    if row["step"]:
+        found["step"] = lambda: time_step(learner, work)
     return found
 
 
-def build_learner(config: Any, device: str, sharded: bool) -> Learner:
+def time_step(learner: Learner, work: Callable[[], Any]) -> dict:
+    """Returns the ms of the second step of the optimizer, which has its moments then."""
+    for _ in range(2):
+        wait(work)
+        _, seconds = timed(lambda: wait(lambda: learner.step(0.0)))
+    return {"step_ms": 1e3 * seconds}
+
+
+def build_learner(config: Any, device: str, way: str) -> Learner:
     """Returns the learner of a random policy: as a run has it, or without FSDP and with weights in
     the dtype of the products."""
     dtype = dtype_of(Config(), "cuda") if device == "cuda" else "float32"
     compute = getattr(torch, dtype)
-    if sharded:
-        model = build(config, device, torch.float32, compute=compute)
-        reference = build(config, device, compute, frozen=True)
+    if way == "without FSDP":
+        model = build(config, device, compute, whole=True)
     else:
-        model, reference = (build(config, device, compute, whole=True) for _ in range(2))
+        how = {"compute": compute, "gather": way == "gathered"}
+        model = build(config, device, torch.float32, **how)
+    reference = build(config, device, compute, frozen=True)
     return Learner(model, reference, Config(dtype=dtype, T=10), max_gap=1e9)
 
 
 def sweep(args: argparse.Namespace) -> dict:
     """Returns the rows of single micro-batches; prints each. Needs a process group."""
     cuda, began, config = args.device == "cuda", time.perf_counter(), SHAPES[args.shape]()
-    learner = build_learner(config, args.device, sharded=True)
     card = torch.cuda.get_device_name() if cuda else args.device
-    built = f"{time.perf_counter() - began:.0f} s to build"
-    print(f"{card}, torch {torch.__version__}, {args.shape}, {built}")
-    titles = f"{'enqueue_ms':>10} {'wall_ms':>10} {'busy_ms':>10}  launches     waits    ops  nodes   tokens/s"
-    print(f"{'':34} {titles}      GB", flush=True)
+    print(f"{card}, torch {torch.__version__}, {args.shape}")
+    titles = f"{'enqueue_ms':>10} {'wall_ms':>10} {'busy_ms':>10}  launches     waits    ops  nodes"
+    print(f"{'':34} {titles}   tokens/s      GB", flush=True)
     cells = [  # way, recomputed, shared prompts
-        *(("", 1, 1), ("", 0, 1), ("gathered", 0, 1), ("", 1, 0), ("", 0, 0)),
-        ("without FSDP", 0, 1),
+        *(("gathered", 0, 1), ("", 0, 1), ("without FSDP", 0, 1), ("gathered", 1, 1), ("", 1, 1)),
+        *(("gathered", 0, 0), ("gathered", 1, 0)),
     ]
-    rows = list[dict]()
+    rows, learner, built = list[dict](), None, ""
     for (way, recompute, shared), n in itertools.product(cells, args.micro):
         words = str(n), "recomputed" if recompute else "kept", "" if shared else "unshared", way
         row = {"name": " ".join(filter(None, words)), "micro": n, "way": way}
-        row |= {"recompute": recompute, "shared": shared}
+        first = n == args.micro[0] and not recompute and bool(shared)
+        row |= {"recompute": recompute, "shared": shared, "host": first, "step": False}
+        row["step"] = first and way != "without FSDP"
         rows.append(row)
         if time.perf_counter() - began > args.seconds:
             row["faults"] = {"time": f"more than {args.seconds:.0f} s had passed"}
             show(row)
             continue
-        if way == "without FSDP" and learner.sharded:
-            rows.append(measure_step(learner, args.micro[0], config.vocab_size))
-            show(rows[-1])
-            del learner
+        if learner is None or built != way:
+            learner = None
             gc.collect()  # a sharded model refers to itself
-            learner = build_learner(config, args.device, sharded=False)
+            learner, built = build_learner(config, args.device, way), way
         if recompute:
             learner.model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             learner.model.gradient_checkpointing_disable()
-        if way == "gathered":
-            keep_gathered(learner.model, True)
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        attempt(row, learner, measurements_of(learner, row, config.vocab_size))
-        if way == "gathered":
-            keep_gathered(learner.model, False)
+        attempt(row, measurements_of(learner, row, config.vocab_size))
+        learner.optimizer.zero_grad(set_to_none=True)
+        if "faults" in row:  # an exception leaves FSDP in the middle of a pass
+            learner = None
         show(row)
     for row in rows:
-        if "host" in row:
-            print("the host's own time, by functions, of the smallest kept micro-batch with FSDP:")
-            print("\n".join(row["host"]))
+        if isinstance(row["host"], list):
+            print(f"\n{row['name']}: the host's own time, by functions", *row["host"], sep="\n")
     return {"card": card, "shape": args.shape, "rows": rows}
-
-
-def measure_step(learner: Learner, micro: int, vocab: int) -> dict:
-    """Returns a row of the optimizer's step, with the functions of the host in a micro-batch."""
-    learner.model.gradient_checkpointing_disable()
-    taus = draw_row(micro, True, vocab)
-
-    def step() -> dict:
-        for _ in range(2):
-            compute_gradients(learner, taus)
-            wait(lambda: None)
-            _, seconds = timed(lambda: wait(lambda: learner.step(0.0)))
-        return {"wall_ms": 1e3 * seconds}
-
-    row = {"name": "optimizer"}
-    host = lambda: {"host": profile_host(lambda: compute_gradients(learner, taus))}  # noqa: E731
-    attempt(row, learner, {"host": host, "step": step})
-    return row
 
 
 def main() -> None:
