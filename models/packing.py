@@ -99,7 +99,7 @@ class Packing:
 
 
 class KeysOfPieces(torch.autograd.Function):
-    """Keys and values (T, heads, dim) of a row -> what its pieces attend to, (K, heads, dim) each;
+    """Keys and values (1, heads, T, dim) of a row -> what its pieces attend to, (K, heads, dim) each;
     see Packing.places.
 
     One copy of both, where a copy for each piece would keep a small row waiting for Python. The
@@ -111,7 +111,8 @@ class KeysOfPieces(torch.autograd.Function):
         ctx: Any, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, *back: torch.Tensor
     ) -> Any:
         ctx.back, ctx.heads = back, [k.shape[1], v.shape[1]]
-        return torch.cat([k, v], 1)[places].split(ctx.heads, 1)
+        both = torch.cat([k, v], 1)[0].transpose(0, 1)  # (T, heads of both, dim)
+        return both[places].split(ctx.heads, 1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -119,7 +120,7 @@ class KeysOfPieces(torch.autograd.Function):
         first, shared, several = ctx.back
         both = F.pad(torch.cat(grads, 1), (0, 0, 0, 0, 0, 1))  # a row of zeros at K
         sums = both[first].index_copy_(0, shared, both[several].sum(1))
-        return *sums.split(ctx.heads, 1), None, None, None, None
+        return *sums.transpose(0, 1)[None].split(ctx.heads, 1), None, None, None, None
 
 
 def grouped_attention(
@@ -174,9 +175,11 @@ def packed_attention(
     queries, longest = packing.longest
     window = window or longest
     if query.dtype == torch.bfloat16 and query.is_cuda:
-        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, heads, dim)
+        q = query[0].transpose(0, 1)  # (T, heads, dim)
         if any(packing.before):
-            k, v = KeysOfPieces.apply(k, v, *packing.places)
+            k, v = KeysOfPieces.apply(key, value, *packing.places)
+        else:
+            k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
         # -1: no window, for which the kernel has a faster variant
         reach = window - 1 if window < longest else -1
         # FlashAttention-2, whose causal mask ends at a piece's last query and last key
