@@ -66,7 +66,7 @@ def describe(
         *parts,
     ]
     modules = {x.__module__ for x in used} | {
-        spec.partition(":")[0] for spec in (task.cfg.task, task.cfg.reward)
+        *re.findall(r"[\w.]+(?=:)", f"{task.cfg.task},{task.cfg.reward}")
     }
     words = (*WORDS, "description", "schema")
     return {

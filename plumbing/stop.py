@@ -21,7 +21,7 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # ours, or where they are; others clean up by themselves, and so does a script of a user's
 PROGRAMS = (
-    "inspo.py", "ask.py", "evaluate.py", "export.py", "report.py", "retrieval_server.py", "extras", "extras/real",
+    "inspo.py", "ask.py", "evaluate.py", "export.py", "report.py", "extras", "extras/real",
     "extras/world", "labs", "retrieval",
 )  # fmt: skip
 LEADS = os.environ.get("RANK", "0") == "0"  # whether this process speaks for all of torchrun's

@@ -50,6 +50,8 @@ PLUGS = {
     "mcp": "extras.plugs.mcp:tools_of",  # --tools mcp:...
     # --task module:Class, a class as TRL has them
     "environment": "extras.plugs.environment:task_of",
+    "openenv": "extras.plugs.openenv:task_of",  # --task openenv:URL
+    "reward": "extras.plugs.rewards:rewarded",  # --reward
 }
 
 
@@ -186,6 +188,9 @@ class Task(ABC):
     instruction: str = "Answer inside <answer> and </answer>."  # without --instruction
     # the lowest that a right answer earns: below it a trajectory has failed
     best_reward: ClassVar[float] = 1.0
+    at_once: int = sys.maxsize  # episodes that can be played together
+
+    waited = 0.0  # seconds in which all trajectories waited for tools
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -277,7 +282,11 @@ def load_task(cfg: Config, given: Any = None) -> Task:
     where = f"--task {cfg.task}"
     kind = given if isinstance(given, type) else type(given)
     if given is None or kind is str:
-        kind = load(where, cfg.task, "class")
+        room, _, name = cfg.task.partition(":")
+        server = room == "openenv"
+        kind = (
+            load(where, PLUGS[room], "function")(name) if server else load(where, cfg.task, "class")
+        )
     if not issubclass(kind, Task):
         if not hasattr(kind, "reset"):
             raise Fault(
@@ -285,7 +294,7 @@ def load_task(cfg: Config, given: Any = None) -> Task:
             )
         kind = load(where, PLUGS["environment"], "function")(kind)
     if cfg.reward:
-        kind = replace_reward(kind, cfg.reward)
+        kind = load(f"--reward {cfg.reward}", PLUGS["reward"], "function")(kind, cfg.reward)
     specs = [spec for spec in cfg.tools.split(",") if ":" in spec]
     if specs:  # the task gets those that have no module
         cfg = replace(
@@ -340,19 +349,6 @@ def load(where: str, spec: str, kind: str) -> Any:
         remedy = "; give the module that it is in" * (module == "__main__")
         raise Fault(f"{where}: {name} is not a {kind} in {module}{remedy}")
     return target
-
-
-def replace_reward(kind: type[Task], spec: str) -> type[Task]:
-    """Returns the task with the reward of --reward: a function, async or not, that returns a number
-    for each of the trajectories it gets. Its attribute `best_reward`, if it has one, replaces the
-    task's."""
-    score = load(f"--reward {spec}", spec, "function")
-
-    def reward(self: Task, taus: Sequence[Trajectory]) -> list[float]:
-        return wait_for(score(taus))  # type: ignore[no-any-return]
-
-    own = {"reward": reward, "best_reward": getattr(score, "best_reward", kind.best_reward)}
-    return type(kind.__name__, (kind,), own | {"__module__": kind.__module__})
 
 
 def wait_for(result: Any) -> Any:
@@ -462,7 +458,8 @@ def reward(task: Task, taus: Sequence[Trajectory]) -> None:
 # Columns that metrics.jsonl has of every step: none of them can be a task's metric.
 COLUMNS = set(
     "t metrics loss kl entropy clip_fraction logp logp_gap grad_norm lr skipped_updates candidates answered "
-    "failed valid_actions prompt_tokens response_tokens context_tokens zero_variance_groups P best w_best w p n "
+    "failed valid_actions prompt_tokens response_tokens context_tokens zero_variance_groups all_right_groups "
+    "all_wrong_groups P best w_best w p n "
     "r_bar".split()
 )
 

@@ -4,6 +4,7 @@ any number."""
 import copy
 import gzip
 import json
+import math
 import os
 import pickle
 import random
@@ -121,7 +122,12 @@ def same(found, weights, one, close=5e-5):
     almost 0, Adam divides rounding by rounding (3e-5 was seen).
     """
     for mine, theirs in zip(found, one.metrics[-len(found) :], strict=True):
-        assert mine == pytest.approx(theirs, rel=close, abs=1e-6)
+        # the ranks' highest percentile is between that of all and the largest gap
+        tail, most = mine["logp_gap/p99"], math.log(mine["logp_gap/max_ratio"])
+        assert theirs["logp_gap/p99"] - 1e-4 < tail < most + 1e-4
+        assert mine | {"logp_gap/p99": 0} == pytest.approx(
+            theirs | {"logp_gap/p99": 0}, rel=close, abs=1e-6
+        )
     assert set(weights) == set(one.weights)
     off = torch.cat([(w - one.weights[name]).abs().flatten() for name, w in weights.items()])
     assert (off > 1e-5).float().mean() < 1e-3 and off.max() < 2e-4, (off > 1e-5).sum()
@@ -349,7 +355,7 @@ def descendants(pid: object) -> list[str]:
 
 
 def test_a_slurm_job_that_is_queued_again_resumes(whole, tmp_path):
-    """launch/node.sbatch on two nodes: killed before its first checkpoint, then pre-empted, then
+    """extras/launch/node.sbatch on two nodes: killed before its first checkpoint, then pre-empted, then
     left alone."""
     from plumbing.servers import Child
 
@@ -358,7 +364,7 @@ def test_a_slurm_job_that_is_queued_again_resumes(whole, tmp_path):
         (tmp_path / name).chmod(0o755)
     out, server = (
         tmp_path / "r",
-        [str(ROOT / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")],
+        ["-m", "retrieval.server", "--corpus", str(WORLD / "corpus.jsonl")],
     )
     job = dict(
         SLURM_JOB_ID="7",
@@ -372,7 +378,7 @@ def test_a_slurm_job_that_is_queued_again_resumes(whole, tmp_path):
     with Child(server, tmp_path / "log") as child:
         command = [
             "bash",
-            str(ROOT / "launch" / "node.sbatch"),
+            str(ROOT / "extras" / "launch" / "node.sbatch"),
             *map(str, (*SMALL, *SCORED)),
             "--retriever",
         ]
@@ -489,7 +495,7 @@ def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
     from plumbing.servers import Child
 
     out = tmp_path / "r"
-    server = [str(ROOT / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")]
+    server = ["-m", "retrieval.server", "--corpus", str(WORLD / "corpus.jsonl")]
     with Child(server, tmp_path / "log") as child:
         process = torchrun(
             2, "inspo.py", "--out", out, *SMALL, "--search_retries", 1, "--retriever", child.url
@@ -530,4 +536,5 @@ def test_bad_input_is_reported_once_whatever_the_number_of_ranks(tmp_path, flags
     flags = [str(WORLD / "train.jsonl") if flag == "T" else flag for flag in flags]
     code, stdout, stderr = finish(torchrun(4, "inspo.py", "--out", tmp_path / "r", *flags), 90)
     assert code != 0 and stderr.split("torch/distributed/elastic")[0].count(says) == 1, stderr
-    assert stdout == "" and not (tmp_path / "r").exists()
+    assert all(line.startswith("note: ") for line in stdout.splitlines())
+    assert not (tmp_path / "r").exists()

@@ -57,12 +57,12 @@ def test_a_signal_at_the_start_is_one_line_and_leaves_nothing(tmp_path, moment, 
 
 PROGRAMS = {
     "labs": ["-m", "labs", "1", "--solution"], "model": ["-m", "extras.real.model", "OUT"],
-    "report": ["report.py", "OUT"], "server": ["retrieval_server.py", "--corpus", "world/files/corpus.jsonl"],
+    "report": ["report.py", "OUT"], "server": ["-m", "retrieval.server", "--corpus", "world/files/corpus.jsonl"],
     "hotpot": ["extras/hotpot.py", "OUT"], "export": ["export.py", "OUT"], "evaluate": ["evaluate.py", "OUT"],
     "compare": ["evaluate.py", "--compare", "OUT", "OUT"], "ask": ["ask.py", "why?", "--run", "OUT"],
     "index": ["-m", "retrieval.build", "--corpus", "OUT", "--encoder", "bm25", "--index", "OUT"],
     "campaign": ["-m", "extras.campaign", "real", "--runs", "OUT"],
-    "conventions": ["-m", "extras.real.conventions"], "world": ["-m", "extras.world.warm_start", "--out", "OUT"],
+    "world": ["-m", "extras.world.warm_start", "--out", "OUT"],
 }  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def test_without_a_terminal_rollouts_are_a_line_now_and_then(capsys):
     screen = Screen(9)
     screen.printed -= 31
     for done in (1, 2, 300):
-        screen.rollouts("verify 1", done, 300)
+        screen.show_rollouts("verify 1", done, 300)
     assert capsys.readouterr().out == "verify 1/300\n"
 
 
@@ -243,7 +243,7 @@ def test_a_signal_at_any_moment_is_resumed_to_the_bit(whole, tmp_path, moment):
         said,
         stderr,
     )
-    mark = RunDirectory(out).load_state(RunDirectory(out).checkpoints()[-1])
+    mark = RunDirectory(out).load_mark(RunDirectory(out).checkpoints()[-1])
     assert (mark["t"], mark["ended"]) == saved
     code, _, stderr = run_here("--out", out, "--resume")
     assert code == 0, (code, stderr)

@@ -143,18 +143,17 @@ def draw(rng, n, vocab, shrink):
     return taus
 
 
-def fit_layers(cfg, cuda):
-    """Returns the config of a model that fits, and its estimated bytes of an update without an
-    engine."""
-    shape = dict(KNOWN["Qwen/Qwen2.5-3B"] if cuda else TOY)
-    usable = (
-        (1 - RESERVE) * torch.cuda.get_device_properties(0).total_memory if cuda else float("inf")
-    )
+def fit_layers(cfg, shape, margin=1.0):
+    """Returns the config of a model that fits this GPU, if there is one, and its estimated bytes of
+    an update without an engine; with a `margin`, so many times as many bytes have to fit."""
+    shape, usable = dict(shape), float("inf")
+    if torch.cuda.is_available():
+        usable = (1 - RESERVE) * torch.cuda.get_device_properties(0).total_memory
     while True:
         config = Qwen2Config(**shape)
         parts = estimate(cfg, config, "vllm", 1, 1e3).parts
         need = sum(part.update for part in parts if not part.name.startswith("vLLM"))
-        if need <= usable or config.num_hidden_layers == 1:
+        if margin * need <= usable or config.num_hidden_layers == 1:
             return config, need
         shape["num_hidden_layers"] //= 2
 
@@ -179,7 +178,7 @@ def measure(args: argparse.Namespace) -> dict:
     cuda = args.device == "cuda"
     micro, dtype = (Config.micro_tokens, dtype_of(Config(), "cuda")) if cuda else (800, "float32")
     cfg = Config(dtype=dtype, micro_tokens=micro, mini=args.trajectories // 10, T=args.steps + 1)
-    config, estimated = fit_layers(cfg, cuda)
+    config, estimated = fit_layers(cfg, KNOWN["Qwen/Qwen2.5-3B"] if cuda else TOY)
     compute = getattr(torch, dtype)
     model = build(config, args.device, torch.float32, compute=compute)
     reference = build(config, args.device, compute, frozen=True)

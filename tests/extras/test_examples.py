@@ -39,7 +39,8 @@ def test_every_fork_is_short_and_its_command_loads():
         assert len(lines) <= 20 and f"`{path.stem}.py`" in PAGE, (
             f"docs/forks.md does not name {path.name}"
         )
-        _, program, *flags = shlex.split(lines[2].replace(" NAME", " any"))
+        command = next(line for line in lines if line.strip().startswith("python "))
+        _, program, *flags = shlex.split(command.replace(" NAME", " any"))
         if program == "inspo.py":
             load_task(parse(flags))
         else:
