@@ -178,6 +178,12 @@ class GRPOKnobs(RolloutKnobs):
         least=1,
         more=True,
     )
+    gather: int = knob(
+        -1,
+        "1: gather weights and reduce gradients once an optimizer step; 0: block by block; -1: as a GPU has room",
+        of=(-1, 0, 1),
+        more=True,
+    )
     warmup: float = knob(0.1, "share of T in which lr rises", least=0, below=1, more=True)
     max_grad_norm: float = knob(1.0, "gradients are clipped to this norm", above=0, more=True)
 

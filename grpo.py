@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from config import GRPOKnobs
 from kernels import k3
 from models import lora
+from models.model import hold, reshard
 from models.packing import micro_batches, pack, send
 from plumbing.faults import EngineFault
 from tasks import Trajectory
@@ -222,7 +223,10 @@ class Learner:
         for k, part in enumerate(minibatches):
             terms, longest = self.terms(part, olds[k]), max(len(tau.ids) for tau in part)
             seen, before = torch.zeros(5, dtype=torch.float64, device=self.device), len(gaps)
-            for batch, rows in self.share(part):
+            share = list(self.share(part))
+            for place, (batch, rows) in enumerate(share, 1):
+                if self.sharded and self.cfg.gather == 1:
+                    hold(self.model, place < len(share))
                 some = {
                     name: x[rows] if isinstance(x, np.ndarray) else x for name, x in terms.items()
                 }
@@ -253,6 +257,8 @@ class Learner:
             self.remembered.pop("skipped", None)
             norms.append(norm)
             total = {name: total[name] + sums[name] for name in total}
+        if self.reference is not None:
+            reshard(self.reference)
         metrics = {"lr": lr, "skipped_updates": len(minibatches) - len(norms)}
         if not norms:
             return metrics

@@ -26,7 +26,7 @@ PATHS = ("train", "valid", "test", "corpus", "instruction", "model")
 FREE = {
     "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries",
     "engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "micro_tokens", "max_rows",
-    "fused_layers", "id",
+    "gather",    "fused_layers", "id",
     "threads",  # but with another number sums may be rounded differently
 }  # fmt: skip
 

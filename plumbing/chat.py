@@ -32,12 +32,10 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options
     """
     options = {"add_generation_prompt": True} | options
     try:
-        template = CLOCK + tokenizer.get_chat_template(tools=options.get("tools"))
-        return str(
-            tokenizer.apply_chat_template(
-                messages, chat_template=template, tokenize=False, **options
-            )
-        )
+        if "strftime_now" in str(getattr(tokenizer, "chat_template", "")):
+            template = tokenizer.get_chat_template(tools=options.get("tools"))
+            options["chat_template"] = CLOCK + template
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except Exception as e:  # a template is a program and can raise anything
         why = f"{type(e).__name__}: {first_line(e)}"
         message = f"the {messages[-1]['role']}'s message that ends {messages[-1]['content'].strip()[-60:]!r}"

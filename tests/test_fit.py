@@ -272,18 +272,33 @@ def test_activations_are_kept_where_they_fit_and_save_time():
     4,096 8.7k; recomputed, 32,768 at a time, 18.1k."""
     for gpu_mem, tokens in ((80, 8192), (141, 16384), (400, 32768)):
         cfg = decided(CFG3, B3, 8, gpu_mem)
-        assert cfg == replace(CFG3, recompute=0, micro_tokens=tokens)
-        tight = estimate(replace(cfg, micro_tokens=2 * tokens), B3, "vllm", 8, gpu_mem)
+        assert cfg == replace(CFG3, recompute=0, micro_tokens=tokens, gather=1)
+        tight = estimate(replace(cfg, micro_tokens=2 * tokens, gather=0), B3, "vllm", 8, gpu_mem)
         assert tokens == 32768 or tight.update > 0.9 * tight.usable
     # where only 4,096 tokens would be kept, the host would take longer than recomputing
     small = replace(CFG3, max_prompt=2000, micro_tokens=8192, vllm_memory=0.4)
     kept = estimate(replace(small, recompute=0, micro_tokens=4096), B3, "vllm", 8, 48)
     assert not kept.fault() and kept.update < 0.9 * kept.usable
-    assert decided(small, B3, 8, 48) == replace(small, recompute=1)
-    assert decided(CFG7, B7, 8, 40) == replace(CFG7, recompute=1)
+    assert decided(small, B3, 8, 48) == replace(small, recompute=1, gather=1)
+    assert decided(CFG7, B7, 8, 40) == replace(CFG7, recompute=1, gather=0)
     for recompute in (0, 1):  # what was asked for is kept
-        asked = replace(CFG3, recompute=recompute, micro_tokens=32768)
+        asked = replace(CFG3, recompute=recompute, micro_tokens=32768, gather=0)
         assert decided(asked, B3, 8, 80) == asked
+
+
+def test_weights_are_gathered_where_they_fit():
+    """Of policy and reference, in bf16, and whole float32 gradients; one rank holds the last two
+    anyway. What was asked for is kept."""
+    blocks = 2 * 36 * 77_076_992  # bytes of the 3B's blocks
+    for gpus, more in (1, 0), (8, 6 * 3_085_938_688):
+        at_a_time, gathered = (
+            estimate(replace(CFG3, gather=gather), B3, "vllm", gpus, 141).update
+            for gather in (0, 1)
+        )
+        assert gathered - at_a_time == pytest.approx(blocks * 34 / 36 + more, rel=1e-6)
+    assert decided(CFG7, B7, 8, 80).gather == 0
+    assert decided(replace(CFG7, gather=1), B7, 8, 80).gather == 1
+    assert decided(replace(CFG3, gather=0), B3, 8, 141).gather == 0
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,18 @@ def test_recomputed_activations_and_a_reference_in_cpu_memory_change_nothing(
     same(*together(2, path, batches, tmp_path / "o", "--recompute", "--offload"), one)
 
 
+@pytest.mark.parametrize("flags", [["--bf16"], ["--bf16", "--recompute"]])
+def test_weights_gathered_for_an_update_change_nothing_on_one_rank(path, batches, tmp_path, flags):
+    found, gathered = together(1, path, batches, tmp_path / "a", *flags, "--gather")
+    metrics, weights = together(1, path, batches, tmp_path / "b", *flags)
+    assert found == metrics
+    assert all(torch.equal(gathered[name], weight) for name, weight in weights.items())
+
+
+def test_nor_on_two_but_for_the_order_of_sums(path, batches, tmp_path, one):
+    same(*together(2, path, batches, tmp_path / "o", "--gather"), one)
+
+
 def test_in_bf16_two_agree_with_one_within_its_rounding(path, batches, tmp_path, one):
     """In the first update, and not its KL: Adam's first steps magnify rounding."""
     cfg, parts = pickle.loads(batches.read_bytes())

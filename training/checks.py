@@ -137,7 +137,9 @@ def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
         used, fit = decide(used, *place, flops_of(torch.cuda.get_device_name()))
         if fault := fit.fault():
             raise Fault(f"{fault}; {find_flags(used, *place)}")
-        cfg = dataclasses.replace(cfg, recompute=used.recompute, micro_tokens=used.micro_tokens)
+        cfg = dataclasses.replace(
+            cfg, recompute=used.recompute, micro_tokens=used.micro_tokens, gather=used.gather
+        )
     longest = getattr(load_config(cfg.model), "max_position_embeddings", None)
     if longest and cfg.max_prompt + cfg.max_response > longest:
         raise Fault(

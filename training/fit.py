@@ -122,6 +122,8 @@ def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -
     title = f"{parameters(model) / 1e6:,.0f}M parameters{method} on {gpus} x {gpu_mem:.0f} GB"
     note = f"The update is largest in {moment}."
     fit = Fit(title, (1 - RESERVE) * gpu_mem * 1e9, [*of_state(cfg, model, gpus), *working], [note])
+    if cfg.gather == 1:
+        fit.parts.append(of_gathering(cfg, model, gpus))
     if engine == "torch":
         fit.parts += of_torch_engine(cfg, model)
     elif cfg.vllm == "colocate":
@@ -195,6 +197,31 @@ def of_update(cfg: Config, model: Any, gpus: int) -> tuple[str, list[Part]]:
     return peak, [Part(name, need, 0) for name, need in zip(names, moments[peak], strict=True)]
 
 
+def of_gathering(cfg: Config, model: Any, gpus: int) -> Part:
+    """Returns what --gather 1 adds: the weights that are not gathered anyway, those of the reference
+    and whole gradients, where these are not shares of one rank."""
+    per_block = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    gathered = sum(per_block) - 2 * max(per_block)
+    if cfg.beta and not cfg.lora_rank and (gpus > 1 or cfg.offload_reference):
+        gathered += parameters(model)
+    size = model.dtype.itemsize * gathered + 4 * trained * (gpus > 1)
+    return Part("all weights gathered, gradients not yet reduced (--gather)", size, 0)
+
+
+def gather_with_room(
+    cfg: Config, fit: Fit, config: Any, engine: str, gpus: int, gpu_mem: float
+) -> tuple[Config, Fit]:
+    """Returns `cfg` with --gather -1 decided, and its estimate; `fit` is that of a block at a
+    time."""
+    if cfg.gather < 0:
+        kept = replace(cfg, gather=1)
+        larger = estimate(kept, config, engine, gpus, gpu_mem)
+        if larger.update < SURE * larger.usable:
+            return kept, larger
+    return replace(cfg, gather=max(cfg.gather, 0)), fit
+
+
 def of_torch_engine(cfg: Config, model: Any) -> list[Part]:
     # Remaining rows are copied before the old cache is freed. A logit's probability is summed in
     # float64, out of place.
@@ -245,7 +272,7 @@ def add_vllm(fit: Fit, cfg: Config, model: Any, gpus: int, share: float) -> None
 def decide(
     cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float, flops: float
 ) -> tuple[Config, Fit]:
-    """Returns `cfg` with --recompute -1 decided, and its estimate: activations are kept where there
+    """Returns `cfg` with --recompute and --gather -1 decided, and its estimate: activations are kept where there
     is room, if need be in smaller micro-batches, and the update takes less time so, as computed for
     a card of that many FLOP/s."""
     best, model = replace(cfg, recompute=abs(cfg.recompute)), skeleton(config)
@@ -256,8 +283,8 @@ def decide(
         if not room.fault() and room.update < SURE * room.usable:
             seconds = update_seconds(kept, model, gpus, flops)
             if seconds <= update_seconds(best, model, gpus, flops):
-                return kept, room
-    return best, fit
+                return gather_with_room(kept, room, config, engine, gpus, gpu_mem)
+    return gather_with_room(best, fit, config, engine, gpus, gpu_mem)
 
 
 def find_flags(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -> str:
@@ -267,6 +294,7 @@ def find_flags(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float)
     for way, halvings in itertools.product(ways, range(4)):
         tokens = cfg.micro_tokens >> halvings
         tried = replace(cfg, recompute=cfg.recompute or 1, micro_tokens=tokens, **way)
+        tried = replace(tried, gather=min(cfg.gather, 0))
         fit = estimate(tried, config, engine, gpus, gpu_mem)
         over = fit.rollout - fit.usable
         if engine == "torch" and over > 0:

@@ -62,7 +62,7 @@ PEAK = {
     "4090": 165e12,
 }  # fmt: skip
 # what saves memory in it
-UPDATE = "--recompute 1, a smaller --micro_tokens, --offload_reference or more GPUs"
+UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens, --offload_reference or more GPUs"
 ROLLOUT = "a smaller --vllm_memory, or --max_rows of the torch engine"
 
 
@@ -161,10 +161,15 @@ def fsdp(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
             print(f"fused layers: {fused[0]}", flush=True)
     trained, *frozen = models
     trained = fill(
-        shard(trained, ranks.device, compute=compute), first, choose_dither_seed(cfg, ranks)
+        shard(trained, ranks.device, compute=compute, gather=cfg.gather == 1),
+        first,
+        choose_dither_seed(cfg, ranks),
     )
     frozen = [
-        shard(model, ranks.device, frozen=True, offload=cfg.offload_reference) for model in frozen
+        shard(
+            model, ranks.device, frozen=True, offload=cfg.offload_reference, gather=cfg.gather == 1
+        )
+        for model in frozen
     ]
     return trained, fill(frozen[0], first) if frozen else None
 

@@ -27,6 +27,30 @@ def test_trajectories_are_as_long_as_the_docstring_says():
     assert all(len(tau.ids) == len(tau.mask) == len(tau.logps) for tau in taus)
 
 
+def test_a_row_holds_whole_trajectories_or_five_shorter_ones():
+    for tokens, n in (1000, 5), (8000, 5), (32768, 11):
+        for shared in True, False:
+            taus = update.draw_row(tokens, shared, 99)
+            assert len(taus) == n
+            assert 0.9 * tokens - 2900 * (n > 5) < sum(len(tau.ids) for tau in taus) <= tokens
+            assert len({tuple(tau.ids[: tau.prompt_tokens]) for tau in taus}) == (
+                -(-n // 5) if shared else n
+            )
+    whole = update.draw_row(32768, True, 99)[0]
+    assert (whole.prompt_tokens, sum(whole.mask), len(whole.ids)) == (300, 600, 2900)
+
+
+def test_micro_batches_are_measured_one_at_a_time():
+    command = [sys.executable, "-m", "extras.bench.update", "--micro", "100", "300"]
+    command += ["--shape", "toy", "--device", "cpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert not [row for row in rows if "faults" in row]
+    ways = {(row["way"], row["recompute"], row["shared"]) for row in rows}
+    assert len(ways) == 7 and len(rows) == 14
+    assert all(0 < row["wall_ms"] for row in rows)
+
+
 def test_the_parts_take_at_most_24_minutes():
     limits = {part.name: part.limit for part in gpu.PARTS}
     assert sum(limits.values()) <= 1440
