@@ -16,7 +16,8 @@ from plumbing.faults import Fault, one_line
 from plumbing.outside import printable
 from plumbing.status import status
 from plumbing.threads import choose_threads, use_threads
-from tasks import Trajectory, measure, reward
+from tasks import Trajectory
+from tasks.metrics import compute_metrics, set_rewards
 
 FLAGS = {  # of inspo.py that may differ from the run's
     "task": "module:Class", "tools": "what it can call", "reward": "module:function", "format": "how calls are written",
@@ -71,8 +72,8 @@ def ask(args: argparse.Namespace) -> None:
             print(printable(f"\n  asked   {q.text}"))
             show(tau)
             if q in known:
-                reward(player.task, [tau])
-                [metrics] = measure(player.task, [tau])
+                set_rewards(player.task, [tau])
+                [metrics] = compute_metrics(player.task, [tau])
                 print(
                     printable(
                         f"  scored  {', '.join(f'{name} {x:.3g}' for name, x in metrics.items())}"

@@ -21,7 +21,7 @@ from journal.directory import RunDirectory, step_of
 from models import lora
 from models.model import empty, export, load_config, load_model, load_tokenizer
 from plumbing.faults import CheckpointFault, Fault, one_line
-from plumbing.files import write
+from plumbing.files import write_file
 from population import Population
 from training import checkpoint
 
@@ -76,7 +76,7 @@ def export_checkpoint(
             lora.export(model, cfg.lora_alpha, cfg.seed, cfg.model, new)
         else:
             export(config, model, load_tokenizer(cfg.model), new, computed)
-        write(new / "I_star.txt", P.best().text + "\n")
+        write_file(new / "I_star.txt", P.best().text + "\n")
     return to, step_of(chosen), P.best().id
 
 

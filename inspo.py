@@ -14,11 +14,10 @@ import contextlib
 import importlib
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from config import Config, parse
+from config import Config, parse_flags
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown, one_line
 from plumbing.servers import Servers
@@ -26,15 +25,17 @@ from plumbing.status import status
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer
 from reflect import (
     Optimizer,
-    connect,
-    describe,
+    connect_optimizer,
+    describe_optimizer,
+    fold_words,
     history_prompt,
-    normalize,
     paraphrase_prompt,
     read_candidates,
     reflection_prompt,
 )
-from tasks import Job, Question, Task, draw, reward, rng_of
+from tasks import Job, Question, Task
+from tasks.metrics import set_rewards
+from tasks.sampling import draw_questions, rng_of
 from training.start import prepare
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
@@ -65,10 +66,10 @@ def inspo(
         if t > trained:
             # Policy optimization with dynamic instructions                                      # Alg.1 L4
             log.begin_step()
-            questions = draw(D, cfg.batch, cfg.seed, t)
-            jobs = P.draw(rng_of(cfg.seed, t, "instructions"), questions, cfg.G)  # Alg.1 L5
+            questions = draw_questions(D, cfg.batch, cfg.seed, t)
+            jobs = P.draw_jobs(rng_of(cfg.seed, t, "instructions"), questions, cfg.G)  # Alg.1 L5
             taus = policy.rollout(t, "rollout", jobs)  # Alg.1 L6
-            reward(task, taus)  # Alg.1 L7
+            set_rewards(task, taus)  # Alg.1 L7
             policy.learner.set_advantages(taus)  # Eq.3
             row = log.measure(taus)  # a task's own code fails here, and not after the update
             texts = list(map(task.shown, taus))
@@ -119,7 +120,7 @@ class Evolution:
         baseline.
         """
         I_0 = self.P.join(self.task.instruction, None, 0)
-        self.used = {normalize(I_0.text)}
+        self.used = {fold_words(I_0.text)}
         try:
             paraphrases = (
                 self.propose(I_0, []) if self.optimizer and self.cfg.N_P > 1 else []
@@ -139,7 +140,7 @@ class Evolution:
         cfg, P, B = self.cfg, self.P, self.B
         P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
         P_new = list[Candidate]()
-        self.t, self.used = t, {normalize(I.text) for I in P_parent}
+        self.t, self.used = t, {fold_words(I.text) for I in P_parent}
         shortfall = "too few revisions verified"
         for round in range(cfg.rounds):
             room = cfg.N_P - len(P_parent) - len(P_new)
@@ -184,7 +185,7 @@ class Evolution:
         if cfg.proposer == "reflection" and tau_fail:
             failures, observations = (
                 [(e.text, e.golds) for e in tau_fail],
-                task.format.results(task.tools),
+                task.make_format().result_tags(),
             )
             return reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget, observations)
         return paraphrase_prompt(I_parent.text, n)
@@ -200,9 +201,9 @@ class Evolution:
             raise
         # before anything else can fail: it has been paid for
         self.log.call(self.t, self.round, I_parent, call)
-        unfit = partial(self.task.format.unfit, task=self.task)
+        find_unfit = self.task.make_format().find_unfit
         accepted, rejected = read_candidates(
-            call.reply, I_parent.text, self.used, golds, self.cfg.max_instruction, n, unfit
+            call.reply, I_parent.text, self.used, golds, self.cfg.max_instruction, n, find_unfit
         )
         self.log.proposed(self.t, self.round, I_parent, call, list(accepted), rejected)
         return list(accepted.values())
@@ -219,7 +220,7 @@ class Evolution:
         plays = [(id, text, q) for id, text in texts for q in D_B]
         jobs = [Job(id, text, q, group) for group, (id, text, q) in enumerate(plays)]  # CHOICE-13
         taus = policy.rollout(self.t, f"verify {self.round}", jobs)
-        reward(self.task, taus)
+        set_rewards(self.task, taus)
         self.log.played(self.t, self.round, I_parent, taus)
         n, rewards = len(D_B), [tau.reward for tau in taus]
         r_parent, *r_new = (rewards[k * n : (k + 1) * n] for k in range(1 + len(I_new)))
@@ -306,7 +307,7 @@ def train(
             )
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
-            optimizer = connect(cfg, serve, run.rows("reflections"))
+            optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))
             ranks.broadcast((fitted, task.address()))
             policy = stack.enter_context(
                 contextlib.closing(make_policy(fitted, ranks, task, learner))
@@ -315,7 +316,9 @@ def train(
         stack.callback(log.screen.close)
         policy.progress, log.began = log.screen.rollouts, began
         log.introduce(
-            f"{policy.describe()}, {fitted.engine} engine: {why}", tools, describe(optimizer)
+            f"{policy.describe()}, {fitted.engine} engine: {why}",
+            tools,
+            describe_optimizer(optimizer),
         )
         evolving = evolution(cfg, task, optimizer, population_of(cfg, population), log)
         checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
@@ -339,7 +342,7 @@ def main(
     """Trains by the flags of `kind`, with these `parts` of `train` and `changes` in every
     preset."""
     with one_line():
-        train(parse(argv, kind, **changes), *parts, listening=stop.listening)
+        train(parse_flags(argv, kind, **changes), *parts, listening=stop.listening)
 
 
 if __name__ == "__main__":

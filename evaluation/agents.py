@@ -16,7 +16,8 @@ from plumbing.outside import clean, without_secrets
 from plumbing.servers import Servers
 from plumbing.trust import check_origin
 from rollout import rollout
-from tasks import Job, Question, Task, Trajectory, choose_instruction, load_task, read_instruction
+from tasks import Job, Question, Task, Trajectory
+from tasks.loading import choose_instruction, load_task, read_instruction
 from tasks.search_qa import SearchQA
 
 # Flags of inspo.py that matter here; a run's own values are the defaults. The second half changes
@@ -45,7 +46,7 @@ class Subject:
         if self.run:
             check_origin(self.run, {name: getattr(self.cfg, name) for name in names}, flags)
         cfg = dataclasses.replace(self.cfg, **flags | knobs)
-        if fault := out_of_range(cfg, flags) or TaskKnobs.check(cfg):
+        if fault := out_of_range(cfg, flags) or TaskKnobs.find_fault(cfg):
             raise Fault(fault)
         return cfg
 
@@ -134,7 +135,7 @@ class Method(NamedTuple):
     trained: Callable[[Config], bool] = lambda cfg: False
     knobs: Mapping[str, Any] = {}  # of the configuration, that it changes
     # what ends a turn
-    stop: Callable[[Task], tuple[str, ...]] = lambda task: task.format.stop(task)
+    stop: Callable[[Task], tuple[str, ...]] = lambda task: task.make_format().stop_strings()
     task: type[Any] = Task  # what it can play
 
 
@@ -216,7 +217,7 @@ def agent(
         tools = task.start(stack.enter_context(Servers(f"{folder}/log")))
         open_engine = chat if "://" in chosen.weights else local
         engine, tokenizer = open_engine(
-            chosen, task.cfg, task.format.stop(task) if stop is None else stop
+            chosen, task.cfg, task.make_format().stop_strings() if stop is None else stop
         )
         stack.callback(engine.close)
         return Agent(

@@ -34,8 +34,11 @@ from plumbing.faults import Fault, Outage
 from plumbing.files import read_jsonl, writing
 from plumbing.outside import decoded, finite, without_secrets
 from plumbing.versions import commit
-from tasks import Question, Task, Trajectory, load_task, measure, reward, rng_of, take_subset
+from tasks import Question, Task, Trajectory
+from tasks.loading import load_task
+from tasks.metrics import compute_metrics, set_rewards
 from tasks.questions import holds_gold
+from tasks.sampling import rng_of, take_subset
 from tasks.search_qa import SearchQA
 
 # questions that are played together; an evaluation that was stopped repeats at most so many
@@ -189,8 +192,8 @@ def play(
                 seed = int(rng_of(setting["seed"], number, f"{title} 0").integers(2**31))
                 progress = lambda ended, start=bar.n: bar.update(start + ended - bar.n)  # noqa: E731
                 taus = method.play(dataclasses.replace(player, seed=seed, progress=progress), some)
-                reward(player.task, taus)
-                measured = measure(player.task, taus)
+                set_rewards(player.task, taus)
+                measured = compute_metrics(player.task, taus)
                 metrics = list(measured[0])
                 files.write(
                     "summary.json", json.dumps({"setting": setting, "metrics": metrics}, indent=1)

@@ -33,8 +33,10 @@ from plumbing.outside import printable
 from plumbing.versions import versions
 from population import Candidate, Instruction, Population
 from reflect import Call
-from rollout import spread
-from tasks import Question, Task, Trajectory, average_by_source, measure, take_subset
+from rollout import space_evenly
+from tasks import Question, Task, Trajectory
+from tasks.metrics import average_by_source, compute_metrics
+from tasks.sampling import take_subset
 from training.policy import STORED
 
 # attributes of Log that a resumed run goes on with
@@ -193,13 +195,13 @@ class Log:
         Of a `setting` of the final table it stores a sample of the trajectories, the same questions
         for all.
         """
-        rows = measure(self.task, taus, self.metrics)
+        rows = compute_metrics(self.task, taus, self.metrics)
         self.metrics = list(rows[0])
         if setting:
             self.spread[setting] = statistics.pstdev(row[self.metrics[0]] for row in rows)
             stored = [
                 taus[k].record() | {"setting": setting, "metrics": rows[k]}
-                for k in spread(len(taus), STORED)
+                for k in space_evenly(len(taus), STORED)
             ]
             self.run.write_trajectories(
                 f"test-{setting.replace(', ', '-').replace(' ', '_')}", stored
@@ -299,7 +301,7 @@ class Log:
         self.ledger.verification_rollouts += len(taus)
         self.spend("evolve", "verify")
         ids = list(dict.fromkeys(tau.question.id for tau in taus))
-        chosen = {ids[k] for k in spread(len(ids), STORED)}
+        chosen = {ids[k] for k in space_evenly(len(ids), STORED)}
         rows = [
             tau.record() | {"parent": parent.id, "candidate": k // len(ids)}
             for k, tau in enumerate(taus)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from population import Population, mean_rewards
-from tasks import Task, Trajectory, average_by_source, measure
+from tasks import Task, Trajectory
+from tasks.metrics import average_by_source, compute_metrics
 from tasks.tools import Failure, Tool
 
 Row = dict[str, Any]
@@ -26,7 +27,7 @@ def step_metrics(task: Task, taus: Sequence[Trajectory], G: int, names: Sequence
     groups = [taus[k : k + G] for k in range(0, n, G)]
     return {
         **average_by_source(taus, [{"reward": tau.reward} for tau in taus]),
-        **average_by_source(taus, measure(task, taus, names)),
+        **average_by_source(taus, compute_metrics(task, taus, names)),
         **{tool.plural: sum(tau.served(tool.tag) for tau in taus) / n for tool in task.tools},
         **{name: x for tool in task.tools for name, x in count_useless(taus, tool).items()},
         "answered": sum(tau.stop == "answer" for tau in taus) / n,

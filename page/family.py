@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from page.read import Row, Run
-from reflect import parse
+from reflect import read_blocks
 
 EXAMPLE = re.compile(
     r"<example>\n(?:Response: )?(.*?)(?:\nCorrect answer: (.*?))?\n</example>", re.S
@@ -33,7 +33,7 @@ def family(run: Run) -> Row:
         child = {"parents": [row.get("parent")], "t": t, "call": place}
         if "call" in row:
             calls[place] = _call(row["call"])
-        reply = dict(enumerate(parse(calls[place]["reply"]), 1)) if place in calls else {}
+        reply = dict(enumerate(read_blocks(calls[place]["reply"]), 1)) if place in calls else {}
         if "accepted" in row:
             texts[place] = [reply.get(k, "") for k in row["accepted"]]
         for text in texts.get(place, []):

@@ -57,7 +57,7 @@ def build(paths: Sequence[Path], *, limit: int = LIMIT, live: str = "") -> str:
 def write(runs: Sequence[Path], to: Path, *, limit: int = LIMIT) -> Path:
     """Writes the page of these runs into a file, atomically, and returns its path; Fault if it
     cannot."""
-    files.write(to, build(runs, limit=limit))
+    files.write_file(to, build(runs, limit=limit))
     return to
 
 

@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from plumbing.faults import Fault, one_line
-from plumbing.files import write
+from plumbing.files import write_file
 from retrieval.bm25 import BM25, WORDS
 from retrieval.corpus import Corpus
 from retrieval.encoder import FAMILIES, Encoder
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
             raise Fault(
                 f"{partial}: begun with another encoder, --family, --max_length or corpus; remove it"
             )
-        write(kept, json.dumps(manifest, indent=1))
+        write_file(kept, json.dumps(manifest, indent=1))
         if encoders:
             build_dense(corpus, encoders, partial, args.type)
         else:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.faults import Fault, first_line
-from plumbing.hub import fetch
+from plumbing.hub import fetch_file
 from plumbing.outside import clean, decoded
 from plumbing.words import SIGNS, compose, split_words
 from tasks import Question
@@ -40,7 +40,7 @@ def load_questions(path: str | Path) -> list[Question]:
     An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes
     `{source}-{id}`.
     """
-    path = fetch(str(path))
+    path = fetch_file(str(path))
     read = {".jsonl": read_json_lines, ".parquet": read_parquet}.get(path.suffix)
     if read is None or not path.is_file():
         raise Fault(f"{path}: no such .jsonl or .parquet file; check the path")

@@ -959,12 +959,12 @@ READS = r"""
 import locale, pathlib, sys
 from evaluation.agents import subject
 from plumbing.faults import one_line
-from plumbing.files import read_jsonl, write
+from plumbing.files import read_jsonl, write_file
 assert locale.getpreferredencoding(False) != "utf-8", locale.getpreferredencoding(False)
 with one_line():
     folder = pathlib.Path(sys.argv[1])
     assert subject(sys.argv[1]).I_star == "Write \u201canswer\u201d: \u5317\u4eac"
-    write(folder / "x.jsonl", '{"text": "\u201c\u5317"}')
+    write_file(folder / "x.jsonl", '{"text": "\u201c\u5317"}')
     assert read_jsonl(folder / "x.jsonl") == [{"text": "\u201c\u5317"}]
     print("printed: \u201c")
 """

@@ -20,14 +20,14 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 import engines.vllm_engine as vllm_engine
 import inspo
 import training.fit as fit
-from config import CARDS, Config, parse
+from config import CARDS, Config, parse_flags
 from engines import FinishedTurn
 from grpo import objective
 from kernels import grpo_head
 from models import lora
 from models.model import empty, skeleton
 from models.packing import Packing
-from rollout import encode_prompt, rollout
+from rollout import rollout
 from tasks import Job, Question
 from tasks.search_qa import SearchQA
 from training.fit import activations, estimate, kv_bytes, with_room
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parent.parent
 P3, P7 = 3_085_938_688, 7_615_616_512
 B3, B7 = (fit.shapes(f"Qwen/Qwen2.5-{size}") for size in ("3B", "7B"))
 CFG3, CFG7 = (
-    parse(["--dry_run", "8xh100", "--model", name]) for name in ("qwen2.5-3b", "qwen2.5-7b")
+    parse_flags(["--dry_run", "8xh100", "--model", name]) for name in ("qwen2.5-3b", "qwen2.5-7b")
 )
 
 
@@ -137,7 +137,7 @@ def test_the_state_with_lora_by_hand():
     ],
 )
 def test_one_gpu_is_told_when_adapters_make_it_fit(argv, verdict):
-    cfg = parse(["--dry_run", "1xh100", "--model", *argv])
+    cfg = parse_flags(["--dry_run", "1xh100", "--model", *argv])
     fitted = estimate(cfg, fit.shapes(cfg.model), "vllm", 1, CARDS[cfg.dry_run[2:]])
     assert verdict in (fitted.fault().split("; try ")[-1] or fitted.table())
 
@@ -198,7 +198,7 @@ def test_the_longest_trajectory_is_the_longest_that_rollout_makes(tiny):
     question = Question("q", "Who?", ("x",), "")
     task = SearchQA(Config())
     task.tools = [Found()]
-    prompt = len(encode_prompt(tokenizer, task, "Answer.", question))
+    prompt = len(task.make_format(tokenizer).encode_prompt("Answer.", question))
     cfg = replace(CFG7, max_turns=4, max_response=60, max_observation=30)
     longest = 0
     # from a limit that the first turn reaches to one that none does

@@ -29,8 +29,8 @@ from grpo import Learner
 from journal.directory import RunDirectory
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
-from tasks import draw, rng_of
 from tasks.questions import load_questions
+from tasks.sampling import draw_questions, rng_of
 from training import checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -279,7 +279,7 @@ def test_weights_probabilities_and_draws_follow_from_the_rewards(whole):
         taus = trajectories(whole[0], t)
         assert [tau["instruction"] for tau in taus] == [active[k] for k in drawn for _ in range(2)]
         assert [tau["question"] for tau in taus] == [
-            q.id for q in draw(D, 2, SEED, t) for _ in range(2)
+            q.id for q in draw_questions(D, 2, SEED, t) for _ in range(2)
         ]
         for j in set(drawn):
             r = [tau["reward"] for tau in taus if tau["instruction"] == active[j]]

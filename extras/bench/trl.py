@@ -19,15 +19,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from config import Config, parse
+from config import Config, parse_flags
 from extras.bench.harness import BEST, parser_of, timed
 from extras.bench.step import measure
 from plumbing.chat import turn_ends
 from plumbing.servers import Servers
 from rollout import Job, rollout
-from tasks import Task, draw, load_task
+from tasks import Task
 from tasks.formats import encode
+from tasks.loading import load_task
 from tasks.questions import em
+from tasks.sampling import draw_questions
 from tasks.tools import find_answer
 
 ROWS = 40  # trajectories in a forward pass of TRL's, at most
@@ -46,7 +48,7 @@ def make_player(cfg: Config, task: Task, serve: Servers) -> Callable[[list, Any]
 
     task.start(serve)
     ends, asked = (
-        task.format.stop(task),
+        task.make_format().stop_strings(),
         {str(task.prompt(BEST, q)): q for q in task.questions("train")},
     )
     model, tokenizer = load_policy(cfg.model, ends)
@@ -77,13 +79,15 @@ def train_with_trl(cfg: Config, steps: int, agent: bool) -> list[dict[str, float
     task, n, rows = load_task(cfg), cfg.batch * cfg.G, []
     tokenizer = AutoTokenizer.from_pretrained(cfg.model)
     model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
-    ends = [encode(tokenizer, tag) for tag in task.format.stop(task)]
+    ends = [encode(tokenizer, tag) for tag in task.make_format().stop_strings()]
     model.generation_config.eos_token_id = [
         *turn_ends(tokenizer),
         *(ids[0] for ids in ends if len(ids) == 1),
     ]
     D = {q.id: q for q in task.questions("train")}
-    asked = itertools.chain(*(draw(D, cfg.batch, cfg.seed, t) for t in range(1, steps + 1)))
+    asked = itertools.chain(
+        *(draw_questions(D, cfg.batch, cfg.seed, t) for t in range(1, steps + 1))
+    )
     data = Dataset.from_list([{"prompt": task.prompt(BEST, q), "golds": q.golds} for q in asked])
 
     class Clock(TrainerCallback):
@@ -152,7 +156,7 @@ def main() -> None:
     args, flags = parser.parse_known_args()
     flags = [*([] if args.agent else ["--tools", "none", "--max_response", "48"]), *flags]
     ours = measure(args.repeat, flags)
-    rows = train_with_trl(parse(flags), args.repeat + 1, args.agent)[1:]
+    rows = train_with_trl(parse_flags(flags), args.repeat + 1, args.agent)[1:]
     theirs = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     result: dict[str, Any] = {}
     for name, x in theirs.items():

@@ -111,7 +111,7 @@ class ServerTool(SchemaTool):
         super().__init__(schema)
         self.server, self.validator, self.unserved, self.rounds = server, validator, 0, 0
 
-    def read(self, arguments: str) -> dict[str, Any]:
+    def read_arguments(self, arguments: str) -> dict[str, Any]:
         given = decoded(arguments)
         for error in self.validator.iter_errors(given) if self.validator else ():
             raise ValueError(": ".join([*map(str, error.instance_path), error.message[:200]]))

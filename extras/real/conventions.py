@@ -33,10 +33,11 @@ from extras.real.demos import TASK, Facts, Row, row_of
 from grpo import lr_at
 from plumbing import stop
 from plumbing.faults import one_line
-from plumbing.files import write
+from plumbing.files import write_file
 from plumbing.outside import decoded
-from tasks import Question, Trajectory, take_subset
+from tasks import Question, Trajectory
 from tasks.questions import em
+from tasks.sampling import take_subset
 from tasks.search_qa import SearchQA
 
 
@@ -284,7 +285,7 @@ def table(out: Path, worlds: Sequence[int]) -> str:
     for name in ["cold", *(f"static-{world}" for world in worlds)]:
         file = out / f"{name}.json"
         if not file.exists():
-            write(file, json.dumps(measure(out / name / "policy")))
+            write_file(file, json.dumps(measure(out / name / "policy")))
         cells[name] = decoded(file.read_bytes())
     lines = [
         f"| kept untold, told to, told not to | {' | '.join(cells)} |",
@@ -348,11 +349,11 @@ def main(argv: list[str] | None = None) -> None:
         if args.demos:
             rng, facts = random.Random(0), Facts()
             rows = [json.dumps(demo(rng, facts), ensure_ascii=False) for _ in range(DEMOS)]
-            return write(args.demos, "\n".join(rows) + "\n")
+            return write_file(args.demos, "\n".join(rows) + "\n")
         out = args.out.absolute()
         out.mkdir(parents=True, exist_ok=True)
         for world in WORLDS:
-            write(best_instruction(out, world), instruct(random.Random(world), pays(world)))
+            write_file(best_instruction(out, world), instruct(random.Random(world), pays(world)))
         play_missing(cold_parts(out))
         for k, world in enumerate(WORLDS):
             play_missing(world_parts(out, world))

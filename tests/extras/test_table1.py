@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from test_inspo import ENV, finish, metrics, popen, wait_for_step
 
-from config import PRESETS, WORLD, Config, parse
+from config import PRESETS, WORLD, Config, parse_flags
 from engines import FinishedTurn
 from engines.chat_engine import Words
 from evaluation.agents import Agent, Subject, method_of
@@ -258,7 +258,7 @@ def test_the_flags_of_the_methods_that_train(tmp_path):
             1,
             0,
         )
-    assert grpo.beta == parse(flags).beta
+    assert grpo.beta == parse_flags(flags).beta
     assert list_stop_strings(SearchQA(grpo).tools) == ("</answer>",)
     assert (tmp_path / "run.instruction.txt").read_text().strip() == IN_WORLD.direct
 
