@@ -9,15 +9,14 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from evaluation.agents import held_out, load, question_of
+from evaluation.agents import find_question, load_agent, read_held_out
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.outside import printable
 from plumbing.status import status
 from plumbing.threads import choose_threads, use_threads
-from tasks import Trajectory
-from tasks.metrics import compute_metrics, set_rewards
 
 FLAGS = {  # of inspo.py that may differ from the run's
     "task": "module:Class", "tools": "what it can call", "reward": "module:function", "format": "how calls are written",
@@ -39,46 +38,41 @@ def read_questions() -> Iterator[str]:
     print()
 
 
-def show(tau: Trajectory) -> None:
+def show(tau: Any) -> None:
     """Prints a trajectory turn by turn: what the agent wrote, and what its tools returned."""
+    lines = []
     for turn in tau.turns:
-        print(printable(f"\n  agent   {turn.text.strip()}"))
+        lines.append(f"\n  agent   {turn.text.strip()}")
         for text in turn.result or []:
-            print(printable(f"  {turn.tool:8}{' '.join(text.split())[:160]}"))
-    print(
-        printable(
-            f"\n  answer  {tau.prediction}" if tau.prediction else f"\n  the end ({tau.stop})"
-        )
-    )
+            lines.append(f"  {turn.tool:8}{' '.join(text.split())[:160]}")
+    lines.append(f"\n  answer  {tau.prediction}" if tau.prediction else f"\n  the end ({tau.stop})")
+    for line in lines:
+        print(printable(line))
 
 
 def ask(args: argparse.Namespace) -> None:
-    status("loading the policy")
     run = args.run or newest_run()
     if not Path(run).is_dir():
         raise Fault(f"--run {run}: no such directory")
-    given = {name: value for name in FLAGS if (value := getattr(args, name)) is not None}
-    with load(run, temperature=args.temperature, seed=args.seed, **given) as player:
+    given = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
+    status("loading the policy")
+    with load_agent(run, temperature=args.temperature, seed=args.seed, **given) as agent:
         status("")
-        print(printable(f"{Path(run).resolve().name}\n\n{player.instruction}"))
-        known = held_out(player.task)
+        print(printable(f"{Path(run).resolve().name}\n\n{agent.instruction}"))
+        known = read_held_out(agent.task)
         for text in [args.question] if args.question else read_questions():
             try:
-                q = question_of(player.task, text, known)
+                q = find_question(agent.task, text, known)
             except Fault as e:
                 print(printable(f"  {e}"))
                 continue
-            [tau] = player.play([q])
+            [tau] = agent.play([q])
             print(printable(f"\n  asked   {q.text}"))
             show(tau)
             if q in known:
-                set_rewards(player.task, [tau])
-                [metrics] = compute_metrics(player.task, [tau])
-                print(
-                    printable(
-                        f"  scored  {', '.join(f'{name} {x:.3g}' for name, x in metrics.items())}"
-                    )
-                )
+                [metrics] = agent.score([tau])
+                scores = ", ".join(f"{name} {x:.3g}" for name, x in metrics.items())
+                print(printable(f"  scored  {scores}"))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -414,7 +414,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 DATA = ("valid", "test", "corpus", "instruction")  # what goes with a preset's --train
 OPTIMIZER = "gpt-5"  # of OpenAI, where a run names neither a model nor another endpoint
-LORA_LR = {"world": 3e-3}  # found by trial (LOG.md); elsewhere ten times the rate of whole weights
+LORA_LR = {
+    "world": 3e-3
+}  # found by trial (docs/LOG.md); elsewhere ten times the rate of whole weights
 # one instruction: the rest of Algorithm 1 then does nothing
 STATIC: dict[str, Any] = dict(N_P=1, N_parent=1, T_e=0)
 

@@ -11,7 +11,6 @@ paper is silent (docs/choices.md lists them).
 from __future__ import annotations
 
 import contextlib
-import importlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -328,12 +327,6 @@ def train(
             compare(cfg.T, policy, evolving.P.family[0], I_star, log)
             summary = log.finish(evolving.P, I_star)
     return Result(run.path.absolute(), I_star.text, summary)
-
-
-def load(path: str | Path, **settings: Any) -> Any:
-    """Returns the agent of a finished run, as evaluation/agents.py says; found by name: a run needs
-    none of that."""
-    return importlib.import_module("evaluation.agents").load(path, **settings)
 
 
 def main(

@@ -12,8 +12,8 @@ as files.
 import argparse
 from pathlib import Path
 
-from page.html import LIMIT, write
-from page.serve import app
+from page.html import LIMIT, write_page
+from page.serve import make_app
 from plumbing.faults import one_line
 from plumbing.servers import listen, serve_app
 
@@ -41,10 +41,10 @@ def main(argv: list[str] | None = None) -> None:
     with one_line("report.py"):
         if args.serve:
             return serve_app(
-                app(args.runs, args.trajectories), listen("127.0.0.1", args.port), child=False
+                make_app(args.runs, args.trajectories), listen("127.0.0.1", args.port), child=False
             )
         out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
-        write(args.runs, out, limit=args.trajectories)
+        write_page(args.runs, out, limit=args.trajectories)
         print(f"{out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser")
 
 

@@ -25,7 +25,7 @@ from plumbing.faults import Fault, Outage
 from plumbing.outside import at, without_secrets
 
 # Mean change of a weight after which a server that answers as before has not taken it: in bfloat16
-# 1e-8 shows (LOG.md).
+# 1e-8 shows (docs/LOG.md).
 SHOWS = 1e-5
 
 

@@ -18,6 +18,7 @@ from plumbing.trust import check_origin
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
 from tasks.loading import choose_instruction, load_task, read_instruction
+from tasks.metrics import compute_metrics, set_rewards
 from tasks.search_qa import SearchQA
 
 # Flags of inspo.py that matter here; a run's own values are the defaults. The second half changes
@@ -39,10 +40,10 @@ class Subject:
     served: str = ""  # at a URL the model to ask; "": the only one there
     run: Path | None = None  # whose config.json it is
 
-    def configured(self, given: Mapping[str, Any], names: Collection[str], **knobs: Any) -> Config:
+    def configure(self, given: Mapping[str, Any], names: Collection[str], **knobs: Any) -> Config:
         """Applies the flags of these names that were given, then `knobs`. Raises Fault if they
         cannot be."""
-        flags = {name: value for name in names if (value := given.get(name)) is not None}
+        flags = {name: given[name] for name in names if given.get(name) is not None}
         if self.run:
             check_origin(self.run, {name: getattr(self.cfg, name) for name in names}, flags)
         cfg = dataclasses.replace(self.cfg, **flags | knobs)
@@ -51,28 +52,27 @@ class Subject:
         return cfg
 
 
-def subject(what: str, served: str = "") -> Subject:
+def find_subject(what: str, served: str = "") -> Subject:
     """Finds what a command line names; Fault for a run that has not finished.
 
     `what`: directory of a run, or of a checkpoint that export.py put there; a preset (world);
     another Hugging Face directory or id; or a URL, where `served` is the model to ask.
     """
-    path = Path(what)
-    runs = (
-        p
-        for p in (path, path.parent)
-        if (p / "config.json").is_file() and (p / "checkpoints").is_dir()
-    )
-    run, file = next(runs, None), path / "I_star.txt"
-    I_star = file.read_text("utf-8").strip() if file.is_file() else ""
     if "://" in what:
         name = without_secrets(what).split("//")[1].split("/")[0].replace(":", "-")
         return Subject(name, what, Config(), served=served)
     if what in PRESETS:
         return Subject(what, PRESETS[what]["model"], Config(**PRESETS[what]))
-    if not run:
-        if not path.is_dir():
+    path = Path(what)
+    if not path.is_dir():
+        try:
             check_model(what)
+        except Fault as e:
+            raise Fault(f"{what} is no directory; as a model of the hub: {e}") from None
+    file = path / "I_star.txt"
+    I_star = file.read_text("utf-8").strip() if file.is_file() else ""
+    run = path if (path / "checkpoints").is_dir() else path.parent
+    if not ((run / "checkpoints").is_dir() and (run / "config.json").is_file()):
         return Subject(path.resolve().name, what, Config(model=what), I_star)
     if run == path and not I_star:
         raise Fault(
@@ -107,8 +107,13 @@ class Agent(contextlib.AbstractContextManager["Agent"]):
     def ask(self, text: str) -> Trajectory:
         """Plays a held-out question, of this id or text, or a new one; its `prediction` is the
         answer. Raises Fault."""
-        [tau] = self.play([question_of(self.task, text, held_out(self.task))])
+        [tau] = self.play([find_question(self.task, text, read_held_out(self.task))])
         return tau
+
+    def score(self, taus: list[Trajectory]) -> list[dict[str, float]]:
+        """Sets the rewards of finished trajectories; returns the task's metrics of each."""
+        set_rewards(self.task, taus)
+        return compute_metrics(self.task, taus)
 
     def play(self, questions: Sequence[Question]) -> list[Trajectory]:
         """Plays each question once, as in training."""
@@ -134,15 +139,15 @@ class Method(NamedTuple):
     # whether a run of this configuration trained for it
     trained: Callable[[Config], bool] = lambda cfg: False
     knobs: Mapping[str, Any] = {}  # of the configuration, that it changes
-    # what ends a turn
-    stop: Callable[[Task], tuple[str, ...]] = lambda task: task.make_format().stop_strings()
+    # what ends a turn; None: what the task's tools need
+    stop: Callable[[Task], tuple[str, ...]] | None = None
     task: type[Any] = Task  # what it can play
 
 
 METHODS = {"search_r1": Method(), "inspo": Method(I_star=True)}
 
 
-def method_of(chosen: Subject, methods: Mapping[str, Method]) -> str:
+def infer_method(chosen: Subject, methods: Mapping[str, Method]) -> str:
     """The name of the method that a model was trained for."""
     trained = (name for name, method in methods.items() if method.trained(chosen.cfg))
     return next(trained, "inspo" if chosen.I_star and evolves(chosen.cfg) else "search_r1")
@@ -160,20 +165,21 @@ def instruction_of(chosen: Subject, task: Task, method: Method, file: str = "") 
     return chosen.I_star if method.I_star else choose_instruction(task)
 
 
-def held_out(task: Task) -> list[Question]:
+def read_held_out(task: Task) -> list[Question]:
     """Returns the held-out questions; none where their file is gone, since others can be asked."""
     with contextlib.suppress(Fault):
         return task.questions("test")
     return []
 
 
-def question_of(task: Task, text: str, held_out: list[Question]) -> Question:
+def find_question(task: Task, text: str, held_out: list[Question]) -> Question:
     """Returns the held-out question of this id or text, or a new one; Fault if the task's are more
     than text."""
     text = clean(text.strip())  # the shell's bytes may not be text
     question = text if text.endswith("?") or not isinstance(task, SearchQA) else text + "?"
-    if matches := [q for q in held_out if text == q.id or question == q.text]:
-        return matches[0]
+    for q in held_out:
+        if text == q.id or question == q.text:
+            return q
     if any(q.data is not None for q in held_out):
         example = held_out[0].id
         raise Fault(
@@ -182,28 +188,28 @@ def question_of(task: Task, text: str, held_out: list[Question]) -> Question:
     return Question("asked", question, source="asked")
 
 
-def load(path: str | Path, temperature: float = 0.0, seed: int = 0, **settings: Any) -> Agent:
+def load_agent(path: str | Path, temperature: float = 0.0, seed: int = 0, **settings: Any) -> Agent:
     """Returns the agent of a finished run, or of a checkpoint that export.py has written, under its
     best instruction.
 
     `settings`: those in which it differs from the run, as `inspo.train` takes them. Raises Fault.
     Close the agent, or use it in a `with`.
     """
-    chosen = subject(str(path))
+    chosen = find_subject(str(path))
     if not chosen.I_star:
         raise Fault(f"{path} holds no finished run (no I_star.txt)")
     knobs = {"engine": "torch"} | check_settings(Config, settings)
-    cfg = chosen.configured(knobs, {*PLAYED, *SERVED, *knobs})
+    cfg = chosen.configure(knobs, {*PLAYED, *SERVED, *knobs})
     task = load_task(cfg, settings.get("task"))
-    return agent(chosen, task, chosen.I_star, temperature, seed)
+    return open_agent(chosen, task, chosen.I_star, temperature, seed)
 
 
-def agent(
+def open_agent(
     chosen: Subject,
     task: Task,
     instruction: str,
     temperature: float,
-    seed: int,
+    seed: int = 0,
     stop: tuple[str, ...] | None = None,
 ) -> Agent:
     """Returns the agent that plays a task; `close` ends its engine and its tools' servers.
@@ -215,17 +221,16 @@ def agent(
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         task.check()
         tools = task.start(stack.enter_context(Servers(f"{folder}/log")))
-        open_engine = chat if "://" in chosen.weights else local
-        engine, tokenizer = open_engine(
-            chosen, task.cfg, task.make_format().stop_strings() if stop is None else stop
-        )
+        open_engine = open_endpoint if "://" in chosen.weights else open_model
+        stop = task.make_format().stop_strings() if stop is None else stop
+        engine, tokenizer = open_engine(chosen, task.cfg, stop)
         stack.callback(engine.close)
         return Agent(
             engine, tokenizer, task, instruction, temperature, seed, stack.pop_all().close, tools
         )
 
 
-def chat(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Any, Any]:
+def open_endpoint(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Any, Any]:
     """Opens the chat endpoint at a URL, with its tokenizer of words."""
     from engines.chat_engine import ChatEngine, Words
 
@@ -238,7 +243,7 @@ def chat(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Any, Any]
     return ChatEngine(chosen.weights, chosen.served, words, stop, api_key=key), words
 
 
-def local(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Engine, Any]:
+def open_model(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Engine, Any]:
     """Loads a directory or a hub id into the engine that training would choose; with its
     tokenizer."""
     import torch
@@ -257,9 +262,8 @@ def local(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Engine, 
     wide = device == "cpu" or cfg.dtype == "float32" or explain_too_old(device)
     dtype = "float32" if wide else "bfloat16"
     if choose_engine(cfg, device)[0] == "torch":
-        return TorchEngine(
-            model.to(device, getattr(torch, dtype)), tokenizer, stop, cfg.max_rows
-        ), tokenizer
+        model.to(device, getattr(torch, dtype))
+        return TorchEngine(model, tokenizer, stop, cfg.max_rows), tokenizer
     from engines.vllm_engine import VllmEngine
 
     engine = VllmEngine(

@@ -24,7 +24,7 @@ SPLITS = {
 }
 
 
-def load(name: str, folder: Path) -> list[Question]:
+def load_benchmark(name: str, folder: Path) -> list[Question]:
     """Reads the questions of a benchmark, of the world, or of a user's file; Fault where there are
     none.
 
@@ -38,10 +38,13 @@ def load(name: str, folder: Path) -> list[Question]:
         for split in ("test", "dev", "train")
         for kind in ("jsonl", "parquet")
     ]
-    if file := next((path for path in (*files, folder / "test.parquet") if path.is_file()), None):
-        questions = [q for q in load_questions(file) if q.source == name or file.parent != folder]
+    merged, on_disk = folder / "test.parquet", [path for path in files if path.is_file()]
+    wanted = f"{name}/{SPLITS[name]}.jsonl"
+    if on_disk:
+        questions = load_questions(on_disk[0])
+    elif merged.is_file():
+        questions = [q for q in load_questions(merged) if q.source == name]
     else:
-        wanted = f"{name}/{SPLITS[name]}.jsonl"
         try:
             questions = load_questions(f"{HUB}/{wanted}")
         except Fault as e:

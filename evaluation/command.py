@@ -66,7 +66,10 @@ def main(
     parser.add_argument(
         "--served_model", default="", help="model of a URL; default: the only one that it serves"
     )
-    parser.add_argument("--out", help="directory to write; default: runs/evaluation/NAME-METHOD")
+    parser.add_argument(
+        "--out",
+        help="directory to write; default: runs/evaluation/NAME-METHOD, with the names of --data",
+    )
     parser.add_argument(
         "--compare", nargs="+", metavar="DIR", help="evaluations; seeds of one arm joined by commas"
     )
@@ -80,13 +83,14 @@ def main(
         parser.error("give WHAT to evaluate, or --compare with two evaluations or more")
     if args.n < 0 or args.temperature < 0 or args.seed < 0:
         parser.error("--n, --temperature and --seed must not be negative")
+    use_threads(choose_threads())  # before torch
+    # Here: torch and scipy take seconds. And before `listening`: an import may swallow what a request
+    # to stop raises.
+    from evaluation.compare import compare
+    from evaluation.measure import evaluate
+
     with one_line(program), stop.listening(), stop.may_stop():
         if args.compare:
-            from evaluation.compare import compare  # here: torch and scipy take seconds to import
-
             print(compare(args.compare))
         else:
-            use_threads(choose_threads())
-            from evaluation.measure import evaluate
-
             evaluate(args, methods)

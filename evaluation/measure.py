@@ -2,12 +2,10 @@
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,13 +17,13 @@ from evaluation.agents import (
     SERVED,
     Agent,
     Method,
-    agent,
+    find_subject,
+    infer_method,
     instruction_of,
-    method_of,
-    subject,
+    open_agent,
 )
-from evaluation.benchmarks import load
-from evaluation.statistics import Interval, interval, macro
+from evaluation.benchmarks import load_benchmark
+from evaluation.statistics import Interval, average_intervals, estimate_mean
 from journal.directory import RunDirectory
 from journal.record import describe, describe_model, differences
 from journal.summary import SHARES, count_calls, label
@@ -36,7 +34,6 @@ from plumbing.outside import decoded, finite, without_secrets
 from plumbing.versions import commit
 from tasks import Question, Task, Trajectory
 from tasks.loading import load_task
-from tasks.metrics import compute_metrics, set_rewards
 from tasks.questions import holds_gold
 from tasks.sampling import rng_of, take_subset
 from tasks.search_qa import SearchQA
@@ -48,12 +45,13 @@ Row = dict[str, Any]
 Chunk = tuple[str, int, list[Question]]  # name of the set, number of the chunk in it, its questions
 
 
-def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
-    """Evaluates as the flags say and writes --out; returns what summary.json holds."""
-    chosen = subject(args.what, args.served_model)
-    name = args.method or method_of(chosen, methods)
+def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
+    """Evaluates as the flags say, writes --out and prints its table."""
+    # who plays which questions
+    chosen = find_subject(args.what, args.served_model)
+    name = args.method or infer_method(chosen, methods)
     method = methods[name]
-    task = load_task(chosen.configured(vars(args), (*PLAYED, *SERVED), **method.knobs))
+    task = load_task(chosen.configure(vars(args), (*PLAYED, *SERVED), **method.knobs))
     if not isinstance(task, method.task):
         raise Fault(
             f"--method {name} cannot play {task.cfg.task}: it is for {method.task.__name__}"
@@ -61,49 +59,57 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
     instruction = instruction_of(chosen, task, method, args.instruction)
     questions = collect_questions(task, args)
     task.check()
+    weights = f"{chosen.served} {describe_model(chosen.weights)}".strip()
     setting = {
-        "what": without_secrets(args.what),
+        "model": without_secrets(args.what),
         **{key: getattr(args, key) for key in ("data", "n", "seed", "temperature")},
         "method": name,
         **{key: getattr(task.cfg, key) for key in PLAYED},
         "commit": commit(),
-        "content": describe(
-            task,
-            questions,
-            instruction,
-            f"{chosen.served} {describe_model(chosen.weights)}".strip(),
-        ),
+        "content": describe(task, questions, instruction, weights),
     }
-    load_player = partial(
-        agent, chosen, task, instruction, args.temperature, args.seed, method.stop(task)
-    )
-    out = Path(args.out or f"runs/evaluation/{chosen.name}-{name}")
+
+    data = [] if args.data == ["test"] else list(questions)
+    out = Path(args.out or "runs/evaluation/" + "-".join([chosen.name, name, *data]))
     with contextlib.closing(RunDirectory(out)) as files:
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
         files.lock()
+
+        # what an earlier call has played
         rows, metrics, since = read_earlier(files, setting)
         left = cut_chunks(rows, questions)
         files.write("results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        total = sum(map(len, questions.values()))
         if rows:
-            total = sum(map(len, questions.values()))
             earlier = f"{len(rows)} of {total} rows are from an earlier call"
             # code that it does not use may have changed: the reader decides
             if since != setting["commit"]:
                 earlier += f" (commit {since}, not {setting['commit']})"
             setting["commit"] = since
             print(f"{earlier}; remove {out} to play them again", flush=True)
+
+        # the rest
         if left:
-            metrics = play(files, setting, load_player, method, left, rows)
-        summary = summary_of(setting, metrics, [tool.plural for tool in tools_of(task)], rows)
+            ends = method.stop(task) if method.stop else None
+            try:
+                with open_agent(chosen, task, instruction, args.temperature, stop=ends) as agent:
+                    metrics = play(files, setting, agent, method, left, rows)
+            except (Outage, stop.Stopped) as e:
+                kept = f"{len(rows)} of {total} rows are kept in {out}"
+                raise Fault(f"{e}; {kept}: the same command continues there") from None
+
+        tools = [tool.plural for tool in list_counted_tools(task)]
+        summary = summarize_sets(setting, metrics, tools, rows)
+        table = tabulate(summary)
         files.write("summary.json", json.dumps(finite(summary), indent=1))
-        files.write("table.md", text := tabulate(summary))
+        files.write("table.md", table)
+
+    print(f"\n{chosen.name}, {name}:\n\n{table}")
     refused = sum(row["stop"] == "refused" for row in rows)
-    note = f"the server refused {refused} of {len(rows)} conversations, which count as wrong\n" * (
-        refused > 0
-    )
-    print(f"\n{chosen.name}, {name}:\n\n{text}\n{note}{out}: summary.json, table.md, results.jsonl")
-    return summary
+    if refused:
+        print(f"the server refused {refused} of {len(rows)} conversations, which count as wrong")
+    print(f"{out}: summary.json, table.md, results.jsonl")
 
 
 def collect_questions(task: Task, args: argparse.Namespace) -> dict[str, list[Question]]:
@@ -114,7 +120,10 @@ def collect_questions(task: Task, args: argparse.Namespace) -> dict[str, list[Qu
             raise Fault(
                 f"--data {name}: {task.cfg.task} asks its own questions: give {', '.join(SPLITS)}, or --test"
             )
-        every = task.questions(name) if name in SPLITS else load(name, Path(args.data_dir))
+        if name in SPLITS:
+            every = task.questions(name)
+        else:
+            every = load_benchmark(name, Path(args.data_dir))
         title = Path(name).stem if name.endswith((".jsonl", ".parquet")) else name
         if title in questions:
             raise Fault(
@@ -150,64 +159,50 @@ def read_earlier(files: RunDirectory, setting: Row) -> tuple[list[Row], list[str
 
 def cut_chunks(rows: list[Row], questions: Mapping[str, list[Question]]) -> list[Chunk]:
     """Cuts `rows` after the last chunk that is whole; returns the chunks left to play."""
-    chunks, end = list[Chunk](), 0
+    left, end = list[Chunk](), 0
+    played = [(row.get("data"), row.get("id")) for row in rows]
     for title, some in questions.items():
-        for number, first in enumerate(range(0, len(some), CHUNK)):
+        for first in range(0, len(some), CHUNK):
             chunk = some[first : first + CHUNK]
             ids = [(title, q.id) for q in chunk]
-            if (
-                chunks
-                or [(row.get("data"), row.get("id")) for row in rows[end : end + len(chunk)]] != ids
-            ):
-                chunks.append((title, number, chunk))
+            if not left and played[end : end + len(ids)] == ids:
+                end += len(ids)
             else:
-                end += len(chunk)
+                left.append((title, first // CHUNK, chunk))
     del rows[end:]
-    return chunks
+    return left
 
 
 def play(
     files: RunDirectory,
     setting: Row,
-    load_player: Callable[[], Agent],
+    player: Agent,
     method: Method,
     chunks: Sequence[Chunk],
     rows: list[Row],
 ) -> list[str]:
     """Plays chunks and adds their rows to `rows` and results.jsonl; returns the names of the
-    metrics.
-
-    Where it is stopped, raises a Fault that says how to continue.
-    """
+    metrics."""
+    print(player.tools or f"task: {player.task.cfg.task}", flush=True)
     total = len(rows) + sum(len(some) for _, _, some in chunks)
     seconds = 0.1 if sys.stderr.isatty() else 30
-    try:
-        with (
-            load_player() as player,
-            tqdm(total=total, initial=len(rows), unit="question", mininterval=seconds) as bar,
-        ):
-            print(player.tools or f"task: {player.task.cfg.task}", flush=True)
-            for title, number, some in chunks:
-                bar.set_description(title, refresh=False)
-                seed = int(rng_of(setting["seed"], number, f"{title} 0").integers(2**31))
-                progress = lambda ended, start=bar.n: bar.update(start + ended - bar.n)  # noqa: E731
-                taus = method.play(dataclasses.replace(player, seed=seed, progress=progress), some)
-                set_rewards(player.task, taus)
-                measured = compute_metrics(player.task, taus)
-                metrics = list(measured[0])
-                files.write(
-                    "summary.json", json.dumps({"setting": setting, "metrics": metrics}, indent=1)
-                )
-                for tau, values in zip(taus, measured, strict=True):
-                    rows.append({"data": title} | row_of(player.task, tau, values))
-                    files.append("results", rows[-1])
-    except (Outage, stop.Stopped) as e:
-        kept = f"{len(rows)} of {total} rows are kept in {files.path}"
-        raise Fault(f"{e}; {kept}: the same command continues there") from None
+    with tqdm(total=total, initial=len(rows), unit="question", mininterval=seconds) as bar:
+        player.progress = lambda ended: bar.update(len(rows) + ended - bar.n)
+        for title, number, some in chunks:
+            bar.set_description(title, refresh=False)
+            player.seed = int(rng_of(setting["seed"], number, f"{title} 0").integers(2**31))
+            taus = method.play(player, some)
+            measured = player.score(taus)
+            metrics = list(measured[0])
+            started = {"setting": setting, "metrics": metrics}
+            files.write("summary.json", json.dumps(started, indent=1))
+            for tau, values in zip(taus, measured, strict=True):
+                rows.append({"data": title} | make_row(player.task, tau, values))
+                files.append("results", rows[-1])
     return metrics
 
 
-def row_of(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:
+def make_row(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:
     """Makes a line of results.jsonl. `gold_found`: a gold answer stands in some passage that was
     retrieved."""
     q = tau.question
@@ -216,19 +211,19 @@ def row_of(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:
         "prompt_tokens": tau.prompt_tokens, "sampled_tokens": sum(tau.mask), "tokens": len(tau.ids),
         "stop": tau.stop, "prediction": tau.prediction, "golds": list(q.golds),
     }  # fmt: skip
-    row |= {tool.plural: tau.served(tool.tag) for tool in tools_of(task)}
+    row |= {tool.plural: tau.served(tool.tag) for tool in list_counted_tools(task)}
     if isinstance(task, SearchQA):
-        row["gold_found"] = float(
-            holds_gold((text for turn in tau.turns for text in turn.result or []), q.golds)
-        )
-    if clash := sorted(metrics.keys() & {"id", "data", "questions", "gold_recall", *row}):
+        found = [text for turn in tau.turns for text in turn.result or []]
+        row["gold_found"] = float(holds_gold(found, q.golds))
+    clash = sorted(metrics.keys() & {"id", "data", "questions", "gold_recall", *row})
+    if clash:
         raise Fault(
             f"--task {task.cfg.task}: evaluate.py has a figure called {clash[0]}: give the metric another name"
         )
     return {"id": q.id, "reward": tau.reward, **metrics, **row}
 
 
-def tools_of(task: Task) -> Sequence[Any]:
+def list_counted_tools(task: Task) -> Sequence[Any]:
     """The tools whose calls are counted: of search QA the search even for a method that does not
     use it."""
     return task.tools or ([task.search] if isinstance(task, SearchQA) else [])
@@ -237,7 +232,7 @@ def tools_of(task: Task) -> Sequence[Any]:
 # ---- figures
 
 
-def summary_of(setting: Row, metrics: list[str], tools: list[str], rows: Sequence[Row]) -> Row:
+def summarize_sets(setting: Row, metrics: list[str], tools: list[str], rows: Sequence[Row]) -> Row:
     """The figures of all rows, by the sets of questions and on average; the first metric is the
     main one."""
     titles = dict.fromkeys(row["data"] for row in rows)
@@ -245,7 +240,7 @@ def summary_of(setting: Row, metrics: list[str], tools: list[str], rows: Sequenc
         title: summarize([row for row in rows if row["data"] == title], metrics, tools)
         for title in titles
     }
-    average = macro([Interval(**part[metrics[0]]) for part in parts.values()])
+    average = average_intervals([Interval(**part[metrics[0]]) for part in parts.values()])
     return {
         "setting": setting,
         "metrics": metrics,
@@ -263,7 +258,7 @@ def summarize(rows: Sequence[Row], metrics: Sequence[str], tools: Sequence[str])
     out: Row = {"questions": len(rows)}
     for name in metrics:
         most = 1.0 if name in SHARES else math.inf
-        out[name] = interval([row[name] for row in rows]).within(1 - most, most)._asdict()
+        out[name] = estimate_mean([row[name] for row in rows]).within(1 - most, most)._asdict()
     for name in ("answered", *tools, "prompt_tokens", "sampled_tokens", "tokens"):
         out[name] = fmean(row[name] for row in rows)
     if "gold_found" in rows[0]:
@@ -273,34 +268,30 @@ def summarize(rows: Sequence[Row], metrics: Sequence[str], tools: Sequence[str])
 
 def tabulate(summary: Row) -> str:
     """The Markdown table of an evaluation."""
-    (main, *others), cells = summary["metrics"], dict[str, dict[str, str]]()
+    main, *others = summary["metrics"]
     head = f"{label(main)}, 95 %"
+    rows = []
     for title, part in summary["benchmarks"].items():
         recall = "gold_recall" in part
-        cells[title] = {
-            "": title,
-            "questions": f"{part['questions']:,}",
-            head: f"{Interval(**part[main])}",
-        }
-        cells[title] |= {label(key): f"{part[key]['mean']:.3f}" for key in others}
+        row = {"": title, "questions": f"{part['questions']:,}", head: f"{Interval(**part[main])}"}
+        row |= {label(key): f"{part[key]['mean']:.3f}" for key in others}
         # what a tool ends is over
-        cells[title] |= {"answered" if recall else "finished": f"{part['answered']:.3f}"}
-        cells[title] |= {key: f"{x:.2f}" for key, x in count_calls(part, summary["tools"]).items()}
-        cells[title] |= {"gold recall": f"{part['gold_recall']:.3f}"} if recall else {}
-        cells[title] |= {"sampled tokens": f"{part['sampled_tokens']:.0f}"}
-    if len(cells) > 1:
-        average = summary["average"]
-        cells["average"] = {
-            "": "average",
-            "questions": f"{average['n']:,}",
-            head: f"{Interval(**average)}",
-        }
-    return markdown(list(cells.values()))
+        row["answered" if recall else "finished"] = f"{part['answered']:.3f}"
+        row |= {key: f"{x:.2f}" for key, x in count_calls(part, summary["tools"]).items()}
+        if recall:
+            row["gold recall"] = f"{part['gold_recall']:.3f}"
+        row["sampled tokens"] = f"{part['sampled_tokens']:.0f}"
+        rows.append(row)
+    if len(rows) > 1:
+        average = Interval(**summary["average"])
+        rows.append({"": "average", "questions": f"{average.n:,}", head: f"{average}"})
+    return format_table(rows)
 
 
-def markdown(rows: Sequence[Mapping[str, str]]) -> str:
+def format_table(rows: Sequence[Mapping[str, str]]) -> str:
     """A Markdown table of rows, each a cell by its heading."""
     heads = list(dict.fromkeys(head for row in rows for head in row))
-    lines = [heads, *([row.get(head, "") for head in heads] for row in rows)]
-    out = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([out[0], "|---" * len(heads) + "|", *out[1:]]) + "\n"
+    cells = [heads, *([row.get(head, "") for head in heads] for row in rows)]
+    lines = [f"| {' | '.join(line)} |\n" for line in cells]
+    lines.insert(1, "|---" * len(heads) + "|\n")
+    return "".join(lines)

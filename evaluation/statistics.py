@@ -8,6 +8,7 @@ on these questions.
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -39,12 +40,9 @@ class Interval(NamedTuple):
         differ.
         """
         style = style if style.endswith("f") else style + ".3f"
+        mean, low, high = (f"{x:{style}}" for x in self[:3])
         known = math.isfinite(self.low) and self.low < self.high
-        return (
-            f"{self.mean:{style}} [{self.low:{style}}, {self.high:{style}}]"
-            if known
-            else f"{self.mean:{style}}"
-        )
+        return f"{mean} [{low}, {high}]" if known else mean
 
     def within(self, least: float, most: float) -> "Interval":
         """Cuts the interval at the bounds of a measure: its true mean lies in them, so that the
@@ -67,7 +65,7 @@ class Difference(NamedTuple):
     visible: float  # the difference that a test at 5 % finds in 80 % of the cases
 
 
-def interval(x: Values) -> Interval:
+def estimate_mean(x: Values) -> Interval:
     """Wilson's interval of the mean of zeros and ones (n,), Student's t for anything else.
 
     The standard error of zeros and ones is Wilson's too, half the interval's width over 1.96: that
@@ -75,19 +73,19 @@ def interval(x: Values) -> Interval:
     """
     a = _array(x)
     if not right_or_wrong(a):
-        return over_seeds(a)
+        return estimate_over_seeds(a)
     low, high = stats.binomtest(int(a.sum()), len(a)).proportion_ci(LEVEL, method="wilson")
     return Interval(float(a.mean()), float(low), float(high), float(high - low) / 2 / Z, len(a))
 
 
-def over_seeds(x: Values) -> Interval:
+def estimate_over_seeds(x: Values) -> Interval:
     """Student's interval of the mean over training runs (n,), with n - 1 degrees of freedom;
     infinite for one run."""
     a = _array(x)
     return _interval(float(a.mean()), _se(a), len(a) - 1, len(a))
 
 
-def paired(a: Values, b: Values) -> Difference:
+def compare_pairs(a: Values, b: Values) -> Difference:
     """Compares a with b (n,) on the same questions.
 
     Of right and wrong: Bonett and Price's interval (2012) and McNemar's exact test. Of other
@@ -98,40 +96,43 @@ def paired(a: Values, b: Values) -> Difference:
     d, n = _array(x - y), len(x)
     mean = float(d.mean())
     if right_or_wrong(x, y):
-        only_a, only_b, p = mcnemar(x, y)
+        only_a, only_b, p = count_discordant(x, y)
         more, less = (only_a + 1) / (n + 2), (only_b + 1) / (n + 2)
-        se = math.sqrt((more + less - (more - less) ** 2) / (n + 2))
-        low, high = max(-1.0, more - less - Z * se), min(1.0, more - less + Z * se)
-        return Difference(Interval(mean, low, high, se, n), p, visible(se, math.inf))
-    if (se := _se(d)) > 0:  # NaN for a single question
-        return Difference(over_seeds(d), float(stats.ttest_1samp(d, 0).pvalue), visible(se, n - 1))
-    return Difference(
-        _interval(mean, math.nan, 0, n), min(1.0, 2 * 0.5**n) if mean else 1.0, math.inf
-    )
+        centre = more - less
+        se = math.sqrt((more + less - centre**2) / (n + 2))
+        found = Interval(mean, centre - Z * se, centre + Z * se, se, n).within(-1, 1)
+        return Difference(found, p, find_visible(se, math.inf))
+    se = _se(d)
+    if se > 0:  # NaN for a single question
+        return Difference(
+            estimate_over_seeds(d), float(stats.ttest_1samp(d, 0).pvalue), find_visible(se, n - 1)
+        )
+    p = min(1.0, 2 * 0.5**n) if mean else 1.0
+    return Difference(_interval(mean, math.nan, 0, n), p, math.inf)
 
 
-def between_seeds(a: Values, b: Values) -> Difference:
+def compare_seeds(a: Values, b: Values) -> Difference:
     """Compares the means of independent training runs, (n,) and (m,), by Welch's t test.
 
     Seeds that all end alike say nothing of how seeds differ: then there is no test, as for a single
     run.
     """
     x, y = _array(a), _array(b)
-    mean, se, n = (
-        round(float(x.mean() - y.mean()), DIGITS),
-        math.hypot(_se(x), _se(y)),
-        len(x) + len(y),
-    )
+    mean = round(float(x.mean() - y.mean()), DIGITS)
+    se = math.hypot(_se(x), _se(y))
+    n = len(x) + len(y)
     if not se > 0:  # NaN for a single run
         return Difference(_interval(mean, math.nan, 0, n), math.nan, math.inf)
     with warnings.catch_warnings():
         # seeds that end alike on one side: Welch's test can take it
         warnings.simplefilter("ignore", RuntimeWarning)
         test = stats.ttest_ind(x, y, equal_var=False)
-    return Difference(_interval(mean, se, test.df, n), float(test.pvalue), visible(se, test.df))
+    return Difference(
+        _interval(mean, se, test.df, n), float(test.pvalue), find_visible(se, test.df)
+    )
 
 
-def mcnemar(a: Values, b: Values) -> tuple[int, int, float]:
+def count_discordant(a: Values, b: Values) -> tuple[int, int, float]:
     """Counts questions that only a has right and that only b has right; with the exact two-sided p
     of greedy runs."""
     x, y = np.asarray(a) > 0.5, np.asarray(b) > 0.5
@@ -140,7 +141,7 @@ def mcnemar(a: Values, b: Values) -> tuple[int, int, float]:
     return only_a, only_b, p
 
 
-def macro(parts: Sequence[Interval]) -> Interval:
+def average_intervals(parts: Sequence[Interval]) -> Interval:
     """The unweighted mean over benchmarks; their errors are independent, so their squares add.
 
     Those below and those above the mean are added apart (Zou and Donner, 2008): Wilson's interval
@@ -154,27 +155,28 @@ def macro(parts: Sequence[Interval]) -> Interval:
     return Interval(mean, low, high, se, sum(part.n for part in parts))
 
 
-def macro_difference(parts: Sequence[Difference]) -> Difference:
+def average_differences(parts: Sequence[Difference]) -> Difference:
     """The macro average of differences, by the normal distribution."""
-    whole = macro([part.interval for part in parts])
-    return Difference(
-        whole, 2 * float(stats.norm.sf(abs(whole.mean) / whole.se)), visible(whole.se, math.inf)
-    )
+    whole = average_intervals([part.interval for part in parts])
+    p = 2 * float(stats.norm.sf(abs(whole.mean) / whole.se))
+    return Difference(whole, p, find_visible(whole.se, math.inf))
 
 
-def adjust(differences: Mapping[K, Difference]) -> dict[K, float]:
+def adjust_p_values(differences: Mapping[K, Difference]) -> dict[K, float]:
     """Adjusts p-values by Holm's method: their family errs in at most 5 % of the cases at 0.05.
 
     Those without a test (NaN) are left out, and are not part of the family.
     """
-    tested = [key for key, difference in differences.items() if not math.isnan(difference.p)]
+    tested = [(difference.p, key) for key, difference in differences.items() if difference.p >= 0]
+    tested.sort(key=itemgetter(0))
     adjusted, worst = dict[K, float](), 0.0
-    for rank, key in enumerate(sorted(tested, key=lambda key: differences[key].p)):
-        adjusted[key] = worst = max(worst, min(1.0, (len(tested) - rank) * differences[key].p))
+    for rank, (p, key) in enumerate(tested):
+        worst = max(worst, min(1.0, (len(tested) - rank) * p))
+        adjusted[key] = worst
     return adjusted
 
 
-def visible(se: float, df: float) -> float:
+def find_visible(se: float, df: float) -> float:
     """The true difference that a two-sided t test with this standard error finds at 5 % in 80 % of
     the cases.
 

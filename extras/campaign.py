@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from config import HERE
-from evaluation.measure import markdown
-from evaluation.statistics import adjust, between_seeds, over_seeds
+from evaluation.measure import format_table
+from evaluation.statistics import adjust_p_values, compare_seeds, estimate_over_seeds
 from extras.bench.harness import train_command
 from plumbing.faults import Fault, one_line
 from plumbing.files import read_jsonl
@@ -153,17 +153,17 @@ def table(campaign: Campaign, rows: Sequence[Row]) -> str:
         arm: x for arm in campaign.arms if (x := [row["em"] for row in rows if row["arm"] == arm])
     }
     less = {
-        arm: between_seeds(em["inspo"], x)
+        arm: compare_seeds(em["inspo"], x)
         for arm, x in em.items()
         if arm != "inspo" and "inspo" in em
     }
-    p = adjust(less)
-    return markdown(
+    p = adjust_p_values(less)
+    return format_table(
         [
             {
                 "": f"{arm}: {campaign.arms[arm][0]}",
                 "EM, by seed": ", ".join(f"{y:.2f}" for y in x),
-                "mean, 95 %": f"{over_seeds(x).within(0, 1):.2f}",
+                "mean, 95 %": f"{estimate_over_seeds(x).within(0, 1):.2f}",
                 "inspo less this, 95 %": f"{less[arm].interval.within(-1, 1):+.2f}"
                 if arm in less
                 else "",

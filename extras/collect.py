@@ -22,7 +22,15 @@ from typing import Any
 
 from config import Config, read_config
 from engines.chat_engine import Words
-from evaluation.agents import PLAYED, SERVED, Method, Subject, agent, instruction_of, subject
+from evaluation.agents import (
+    PLAYED,
+    SERVED,
+    Method,
+    Subject,
+    find_subject,
+    instruction_of,
+    open_agent,
+)
 from extras.cold_start import conversation, cut_at_stop
 from plumbing import stop
 from plumbing.faults import Fault, one_line
@@ -79,7 +87,7 @@ def possible(row: Row, task: Task) -> bool:
 
 def read(run: Path, args: argparse.Namespace) -> Iterator[Played]:
     """Yields a run's training rollouts, the latest first."""
-    task = load_task(Subject(run.name, "", read_config(run), run=run).configured(vars(args), KNOBS))
+    task = load_task(Subject(run.name, "", read_config(run), run=run).configure(vars(args), KNOBS))
     questions = {q.id: q for q in task.questions("train")}
     texts = {
         I["id"]: I["text"] for event in read_jsonl(run / "population.jsonl") for I in event["P"]
@@ -93,12 +101,12 @@ def read(run: Path, args: argparse.Namespace) -> Iterator[Played]:
 def play(args: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[Played]:
     """Yields what WHAT plays of the training questions, without those that are `done` under its
     instruction."""
-    chosen = subject(args.what, args.served_model)
-    task = load_task(chosen.configured(vars(args), KNOBS))
+    chosen = find_subject(args.what, args.served_model)
+    task = load_task(chosen.configure(vars(args), KNOBS))
     instruction = instruction_of(chosen, task, Method(), args.instruction)
     chunk = take_subset(task.questions("train"), args.n, args.seed)
     left = [q for q in chunk if (instruction, q.id) not in done]
-    with agent(chosen, task, instruction, args.temperature, args.seed) as player:
+    with open_agent(chosen, task, instruction, args.temperature, args.seed) as player:
         print(player.tools or f"task: {task.cfg.task}", flush=True)
         for first in range(0, len(left), CHUNK):
             chunk = left[first : first + CHUNK]

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from config import HERE
-from evaluation.statistics import over_seeds
+from evaluation.statistics import estimate_over_seeds
 from extras.campaign import make_panels
 from plumbing.files import read_jsonl
 from population import Candidate, Population
@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
         for d in DRIFTS:
             real = published(arm, d)
             cells.append(
-                f"{over_seeds([x for x, _ in runs[arm, d]])}"
+                f"{estimate_over_seeds([x for x, _ in runs[arm, d]])}"
                 + (f" ({np.mean(real):.3f})" if real else "")
             )
         rollouts = TRAINING.get(arm, 0) * BATCH * G + np.mean(

@@ -404,7 +404,8 @@ class Log:
                 f"{vain}: this is no result of --mode {cfg.mode} (evolved: false in summary.json)."
             )
         try:
-            page = importlib.import_module("report").write([run.path], run.path / "report.html")
+            write_page = importlib.import_module("report").write_page
+            page = write_page([run.path], run.path / "report.html")
             print(f"see it: {page}")
         except (Fault, ImportError) as e:  # the run is complete without its page
             print(f"no page: {e} (python report.py {run.path} writes it)")

@@ -15,9 +15,9 @@ def token_data(tau: Trajectory, tokenizer: Any, limit: int = 2000) -> dict[str, 
     """Returns the columns of a watched trajectory's first `limit` action tokens, and how many there
     are in all.
 
-    turns: action tokens of each turn; text: of each token (a character that several make is with
-    the last one, and U+FFFD if the turn ends within it); engine: its log-prob as sampled; the
-    others as in `grpo.note_tokens`, to four digits.
+    prompt: as the policy read it; turns: action tokens of each turn; text: of each token (a
+    character that several make is with the last one, and U+FFFD if the turn ends within it);
+    engine: its log-prob as sampled; the others as in `grpo.note_tokens`, to four digits.
     """
     stream = DecodeStream(skip_special_tokens=False)
     texts = [
@@ -28,6 +28,7 @@ def token_data(tau: Trajectory, tokenizer: Any, limit: int = 2000) -> dict[str, 
     columns = {"engine": [tau.logps[k] for k in places], **tau.tokens}
     return {
         "n": len(places),
+        "prompt": tokenizer.decode(tau.ids[: tau.prompt_tokens], skip_special_tokens=False),
         "turns": [len(list(turn)) for acted, turn in groupby(tau.mask) if acted],
         "text": [texts[k] for k in places[:limit]],
         **{name: [short(x) for x in values[:limit]] for name, values in columns.items()},

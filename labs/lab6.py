@@ -17,7 +17,7 @@ with app.setup:
     from reflect import fold_words, read_candidates
     from tasks import Job
     from tasks.sampling import rng_of
-    from world.clauses import CLAUSES, FRAMES, read
+    from world.clauses import CLAUSES, FRAMES, read_clauses
     from world.optimizer import reply_to
 
     ADVICE = {name: CLAUSES[name].taught[0] for name in ("entity", "exact", "state")}
@@ -154,7 +154,7 @@ def _():
 def advised(instruction, names):
     """Returns the instruction with the sentences of ADVICE of these names, in place of those that contradict them."""
     slots = {CLAUSES[name].slot for name in names}
-    kept = [CLAUSES[name].taught[0] for name in read(instruction) if CLAUSES[name].slot not in slots]
+    kept = [CLAUSES[name].taught[0] for name in read_clauses(instruction) if CLAUSES[name].slot not in slots]
     frame = next((frame for frame in FRAMES if frame in instruction), instruction)
     return " ".join([frame, *kept, *(ADVICE[name] for name in names)])
 
@@ -184,9 +184,9 @@ def check_propose(propose):
         return f"number {refused[0]['k']} is refused: {says.get(refused[0]['reason'], refused[0]['reason'])}."
     if len(got) < 3:
         return f"it proposes {len(got)}. Three symptoms, alone and together, give more; verification will choose."
-    if not any("entity" in read(text) or ADVICE["entity"] in text for text in got):
+    if not any("entity" in read_clauses(text) or ADVICE["entity"] in text for text in got):
         return "none of them has advice against 'entity', which 9 failures show."
-    if any({"entity", "whole"} <= set(read(text)) for text in got):
+    if any({"entity", "whole"} <= set(read_clauses(text)) for text in got):
         return (
             "one of them asks for single entities and for the whole question at once: `advised` leaves out the latter."
         )

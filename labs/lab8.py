@@ -12,6 +12,7 @@ with app.setup:
     import numpy as np
 
     import inspo
+    from evaluation.agents import load_agent
     from labs import desk, play
     from population import Population
     from tasks import Question, Task, Trajectory
@@ -370,7 +371,7 @@ def _():
 def _(Alliteration):
     with TemporaryDirectory() as _folder:
         _run = inspo.train(task=Alliteration, preset="world", mode="static", T=2, batch=2, mini=2, out=f"{_folder}/run")
-        with inspo.load(_run.path) as _agent:
+        with load_agent(_run.path) as _agent:
             answer = _agent.ask("Name the mayor of the city?").prediction
     answer
     return

@@ -2,29 +2,29 @@
 seed are one group."""
 
 from journal.record import FREE, differences
-from page.read import Row, Run, number
+from page.read import Row, Run, finite_number
 
 SEED = FREE | {"seed", "order of train"}  # --seed may cut --train
 ONE_ARM = SEED | {"commit"}
 
 
-def curves(run: Run) -> Row:
+def collect_curves(run: Run) -> Row:
     """Returns {"t": [...], "series": {name: [...]}} with None where a step has no such number.
 
     The scores at the run's end, which are in summary.json alone, are those of the last step.
     """
-    names = sorted(
-        {name for row in run.steps for name, value in row.items() if number(value) is not None}
-        - {"t"}
-    )
-    series = {name: [number(row.get(name)) for row in run.steps] for name in names}
+    series: dict[str, list[float | None]] = {}
+    for name in sorted({name for row in run.steps for name in row} - {"t"}):
+        values = [finite_number(row.get(name)) for row in run.steps]
+        if any(value is not None for value in values):
+            series[name] = values
     for name, value in run.summary.get("end", {}).items():
         if f"test/{name}" in series:
             series[f"test/{name}"][-1] = value
     return {"t": [row["t"] for row in run.steps], "series": series}
 
 
-def groups(runs: list[Run]) -> list[Row]:
+def group_runs(runs: list[Run]) -> list[Row]:
     """Returns [{"label", "runs", "unlike"}]: runs that differ by seed and commit alone; `runs` are
     places in the list.
 
@@ -32,17 +32,17 @@ def groups(runs: list[Run]) -> list[Row]:
     """
     members: list[list[int]] = []
     for k, run in enumerate(runs):
-        for of in members:
-            if run.config and not differences(runs[of[0]].config, run.config, ONE_ARM):
-                of.append(k)
+        for group in members:
+            if run.config and not differences(runs[group[0]].config, run.config, ONE_ARM):
+                group.append(k)
                 break
         else:
             members.append([k])
     out = []
-    for places in members:
-        seeds = f" ({len(places)} seeds)" if len(places) > 1 else ""
-        unlike = dict.fromkeys(
-            x for k in places for x in differences(runs[0].config, runs[k].config, SEED)
-        )
-        out.append({"label": runs[places[0]].name + seeds, "runs": places, "unlike": list(unlike)})
+    for group in members:
+        unlike: dict[str, str] = {}
+        for k in group:
+            unlike |= differences(runs[0].config, runs[k].config, SEED)
+        seeds = f" ({len(group)} seeds)" if len(group) > 1 else ""
+        out.append({"label": runs[group[0]].name + seeds, "runs": group, "unlike": list(unlike)})
     return out

@@ -13,7 +13,7 @@ EXAMPLE = re.compile(
 BLOCKS = re.compile(r"<ins_\d+>.*?(?:</ins_\d+>|\Z)", re.S)
 
 
-def family(run: Run) -> Row:
+def collect_family(run: Run) -> Row:
     """Collects "instructions" and "refused" for the tree, the optimizer's "calls" by "step.round",
     and "candidates".
 
@@ -21,28 +21,29 @@ def family(run: Run) -> Row:
     probability, trajectories. `candidates` names what was verified, by "step.round.k" for the k-th
     accepted from a reply: an instruction's id, or "r" and the place of one that was refused.
     """
-    instructions, refused, calls, texts = (
-        _instructions(run),
-        list[Row](),
-        dict[str, Row](),
-        dict[str, list[str]](),
-    )
+    instructions = _instructions(run)
     born = {(I["born"], I["text"]): I for I in instructions.values()}
+    refused: list[Row] = []
+    calls: dict[str, Row] = {}
+    accepted: dict[str, tuple[int, str]] = {}  # the step and the text of each candidate
     for row in run.reflections:
-        t, place = row["t"], f"{row['t']}.{row.get('round', 0)}"
+        t = row["t"]
+        place = f"{t}.{row.get('round', 0)}"
         child = {"parents": [row.get("parent")], "t": t, "call": place}
         if "call" in row:
             calls[place] = _call(row["call"])
         reply = dict(enumerate(read_blocks(calls[place]["reply"]), 1)) if place in calls else {}
-        if "accepted" in row:
-            texts[place] = [reply.get(k, "") for k in row["accepted"]]
-        for text in texts.get(place, []):
+
+        # what the checks said of each text of the reply
+        for k, number in enumerate(row.get("accepted", ()), 1):
+            text = reply.get(number, "")
+            accepted[f"{place}.{k}"] = t, text
             if (t, text) in born:
                 born[t, text]["call"] = place
-        refused += [
-            child | {"text": reply.get(c["k"], ""), "why": c["reason"]}
-            for c in row.get("rejected", ())
-        ]
+        for c in row.get("rejected", ()):
+            refused.append(child | {"text": reply.get(c["k"], ""), "why": c["reason"]})
+
+        # what verification said of those that were accepted
         for c in row.get("verified", ()):
             scores = {"r": c["r"], "r_parent": c["r_parent"], "questions": len(row["D_B"])}
             if (t, c["text"]) in born:
@@ -50,13 +51,11 @@ def family(run: Run) -> Row:
             else:
                 why = "below its parent" if c["r"] < c["r_parent"] else "no place was left"
                 refused.append(child | scores | {"text": c["text"], "why": why})
-    names = {(c["t"], c["text"]): f"r{j}" for j, c in reversed(list(enumerate(refused)))}
-    names |= {key: str(I["id"]) for key, I in born.items()}
-    candidates = {
-        f"{place}.{k}": names.get((int(place.partition(".")[0]), text), "?")
-        for place, of_round in texts.items()
-        for k, text in enumerate(of_round, 1)
-    }
+
+    names = {key: str(I["id"]) for key, I in born.items()}
+    for j, c in enumerate(refused):
+        names.setdefault((c["t"], c["text"]), f"r{j}")
+    candidates = {place: names.get(key, "?") for place, key in accepted.items()}
     return {
         "instructions": list(instructions.values()),
         "refused": refused,
@@ -70,20 +69,14 @@ def _instructions(run: Run) -> dict[int, Row]:
     out: dict[int, Row] = {}
     before: set[int] = set()
     for event in run.events:
+        why = "pruned" if event["event"] == "prune" else "succeeded"
         now = {I["id"]: I for I in event["P"]}
         for id in before - now.keys():
-            out[id] |= {
-                "left": event["t"],
-                "why": "pruned" if event["event"] == "prune" else "succeeded",
-            }
+            out[id] |= {"left": event["t"], "why": why}
         for id in now.keys() - out.keys():
-            parents = [now[id]["parent"]] if now[id]["parent"] is not None else []
-            out[id] = {
-                "id": id,
-                "text": now[id]["text"],
-                "parents": parents,
-                "born": now[id]["born"],
-            }
+            I = now[id]
+            parents = [] if I["parent"] is None else [I["parent"]]
+            out[id] = {"id": id, "text": I["text"], "parents": parents, "born": I["born"]}
             out[id] |= {"left": None, "why": "", "history": []}
         before = set(now)
     for row in run.steps:

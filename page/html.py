@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from page.curves import curves, groups
-from page.family import family
+from page.curves import collect_curves, group_runs
+from page.family import collect_family
 from page.read import Row, Run, read_run
-from page.sample import encode, pack, sample
-from page.verdict import verdict
+from page.sample import compress_json, encode_json, sample_trajectories
+from page.verdict import judge_run
 from plumbing import files
 from plumbing.faults import Fault
 from plumbing.outside import without_secrets
@@ -27,22 +27,24 @@ STYLES = ("vendor/uPlot.min.css", "style.css")
 LIMIT = 1000  # trajectories of training
 
 
-def build(paths: Sequence[Path], *, limit: int = LIMIT, live: str = "") -> str:
+def build_page(paths: Sequence[Path], *, limit: int = LIMIT, live: str = "") -> str:
     """Makes the page of these runs as HTML; Fault if one of the paths holds no run, or what no run
     writes.
 
     limit: trajectories of training, divided among the runs; live: the server's stamp of their
     files; the page reloads when it changes.
     """
-    runs, described, pages = [read_run(path) for path in paths], list[Row](), dict[str, str]()
+    runs = [read_run(path) for path in paths]
+    described: list[Row] = []
+    pages: dict[str, str] = {}
     try:
         for k, run in enumerate(runs):
-            data, more = describe(run, max(1, limit // len(runs)))
-            described.append(data)
+            about, more = describe_run(run, max(1, limit // len(runs)))
+            described.append(about)
             pages |= {f"{k}/{name}": text for name, text in more.items()}
         data = {
             "runs": described,
-            "groups": groups(runs),
+            "groups": group_runs(runs),
             "live": live,
             "made": time.time(),
             "pages": list(pages),
@@ -51,48 +53,49 @@ def build(paths: Sequence[Path], *, limit: int = LIMIT, live: str = "") -> str:
         raise Fault(
             f"{run.path} holds what no run writes ({type(e).__name__}: {e}): restore it"
         ) from e
-    return assemble(data, pages)
+    return fill_template(data, pages)
 
 
-def write(runs: Sequence[Path], to: Path, *, limit: int = LIMIT) -> Path:
+def write_page(runs: Sequence[Path], to: Path, *, limit: int = LIMIT) -> Path:
     """Writes the page of these runs into a file, atomically, and returns its path; Fault if it
     cannot."""
-    files.write_file(to, build(runs, limit=limit))
+    files.write_file(to, build_page(runs, limit=limit))
     return to
 
 
-def describe(run: Run, limit: int) -> tuple[Row, dict[str, str]]:
+def describe_run(run: Run, limit: int) -> tuple[Row, dict[str, str]]:
     """Returns (what the page knows of a run at once, what it opens later: name -> compressed
     text)."""
-    tree = family(run)
-    index, pages = sample(run, tree, limit)
-    pages["calls"] = pack(tree.pop("calls"))
+    tree = collect_family(run)
+    index, pages = sample_trajectories(run, tree, limit)
+    pages["calls"] = compress_json(tree.pop("calls"))
     del tree["candidates"]
-    config = {
-        knob: without_secrets(value) if isinstance(value, str) else value
-        for knob, value in run.config.items()
-    }
-    return {
+    config = dict(run.config)
+    for knob, value in config.items():
+        if isinstance(value, str):
+            config[knob] = without_secrets(value)
+    data = {
         "name": run.name,
         "config": config,
         "missing": run.missing,
-        "curves": curves(run),
+        "curves": collect_curves(run),
         "tree": tree,
         "index": index,
         "metric": run.metrics[0],
         "metrics": run.metrics,
         "tools": run.tools,
         "events": [{"t": e["t"], "event": e["event"]} for e in run.events],
-        **verdict(run, tree),
-    }, pages
+    }
+    return data | judge_run(run, tree), pages
 
 
-def assemble(data: Row, pages: dict[str, str]) -> str:
+def fill_template(data: Row, pages: dict[str, str]) -> str:
     """Fills the template. The data cannot end their element or run: they hold no `<`, and a script
     needs its hash."""
-    script = "\n" + "\n".join(
-        f"// ---- {name}\n{(STATIC / name).read_bytes().decode().strip()}\n" for name in SCRIPTS
-    )
+    scripts = [
+        f"\n// ---- {name}\n{(STATIC / name).read_text('utf-8').strip()}\n" for name in SCRIPTS
+    ]
+    script = "".join(scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
     blocks = [
@@ -103,15 +106,14 @@ def assemble(data: Row, pages: dict[str, str]) -> str:
         "policy": policy + "; connect-src 'self'; base-uri 'none'; form-action 'none'",
         "title": html.escape(" · ".join(run["name"] for run in data["runs"])),
         "style": "\n".join((STATIC / name).read_text("utf-8").strip() for name in STYLES),
-        "script": script, "data": embed(data), "pages": "\n".join(blocks),
+        "script": script, "data": embed_json(data), "pages": "\n".join(blocks),
         "license": html.escape((STATIC / "vendor" / "uPlot.LICENSE").read_text("utf-8").replace("--", "- -")),
     }  # fmt: skip
+    template = (STATIC / "index.html").read_text("utf-8")
     # In one pass: what is filled in is never looked at again.
-    return re.sub(
-        r"\{\{(\w+)\}\}", lambda name: values[name[1]], (STATIC / "index.html").read_text("utf-8")
-    )
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: values[name[1]], template)
 
 
-def embed(x: object) -> str:
+def embed_json(x: object) -> str:
     """x as JSON that is safe inside a script element."""
-    return encode(x).decode().replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    return encode_json(x).decode().replace("<", "\\u003c").replace("\u2028", "\\u2028")

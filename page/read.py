@@ -45,21 +45,19 @@ class Run:
     def metrics(self) -> list[str]:
         """The task's metrics, the main one first; while it runs, metrics.jsonl names them beside
         the first scores."""
-        return self.summary.get("metrics") or next(
-            (row["metrics"] for row in self.steps if "metrics" in row), ["em"]
-        )
+        for row in [self.summary, *self.steps]:
+            if "metrics" in row:
+                return list(row["metrics"])
+        return ["em"]
 
     @property
     def tools(self) -> list[str]:
         """The names under which calls of tools are counted, a trajectory."""
-        scores = [
-            name.removeprefix("test/")
-            for name in (self.steps[0] if self.steps else {})
-            if name[:5] == "test/"
-        ]
-        return self.summary.get("tools") or [
-            x for x in scores if x not in self.metrics and "/" not in x
-        ]
+        if "tools" in self.summary:
+            return list(self.summary["tools"])
+        first = self.steps[0] if self.steps else {}
+        scores = [name.removeprefix("test/") for name in first if name.startswith("test/")]
+        return [x for x in scores if x not in self.metrics and "/" not in x]
 
 
 def read_run(path: Path) -> Run:
@@ -84,7 +82,7 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def number(x: Any) -> float | None:
+def finite_number(x: Any) -> float | None:
     """x if it is a finite number, else None."""
     return x if isinstance(x, (int, float)) and math.isfinite(x) else None
 

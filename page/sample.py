@@ -13,19 +13,10 @@ from plumbing.files import parse_lines
 from plumbing.outside import finite
 
 COLUMNS = "page place kind t ins reward failed stop source calls question group tokens".split()
-SHOWN = (
-    "prediction",
-    "golds",
-    "metrics",
-    "advantage",
-    "invalid",
-    "prompt_tokens",
-    "action_tokens",
-    "token_data",
-)
+SHOWN = "prediction golds metrics advantage action_tokens token_data".split()
 
 
-def sample(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str, str]]:
+def sample_trajectories(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str, str]]:
     """Returns (index, pages) of at most about `limit` trajectories of training, and of all that
     were kept to compare.
 
@@ -35,49 +26,42 @@ def sample(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str, str]]:
     """
     index: Row = {"columns": COLUMNS, "rows": [], "all": 0}
     pages, questions = dict[str, str](), dict[str, int]()
-    steps = sorted((run.path / "trajectories").glob("step-*.jsonl.gz"))
-    others = [
-        path
-        for kind in ("test", "verify")
-        for path in (run.path / "trajectories").glob(f"{kind}-*.jsonl.gz")
-    ]
+    folder = run.path / "trajectories"
+    steps = sorted(folder.glob("step-*.jsonl.gz"))
+    others = [*sorted(folder.glob("test-*.jsonl.gz")), *sorted(folder.glob("verify-*.jsonl.gz"))]
     of_step = math.ceil(limit / max(1, len(steps)))
-    for file in [*steps, *sorted(others)]:
+    for file in [*steps, *others]:
         rows, in_all, damaged = _rows(file, of_step if file in steps else 10**9)
         index["all"] += in_all
         if damaged:
             run.missing.append(
                 f"trajectories/{file.name} is cut short or damaged: what could be read is shown."
             )
+        shown = []
         for place, row in enumerate(rows):
-            question = questions.setdefault(row["question_text"], len(questions))
-            entry = _entry(row, file.name, tree, run.T) | {
-                "question": question,
-                "page": len(pages),
-                "place": place,
-            }
+            entry = _entry(row, file.name, tree, run.T)
+            entry["question"] = questions.setdefault(row["question_text"], len(questions))
+            entry |= {"page": len(pages), "place": place}
             index["rows"].append([entry[name] for name in COLUMNS])
+            shown.append(
+                {key: row[key] for key in SHOWN if key in row} | {"parts": split_response(row)}
+            )
         if rows:
-            shown = [
-                {key: row[key] for key in SHOWN if key in row} | {"parts": parts(row)}
-                for row in rows
-            ]
-            pages[file.name.removesuffix(".jsonl.gz")] = pack(shown)
+            pages[file.name.removesuffix(".jsonl.gz")] = compress_json(shown)
     if not index["rows"]:
         run.missing.append("trajectories/ is empty: no trajectory can be shown.")
     return index | {"questions": list(questions), "seen": len(index["rows"])}, pages
 
 
-def encode(x: object) -> bytes:
+def encode_json(x: object) -> bytes:
     """x as JSON."""
-    return json.dumps(finite(x), ensure_ascii=False, separators=(",", ":")).encode(
-        "utf-8", "replace"
-    )
+    text = json.dumps(finite(x), ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
 
 
-def pack(x: object) -> str:
+def compress_json(x: object) -> str:
     """x as JSON, gzip, base64."""
-    return base64.b64encode(gzip.compress(encode(x), 9, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(encode_json(x), 9, mtime=0)).decode()
 
 
 def _rows(file: Path, limit: int) -> tuple[list[Row], int, bool]:
@@ -100,14 +84,19 @@ def _rows(file: Path, limit: int) -> tuple[list[Row], int, bool]:
 
 def _entry(row: Row, name: str, tree: Row, T: int) -> Row:
     """A row of the index without its places; `name`: of the file."""
-    kind, *numbers = name.removesuffix(".jsonl.gz").split("-")
-    t, ins = int(numbers[0]) if kind != "test" else 0, str(row["instruction"])
-    if kind == "verify" and row["candidate"]:
-        ins = tree["candidates"].get(f"{t}.{int(numbers[1])}.{row['candidate']}", "?")
-    if kind == "test" and row["setting"].startswith("trained policy"):
-        t = T
+    file, *numbers = name.removesuffix(".jsonl.gz").split("-")
+    ins = str(row["instruction"])
+    if file == "step":
+        kind, t = "training", int(numbers[0])
+    elif file == "verify":
+        kind, t = "verification", int(numbers[0])
+        if row["candidate"]:
+            ins = tree["candidates"].get(f"{t}.{int(numbers[1])}.{row['candidate']}", "?")
+    else:
+        kind = row["setting"]
+        t = T if kind.startswith("trained policy") else 0
     return {
-        "kind": {"step": "training", "verify": "verification"}.get(kind) or row["setting"],
+        "kind": kind,
         "t": t,
         "ins": ins,
         "reward": round(row["reward"], 4),
@@ -120,18 +109,16 @@ def _entry(row: Row, name: str, tree: Row, T: int) -> Row:
     }
 
 
-def parts(row: Row) -> list[list[str]]:
+def split_response(row: Row) -> list[list[str]]:
     """A response as [["act", text], ["obs", text], ...]: what the policy wrote, and what it was
     shown."""
-    response, out, place = row["response"], [], 0
-    for text in filter(None, (turn["text"] for turn in row["turns"])):
-        start = response.find(text, place)
-        if start < 0:
-            continue
-        if response[place:start].strip():
-            out.append(["obs", response[place:start]])
-        out.append(["act", text])
-        place = start + len(text)
-    if response[place:].strip():
-        out.append(["obs" if out else "act", response[place:]])
+    rest, out = row["response"], []
+    for text in (turn["text"] for turn in row["turns"]):
+        if text and text in rest:
+            shown, _, rest = rest.partition(text)
+            if shown.strip():
+                out.append(["obs", shown])
+            out.append(["act", text])
+    if rest.strip():
+        out.append(["obs" if out else "act", rest])
     return out

@@ -6,41 +6,42 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from page.html import build
+from page.html import build_page
 from plumbing.faults import Fault
 
 NAMES = ("metrics.jsonl", "population.jsonl", "reflections.jsonl", "summary.json")
 
 
-def stamp(paths: Sequence[Path]) -> str:
+def stamp_files(paths: Sequence[Path]) -> str:
     """A word that changes whenever the runs write something that their page shows."""
     stats = [file.stat() for path in paths for name in NAMES if (file := path / name).exists()]
     return "-".join(f"{stat.st_mtime_ns}-{stat.st_size}" for stat in stats)
 
 
-def app(paths: Sequence[Path], limit: int) -> Any:
+def make_app(paths: Sequence[Path], limit: int) -> Any:
     """Answers GET / with the page, made anew when the runs have written more, and GET /stamp.
     Raises Fault."""
     from fastapi import FastAPI, Request  # here: a page in a file does without
     from fastapi.middleware.trustedhost import TrustedHostMiddleware
     from fastapi.responses import HTMLResponse, PlainTextResponse
 
-    pages, build_once = (
-        FastAPI(openapi_url=None),
-        lru_cache(1)(lambda now: build(paths, limit=limit, live=now)),
-    )
-    build_once(stamp(paths))
+    @lru_cache(1)
+    def build_once(now: str) -> str:
+        return build_page(paths, limit=limit, live=now)
+
+    build_once(stamp_files(paths))
+    pages = FastAPI(openapi_url=None)
     # A host name that resolves to this machine is no reason to answer: another site's script may
     # have asked for it.
     pages.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
 
     @pages.get("/")
     def page() -> HTMLResponse:
-        return HTMLResponse(build_once(stamp(paths)), headers={"Cache-Control": "no-store"})
+        return HTMLResponse(build_once(stamp_files(paths)), headers={"Cache-Control": "no-store"})
 
     @pages.get("/stamp")
     def state() -> PlainTextResponse:
-        return PlainTextResponse(stamp(paths), headers={"Cache-Control": "no-store"})
+        return PlainTextResponse(stamp_files(paths), headers={"Cache-Control": "no-store"})
 
     @pages.exception_handler(Fault)
     def unreadable(_: Request, fault: Fault) -> PlainTextResponse:

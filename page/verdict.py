@@ -2,43 +2,38 @@
 went wrong."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from journal.silence import ALL_ALIKE, NO_ANSWER, Silence
 from journal.summary import lineage
-from page.read import Row, Run, number
+from page.read import Row, Run, finite_number
 
 RUNNING = 600.0  # seconds without a line after which an unfinished run counts as stopped
 
 
-def verdict(run: Run, tree: Row) -> Row:
+def judge_run(run: Run, tree: Row) -> Row:
     """The answers of the first screen."""
     return {
-        "status": status(run),
-        "learned": learned(run),
-        "winner": winner(run, tree),
-        "cost": cost(run),
-        "warnings": warnings(run),
+        "status": find_status(run),
+        "learned": describe_gain(run),
+        "winner": describe_winner(run, tree),
+        "cost": sum_costs(run),
+        "warnings": find_warnings(run),
     }
 
 
-def status(run: Run) -> Row:
+def find_status(run: Run) -> Row:
     """Returns {"state", "t", "T", "written"}; state: finished, running, or stopped (no line for ten
     minutes)."""
-    state = (
-        "finished"
-        if run.summary
-        else "running"
-        if time.time() - run.written < RUNNING
-        else "stopped"
-    )
+    state = "running" if time.time() - run.written < RUNNING else "stopped"
+    state = "finished" if run.summary else state
     return {"state": state, "t": run.t, "T": run.T, "written": run.written}
 
 
-def learned(run: Run) -> Row:
+def describe_gain(run: Run) -> Row:
     """What was gained: the final table with its sentence, or for an unfinished run its rewards."""
-    rewards = column(run.steps, "reward")
+    rewards = read_column(run.steps, "reward")
     few = max(1, min(5, len(rewards) // 2))
     return {
         "table": run.summary.get("held_out", {}),
@@ -49,49 +44,49 @@ def learned(run: Run) -> Row:
     }
 
 
-def winner(run: Run, tree: Row) -> Row | None:
+def describe_winner(run: Run, tree: Row) -> Row | None:
     """The winning instruction, or the one that leads now, and what speaks for it; None without
     any."""
     by_id = {I["id"]: I for I in tree["instructions"]}
-    last = [row for row in run.steps if row.get("w")][-1:]
-    id = run.summary.get("generations", [last[0]["best"] if last else min(by_id, default=None)])[-1]
+    weighed = [row for row in run.steps if row.get("w")]
+    w = {int(j): value for j, value in weighed[-1]["w"].items()} if weighed else {}
+    if "generations" in run.summary:
+        id = run.summary["generations"][-1]
+    else:
+        id = weighed[-1]["best"] if weighed else min(by_id, default=None)
     if id not in by_id:
         return None
-    w = {int(j): value for j, value in last[0]["w"].items()} if last else {}
-    others = sorted(((value, j) for j, value in w.items() if j != id), reverse=True)
+    parents = {j: I["parents"][0] if I["parents"] else None for j, I in by_id.items()}
+    others = [(value, j) for j, value in w.items() if j != id]
+    second, j = max(others, default=(None, None))
     return {
         "id": id,
-        "lineage": lineage(
-            {j: I["parents"][0] if I["parents"] else None for j, I in by_id.items()}, id
-        ),
+        "lineage": lineage(parents, id),
         "w": w.get(id),
-        "since": by_id[id]["born"],
-        "second": {"id": others[0][1], "w": others[0][0]} if others else None,
-        "ever": len(by_id),
-        "refused": len(tree["refused"]),
+        "second": {"id": j, "w": second} if others else None,
     }
 
 
-def cost(run: Run) -> Row:
+def sum_costs(run: Run) -> Row:
     """What the run has spent: calls and tokens, rollouts, seconds by phase."""
     calls = [row["call"] for row in run.reflections if "call" in row]
-    total = run.summary.get("seconds") or max(column(run.steps, "time/total"), default=0.0)
+    total = run.summary.get("seconds") or max(read_column(run.steps, "time/total"), default=0.0)
     names = ("rollout", "reward", "update", "verify", "evolve", "evaluate")
-    phases = {name: sum(column(run.steps, f"time/{name}")) for name in names}
+    phases = {name: sum(read_column(run.steps, f"time/{name}")) for name in names}
     phases["evolve"] -= phases["verify"]  # a part of it; the rest are the optimizer's calls
     failed = {name for row in run.steps for name in row if name.endswith("/faults")}
     phases["other"] = max(0.0, total - sum(phases.values()))
     return {
         "calls": len(calls),
         "optimizer": run.config.get("optimizer_model"),
-        **{name: sum(column(calls, name)) for name in ("prompt_tokens", "completion_tokens")},
-        "optimizer_seconds": sum(column(calls, "seconds")),
+        **{name: sum(read_column(calls, name)) for name in ("prompt_tokens", "completion_tokens")},
+        "optimizer_seconds": sum(read_column(calls, "seconds")),
         "training": sum(row["t"] > 0 for row in run.steps)
         * run.config.get("batch", 0)
         * run.config.get("G", 0),
-        "verification": sum(column(run.reflections, "rollouts")),
+        "verification": sum(read_column(run.reflections, "rollouts")),
         "tool_calls": run.summary.get("ledger", {}).get("tool_calls"),
-        "faults": sum(max(column(run.steps, name), default=0) for name in failed),
+        "faults": sum(max(read_column(run.steps, name), default=0) for name in failed),
         "seconds": total,
         "phases": phases,
     }
@@ -100,64 +95,69 @@ def cost(run: Run) -> Row:
 # ---- what went wrong
 
 
-def warnings(run: Run) -> list[Row]:
+def find_warnings(run: Run) -> list[Row]:
     """What a person who knows the failures of such runs would point at: {"text", "panel", "t"}."""
-    rows, out = [row for row in run.steps if row["t"] > 0], list[Row]()
-
-    def warn(text: str, panel: str = "", t: int | None = None) -> None:
-        out.append({"text": text, "panel": panel, "t": t})
-
+    rows = [row for row in run.steps if row["t"] > 0]
     if not rows:
-        warn("No step has been measured yet.")
-        return out
-    for name in dict.fromkeys(("loss", "grad_norm", "reward", run.metrics[0])):
-        if broken := [row["t"] for row in rows if name in row and number(row[name]) is None]:
-            warn(f"{name} is not a number at step {broken[0]}.", name, broken[0])
+        return [_warning("No step has been measured yet.")]
+    return [*_of_numbers(rows, run.metrics[0]), *_of_silence(run, rows), *_of_updates(rows)]
+
+
+def _warning(text: str, panel: str = "", t: int | None = None) -> Row:
+    return {"text": text, "panel": panel, "t": t}
+
+
+def _of_numbers(rows: list[Row], metric: str) -> Iterator[Row]:
+    """What is not a number, or falls."""
+    for name in dict.fromkeys(("loss", "grad_norm", "reward", metric)):
+        broken = [row["t"] for row in rows if name in row and finite_number(row[name]) is None]
+        if broken:
+            yield _warning(f"{name} is not a number at step {broken[0]}.", name, broken[0])
     few = max(1, min(10, len(rows) // 5))
-    entropy, reward = column(rows, "entropy"), column(rows, "reward")
-    if entropy and (end := fmean(entropy[-few:])) < 0.05 * (start := fmean(entropy[:few])):
-        warn(
-            f"Entropy has collapsed from {start:.3g} to {end:.3g} nats: the policy hardly explores.",
-            "entropy",
-        )
+    entropy, reward = read_column(rows, "entropy"), read_column(rows, "reward")
+    if entropy:
+        start, end = fmean(entropy[:few]), fmean(entropy[-few:])
+        if end < 0.05 * start:
+            fell = f"from {start:.3g} to {end:.3g} nats"
+            yield _warning(f"Entropy has collapsed {fell}: the policy hardly explores.", "entropy")
+    if len(reward) >= 10:
+        means = [fmean(reward[k : k + few]) for k in range(len(reward) - few + 1)]
+        best, last = max(means), means[-1]
+        if best - last > 0.3 * max(abs(mean) for mean in means):
+            yield _warning(f"Reward fell from {best:.2f} to {last:.2f}.", "reward")
+
+
+def _of_silence(run: Run, rows: list[Row]) -> Iterator[Row]:
+    """What the run itself has warned of."""
     silence, lasted = Silence(), dict[str, tuple[int, str]]()
     for row in rows:
         silence.step(row)
-        lasted |= {sign: (row["t"], text) for sign, _, text in silence.lasting()}
+        for sign, _, text in silence.lasting():
+            lasted[sign] = row["t"], text
+    panels = {NO_ANSWER: "answered", ALL_ALIKE: "zero_variance_groups"}
     for sign, (t, text) in lasted.items():
         until = "To the end" if t == rows[-1]["t"] else f"Up to step {t}"
-        warn(
-            f"{until}, {text}",
-            {NO_ANSWER: "answered", ALL_ALIKE: "zero_variance_groups"}.get(sign, ""),
-        )
+        yield _warning(f"{until}, {text}", panels.get(sign, ""))
     mode = run.config.get("mode", "static")
     if mode != "static" and run.summary.get("evolved") is False:
-        warn(f"No evolution changed the instructions: this is no result of --mode {mode}.", "tree")
-    if gaps := [row for row in rows if (number(row.get("logp_gap")) or 0) > 0.05]:
-        t, gap = gaps[0]["t"], max(column(gaps, "logp_gap"))
-        warn(
-            f"Engine and trainer differ by up to {gap:.2g} nat a token, from step {t} on.",
-            "logp_gap",
-            t,
-        )
-    if skipped := [row["t"] for row in rows if row.get("skipped_updates")]:
-        n = sum(column(rows, "skipped_updates"))
-        warn(
-            f"{n:.0f} optimizer steps were skipped: loss or gradient were not finite.",
-            "skipped_updates",
-            skipped[0],
-        )
-    if len(reward) >= 10 and max(means := _windows(reward, few)) - means[-1] > 0.3 * max(
-        map(abs, means)
-    ):
-        warn(f"Reward fell from {max(means):.2f} to {means[-1]:.2f}.", "reward")
-    return out
+        text = f"No evolution changed the instructions: this is no result of --mode {mode}."
+        yield _warning(text, "tree")
 
 
-def column(rows: Sequence[Row], name: str) -> list[float]:
-    return [x for row in rows if (x := number(row.get(name))) is not None]
+def _of_updates(rows: list[Row]) -> Iterator[Row]:
+    """Engine against trainer, and updates that were left out."""
+    gaps = [row for row in rows if (finite_number(row.get("logp_gap")) or 0) > 0.05]
+    if gaps:
+        t, most = gaps[0]["t"], max(read_column(gaps, "logp_gap"))
+        text = f"Engine and trainer differ by up to {most:.2g} nat a token, from step {t} on."
+        yield _warning(text, "logp_gap", t)
+    skipped = [row for row in rows if row.get("skipped_updates")]
+    if skipped:
+        n = sum(read_column(skipped, "skipped_updates"))
+        text = f"{n:.0f} optimizer steps were skipped: loss or gradient were not finite."
+        yield _warning(text, "skipped_updates", skipped[0]["t"])
 
 
-def _windows(x: Sequence[float], n: int) -> list[float]:
-    """The means of n neighbours."""
-    return [fmean(x[k : k + n]) for k in range(max(1, len(x) - n + 1))]
+def read_column(rows: Sequence[Row], name: str) -> list[float]:
+    values = [finite_number(row.get(name)) for row in rows]
+    return [x for x in values if x is not None]

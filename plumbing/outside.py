@@ -138,3 +138,12 @@ def at(url: str, path: str = "") -> str:
     base, _, query = url.strip().partition("?")
     place = base.rstrip("/") + path
     return place + ("&" if "?" in place else "?") + query if query else place
+
+
+def contents_of(row: Any) -> Any:
+    """Returns the `contents` of a passage, or what they would be from its `text` and its `title`, if
+    it has one."""
+    if "contents" in row or "text" not in row:
+        return row["contents"]
+    title = row["title"] if "title" in row else ""
+    return '"' + (title or "") + '"\n' + row["text"]

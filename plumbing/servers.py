@@ -72,7 +72,7 @@ def _exit_with_stdin() -> None:
 
 
 class Child(contextlib.AbstractContextManager["Child"]):
-    """Runs a server script as `python *argv --port N --child`, ready at `.url`; raises Fault if it
+    """Runs a server as `python *argv --port N --child`, ready at `.url`; raises Fault if it
     never is.
 
     It ends with this process, however this process ends. What it prints is appended to the file
@@ -80,6 +80,7 @@ class Child(contextlib.AbstractContextManager["Child"]):
     """
 
     def __init__(self, argv: list[str], log: str | Path, deadline: float = 60.0, port: int = 0):
+        program = argv[1] if argv[0] == "-m" else argv[0]
         command = [sys.executable, *argv, "--port", str(port), "--child"]
         root = str(Path(__file__).parents[1])  # for `-m module`, whatever the working directory
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -111,7 +112,7 @@ class Child(contextlib.AbstractContextManager["Child"]):
                     )
                     lines = [line for line in self._printed().splitlines() if line.strip()]
                     raise Fault(
-                        f"{argv[0]} {problem}: {lines[-1] if lines else 'it printed no error'}"
+                        f"{program} {problem}: {lines[-1] if lines else 'it printed no error'}"
                     )
                 time.sleep(0.02)
         except BaseException:  # Ctrl-C too

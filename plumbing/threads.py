@@ -1,5 +1,5 @@
 """How many CPU threads torch computes with: as many as cores are idle when a run starts (measured
-in LOG.md)."""
+in docs/LOG.md)."""
 
 import functools
 import os

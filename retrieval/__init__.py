@@ -1,1 +1,1 @@
-"""The parts of `retrieval_server.py`: passages on disk, encoders, indexes and their build."""
+"""The search server (server.py), and its parts: passages on disk, encoders, indexes and their build."""

@@ -40,11 +40,11 @@ class BM25:
 
     def search(self, queries: list[str], k: int) -> list[Hits]:
         """Returns for each query the k best rows with score > 0; ties in corpus order."""
-        return [self._search(query, k) for query in queries]
+        return [self._search(split_words(query), k) for query in queries]
 
-    def _search(self, query: str, k: int) -> Hits:
+    def _search(self, words: list[str], k: int) -> Hits:
         vocabulary = self.index.vocab_dict
-        tokens = [vocabulary[w] for w in split_words(query) if w in vocabulary]
+        tokens = [vocabulary[word] for word in words if word in vocabulary]
         # Rounded to fp32, so that scores that are equal on paper tie, in whatever order their terms
         # were added.
         scores = self.index.get_scores_from_ids(tokens).astype(np.float32)  # (passages,)

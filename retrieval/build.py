@@ -15,6 +15,7 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import faiss
 import numpy as np
@@ -32,15 +33,14 @@ CHUNK = 256  # passages that an encoder encodes at a time
 SAMPLE = 1 << 20  # vectors that IVF's cells and the scalar quantizer are trained on
 
 
-def encode(corpus: Corpus, encoders: list[Encoder], path: Path) -> np.ndarray:
+def encode_corpus(corpus: Corpus, encoders: list[Encoder], path: Path) -> np.ndarray:
     """Appends the vectors that an earlier run has not written; returns those of all, (N, d) fp32,
     memory-mapped."""
     n, d = len(corpus), encoders[0].dimension
 
     def encode_chunk(encoder: Encoder, first: int) -> np.ndarray:
-        return encoder.passages(
-            [corpus[row]["contents"] for row in range(first, min(first + CHUNK, n))]
-        )
+        rows = range(first, min(first + CHUNK, n))
+        return encoder.passages([corpus[row]["contents"] for row in rows])
 
     with open(path, "ab") as file, ThreadPoolExecutor(len(encoders)) as pool:
         done = file.tell() // (4 * d)
@@ -58,13 +58,12 @@ def encode(corpus: Corpus, encoders: list[Encoder], path: Path) -> np.ndarray:
     return np.memmap(path, np.float32, "r", shape=(n, d))
 
 
-def fill(index: faiss.Index, vectors: np.ndarray) -> faiss.Index:
+def fill_index(index: faiss.Index, vectors: np.ndarray) -> faiss.Index:
     """Trains an empty index and adds the vectors, in memory."""
     index.verbose = True
     if not index.is_trained:
-        rows = np.random.default_rng(0).choice(
-            len(vectors), min(len(vectors), SAMPLE), replace=False
-        )
+        n = len(vectors)
+        rows = np.random.default_rng(0).choice(n, min(n, SAMPLE), replace=False)
         index.train(vectors[np.sort(rows)])
     index.add(vectors)
     return index
@@ -75,7 +74,9 @@ def build_dense(corpus: Corpus, encoders: list[Encoder], folder: Path, kind: str
     # before hours of encoding
     index = faiss.index_factory(encoders[0].dimension, kind, faiss.METRIC_INNER_PRODUCT)
     vectors = folder / "vectors"
-    faiss.write_index(fill(index, encode(corpus, encoders, vectors)), str(folder / "index.faiss"))
+    faiss.write_index(
+        fill_index(index, encode_corpus(corpus, encoders, vectors)), str(folder / "index.faiss")
+    )
     vectors.unlink(missing_ok=True)
 
 
@@ -85,19 +86,20 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
     rows = 'JSONL: {"id", "contents"} or {"id", "title", "text"} a line'
-    parser.add_argument("--corpus", required=True, help=rows)
-    parser.add_argument(
+    add("--corpus", required=True, help=rows)
+    add(
         "--encoder", required=True, help="a BERT-type model (Hugging Face id or directory), or bm25"
     )
-    parser.add_argument("--index", required=True, help="directory to create")
-    parser.add_argument(
+    add("--index", required=True, help="directory to create")
+    add(
         "--type", default="Flat", help="by FAISS's name, such as IVF16384,SQ8 or HNSW32,Flat (Flat)"
     )
-    parser.add_argument(
+    add(
         "--family", default="", choices=["", *FAMILIES], help="prefixes and pooling (from the name)"
     )
-    parser.add_argument(
+    add(
         "--max_length", type=int, help="tokens of a passage that count (256, or the encoder's most)"
     )
     args = parser.parse_args(argv)
@@ -105,36 +107,48 @@ def main(argv: list[str] | None = None) -> None:
     if out.exists():
         raise Fault(f"--index {out}: already exists; remove it or name another directory")
     corpus = Corpus(args.corpus)
-    model = os.path.abspath(args.encoder) if os.path.isdir(args.encoder) else args.encoder
-    manifest = {"encoder": model, "passages": len(corpus), "digest": corpus.digest}
+    manifest: dict[str, Any] = {"passages": len(corpus), "digest": corpus.digest}
     encoders = []
-    if model == "bm25":
-        manifest["words"] = WORDS
+    if args.encoder == "bm25":
+        manifest |= {"encoder": "bm25", "words": WORDS}
     else:
-        devices = [f"cuda:{k}" for k in range(torch.cuda.device_count())] or ["cpu"]
-        encoders = [
-            Encoder(model, args.family, args.max_length or 256, device) for device in devices
-        ]
-        most = encoders[0].max_length
-        if args.max_length not in (None, most):
-            raise Fault(
-                f"--max_length {args.max_length}: {model} takes {most} tokens; give at most that"
-            )
-        manifest |= {"family": encoders[0].family, "max_length": encoders[0].max_length}
-        print(
-            f"{len(corpus):,} passages, {model} on {' '.join(devices)} -> {args.type}", flush=True
-        )
+        encoders = load_encoders(args.encoder, args.family, args.max_length)
+        first = encoders[0]
+        manifest |= {"encoder": first.name, "family": first.family, "max_length": first.max_length}
+        devices = " ".join(encoder.device for encoder in encoders)
+        print(f"{len(corpus):,} passages, {first.name} on {devices} -> {args.type}", flush=True)
+    build_index(corpus, manifest, encoders, out, args.type)
+    open_index(args.index, corpus)  # compares some vectors with their passages
+    print(f"made {out}: {sum(path.stat().st_size for path in out.iterdir()) / 1e9:.3f} GB")
+
+
+def load_encoders(model: str, family: str, max_length: int | None) -> list[Encoder]:
+    """Loads a model on every visible GPU, or on the CPU."""
+    if os.path.isdir(model):
+        model = os.path.abspath(model)
+    devices = [f"cuda:{k}" for k in range(torch.cuda.device_count())] or ["cpu"]
+    encoders = [Encoder(model, family, max_length or 256, device) for device in devices]
+    most = encoders[0].max_length
+    if max_length not in (None, most):
+        raise Fault(f"--max_length {max_length}: {model} takes {most} tokens; give at most that")
+    return encoders
+
+
+def build_index(
+    corpus: Corpus, manifest: dict[str, Any], encoders: list[Encoder], out: Path, kind: str
+) -> None:
+    """Fills `<out>.partial`, with what an earlier call left there, and renames it."""
     partial = out.with_name(f"{out.name}.partial")
-    kept = partial / "index.json"
+    kept, text = partial / "index.json", json.dumps(manifest, indent=1)
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        if kept.exists() and kept.read_text("utf-8") != json.dumps(manifest, indent=1):
+        if kept.exists() and kept.read_text("utf-8") != text:
             raise Fault(
                 f"{partial}: begun with another encoder, --family, --max_length or corpus; remove it"
             )
-        write_file(kept, json.dumps(manifest, indent=1))
+        write_file(kept, text)
         if encoders:
-            build_dense(corpus, encoders, partial, args.type)
+            build_dense(corpus, encoders, partial, kind)
         else:
             texts = tqdm(corpus.texts(), total=len(corpus), desc="reading", unit=" passages")
             BM25.build(texts).index.save(partial, show_progress=False)
@@ -144,11 +158,9 @@ def main(argv: list[str] | None = None) -> None:
     except (
         OSError,
         RuntimeError,
-    ) as e:  # RuntimeError: FAISS's, for instance if it does not know the --type
-        where = f"{partial}, --type {args.type}" if encoders else partial
+    ) as e:  # RuntimeError: FAISS's, as of a --type that it does not know
+        where = f"{partial}, --type {kind}" if encoders else partial
         raise Fault(f"{where}: {e}; the same command resumes with what is there") from None
-    open_index(args.index, corpus)  # compares some vectors with their passages
-    print(f"made {out}: {sum(path.stat().st_size for path in out.iterdir()) / 1e9:.3f} GB")
 
 
 if __name__ == "__main__":

@@ -6,22 +6,13 @@ import json
 import os
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from plumbing.faults import Fault
+from plumbing.outside import contents_of
 
 FORM = 'a corpus is unpacked JSONL: one {"id": ..., "contents": "\\"Title\\"\\ntext"} per line'
-
-
-def contents_of(row: Any) -> str:
-    """Returns a row's `contents`, or what they would be from its `text` and its `title`, if it has
-    one."""
-    if "contents" in row or "text" not in row:
-        return row["contents"]
-    title = row["title"] if "title" in row else ""
-    return '"' + (title or "") + '"\n' + row["text"]
 
 
 class Corpus:

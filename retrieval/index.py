@@ -30,17 +30,11 @@ class Dense:
         scores, rows = self.index.search(vectors, min(k, self.index.ntotal))  # (N, k)
         # an L2 index returns distances: smaller is better
         sign = 1 if self.index.metric_type == 0 else -1
-        return [
-            sorted(
-                (
-                    (int(row), sign * float(score))
-                    for row, score in zip(*hits, strict=True)
-                    if row >= 0
-                ),
-                key=lambda hit: (-hit[1], hit[0]),
-            )
-            for hits in zip(rows, scores, strict=True)
-        ]
+        found = []
+        for pairs in map(zip, rows.tolist(), (sign * scores).tolist()):
+            hits = [(row, score) for row, score in pairs if row >= 0]
+            found.append(sorted(hits, key=lambda hit: (-hit[1], hit[0])))
+        return found
 
     def set_width(self, nprobe: int, ef: int) -> None:
         """Sets how much of an approximate index a query visits: `nprobe` cells for IVF, a beam of
@@ -71,9 +65,8 @@ class Dense:
         expected = self.encoder.passages([corpus[row]["contents"] for row in rows])  # (4, d)
         try:
             stored = np.stack([self.index.reconstruct(row) for row in rows])  # (4, d)
-        except (
-            RuntimeError
-        ):  # IVF cannot return its vectors: compare with the passages that it finds instead
+        # IVF cannot return its vectors: compare with the passages that it finds instead
+        except RuntimeError:
             nearest = self.index.search(expected, 1)[1][:, 0]
             stored = self.encoder.passages([corpus[int(row)]["contents"] for row in nearest])
         # (4,)
@@ -143,13 +136,9 @@ def read_faiss(path: Path):
     file, beside = str(path), faiss.IO_FLAG_ONDISK_SAME_DIR
     try:
         try:
-            return faiss.read_index(file, faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_MMAP | beside)
-        except RuntimeError:  # IVF lists are mapped in their own way,
-            index = faiss.read_index(file, faiss.IO_FLAG_MMAP)
-            lists = faiss.downcast_InvertedLists(faiss.extract_index_ivf(index).invlists)
-            if lists.filename != file:  # which this flag skips if they are in a separate file
-                index = faiss.read_index(file, faiss.IO_FLAG_READ_ONLY | beside)
-            return index
+            return faiss.read_index(file, faiss.IO_FLAG_MMAP_IFC | beside)
+        except RuntimeError:  # IVF lists in a file of their own, which FAISS maps by itself
+            return faiss.read_index(file, faiss.IO_FLAG_READ_ONLY | beside)
     except RuntimeError as e:
         raise Fault(
             f"--index {path}: not a FAISS index ({e}); give a file written by FAISS"

@@ -15,16 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from config import HERE, TaskKnobs
+from config import TaskKnobs
 from plumbing.client import Client
 from plumbing.faults import Fault, Outage, ToolDown
-from plumbing.outside import without_secrets
-from retrieval.corpus import contents_of
+from plumbing.outside import contents_of, without_secrets
 from tasks import Question
 from tasks.questions import holds_gold
 from tasks.tools import Tool
 
-# where retrieval_server.py and Search-R1's own listen unless told otherwise
+# where retrieval/server.py and Search-R1's own listen unless told otherwise
 DEFAULT = "http://127.0.0.1:8000"
 DATA = Path("data")  # as evaluate.py's --data_dir
 WIKI, INDEXES, E5 = "wiki-18.jsonl", ("e5_HNSW64.index", "e5_Flat.index"), "intfloat/e5-base-v2"
@@ -169,11 +168,8 @@ def start_server(cfg: TaskKnobs, serve: Callable[..., str]) -> tuple[str, Callab
                 f"--retriever: {fault}; start it (at http://...), or serve --corpus with --retriever ''"
             )
         return cfg.retriever, lambda: ""
-    argv, index = (
-        [str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus],
-        find_index(cfg.corpus),
-    )
-    # A slow core makes BM25 of 1 MB of passages a second (LOG.md), and reads 10.
+    argv, index = (["-m", "retrieval.server", "--corpus", cfg.corpus], find_index(cfg.corpus))
+    # A slow core makes BM25 of 1 MB of passages a second (docs/LOG.md), and reads 10.
     deadline = 60 + Path(cfg.corpus).stat().st_size / (1e7 if index else 1e6)
     # the GPUs are the policy's
     dense = ["--index", index, "--encoder", E5, "--device", "cpu"] if index else []

@@ -12,7 +12,7 @@ import uvicorn
 
 from plumbing.faults import Fault
 from plumbing.servers import listen
-from retrieval_server import make_app
+from retrieval.server import make_app
 
 SYLLABLES = "ka lo mi ra ten vor sel dun bri cha pol ves nor gat il um".split()
 KINDS = "painter river film mountain city composer novel bridge island play".split()

@@ -71,7 +71,7 @@ def page(tmp_path_factory):
         for row in read_lines(file)
     ]
     file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
-    return html.write([path], path / "report.html")
+    return html.write_page([path], path / "report.html")
 
 
 @pytest.fixture
@@ -203,6 +203,8 @@ def test_tokens_show_their_numbers_to_pointer_and_keys(open_page):
         if "token_data" in row
     )
     assert count(browser, "#trajectory .token") == data["n"]
+    find(browser, "#trajectory .prompt summary").click()
+    assert text(browser, "#trajectory .prompt pre").split() == data["prompt"].split()
     browser.execute_script("document.querySelector('#trajectory .blocks').focus()")
     browser.switch_to.active_element.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     for label in (
@@ -277,7 +279,7 @@ def test_several_runs_are_laid_over_each_other(open_page, tmp_path):
     # it has broken off early
     for name in ("summary.json", "reflections.jsonl", "population.jsonl"):
         (static / name).unlink()
-    browser = open_page(path=html.write([RUN, other, static], tmp_path / "all.html"))
+    browser = open_page(path=html.write_page([RUN, other, static], tmp_path / "all.html"))
     legend = [row.text for row in browser.find_elements(By.CSS_SELECTOR, ".legend li")]
     assert legend == ["run (2 seeds)", "static differs in mode"]
     assert (
@@ -293,7 +295,7 @@ def test_several_runs_are_laid_over_each_other(open_page, tmp_path):
 
 def test_a_run_of_another_task_reads_as_well(open_page, tmp_path):
     path = game(tmp_path / "run")
-    out = html.write([path], path / "report.html")
+    out = html.write_page([path], path / "report.html")
     browser = open_page(path=out)
     for row in json.loads((path / "summary.json").read_text())["held_out"].values():
         assert f"{row['won']:.2f}" in text(browser, ".corners")
@@ -329,7 +331,9 @@ def test_a_run_of_another_task_reads_as_well(open_page, tmp_path):
     assert count(browser, "#trajectory .verdict .good") and not count(
         browser, "#trajectory .verdict .bad"
     )
-    open_page(path=html.write([RUN, path], tmp_path / "both.html"))  # with a run of exact match
+    open_page(
+        path=html.write_page([RUN, path], tmp_path / "both.html")
+    )  # with a run of exact match
     for metric in ("EM", "won"):
         assert metric in text(browser, ".overview") and metric in text(browser, "#curves")
 
@@ -355,5 +359,5 @@ def test_a_page_of_thousands_lists_them_a_screen_at_a_time(open_page, tmp_path):
         shutil.copy(
             RUN / "trajectories/step-000009.jsonl.gz", path / f"trajectories/step-{t:06d}.jsonl.gz"
         )
-    browser = open_page(path=html.write([path], path / "report.html", limit=4000))
+    browser = open_page(path=html.write_page([path], path / "report.html", limit=4000))
     assert int(text(browser, ".count").split()[0]) > 1000 and count(browser, ".rows li") == 60

@@ -24,7 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from config import Config, knob, parse_flags, read_config
-from export import export_checkpoint
+from evaluation.checkpoints import export_checkpoint
 from journal.checkpoints import Checkpoints
 from journal.directory import RunDirectory, step_of
 from journal.record import with_absolute_paths
@@ -332,7 +332,7 @@ def test_a_checkpoint_of_another_run_is_refused(run, tmp_path):
         rewind(other)
     assert run.id and run.id != other.id and "\n" not in str(e.value)
     with pytest.raises(Fault, match=f"is of the run {run.id}, not of {other.id}"):
-        export_checkpoint(other.path, to=tmp_path / "to")
+        export_checkpoint(other.path, tmp_path / "to")
     shutil.copytree(run.path, tmp_path / "copy")  # of the whole run, with whose it is
     assert rewind(RunDirectory(tmp_path / "copy"))[0] == 9
 

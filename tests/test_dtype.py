@@ -17,7 +17,7 @@ from config import Config, parse_flags
 from engines import choose
 from engines.choose import dtype_of
 from engines.torch_engine import TorchEngine
-from evaluation.agents import local
+from evaluation.agents import open_model
 from inspo import make_policy
 from models import model as models
 from models.model import empty, fill, load_config, load_policy, weights
@@ -299,5 +299,5 @@ def test_an_evaluation_computes_in_what_the_card_and_the_run_have(
     monkeypatch.setattr("models.model.load_policy", lambda *_: (model, "abc"))
     monkeypatch.setattr("engines.torch_engine.TorchEngine", lambda *_: None)
     cfg = Config(engine="torch", dtype=dtype)
-    local(SimpleNamespace(weights="path"), cfg, ())
+    open_model(SimpleNamespace(weights="path"), cfg, ())
     assert moved == [("cuda", getattr(torch, computed))]

@@ -41,9 +41,7 @@ WORLD = HERE / "world" / "files"
 @pytest.fixture(scope="module")
 def retriever(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
-    with Child(
-        [str(HERE / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")], log
-    ) as child:
+    with Child(["-m", "retrieval.server", "--corpus", str(WORLD / "corpus.jsonl")], log) as child:
         yield child.url
 
 
@@ -216,6 +214,17 @@ def test_a_run_is_measured_under_its_I_star_and_another_instruction_can_replace_
         "was started with max_turns 4, not 2: choose another --out"
         in run(*flags, "--out", tmp_path / "own")[1]
     )
+
+
+def test_other_questions_go_into_a_folder_of_their_own(retriever, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for data in (["test"], ["valid"], ["test", "valid"], ["test"]):
+        said, fault = run("world", "--n", 2, "--retriever", retriever, "--data", *data)
+        assert not fault
+    folders = [path.name for path in (tmp_path / "runs" / "evaluation").iterdir()]
+    stem = "world-search_r1"
+    assert sorted(folders) == [stem, f"{stem}-test-valid", f"{stem}-valid"]
+    assert "2 of 2 rows are from an earlier call" in said
 
 
 # ---- at the command line
@@ -436,12 +445,15 @@ def test_flashrag_s_files_by_split(tmp_path, capsys):
             for k in range(n)
         ]
         write_jsonl(tmp_path / f"{name}.jsonl", rows)
-    [first] = benchmarks.load("musique", tmp_path)
+    [first] = benchmarks.load_benchmark("musique", tmp_path)
     assert (first.id, first.source) == ("dev_0", "musique")
     # test comes before dev
-    assert [q.text for q in benchmarks.load("nq", tmp_path)] == ["who is 0 of nq/test?"]
+    assert [q.text for q in benchmarks.load_benchmark("nq", tmp_path)] == ["who is 0 of nq/test?"]
     assert "note: nq: 1 questions, its published test split has 3,610" in capsys.readouterr().out
-    assert len(benchmarks.load("bamboogle", tmp_path)) == 125 and capsys.readouterr().out == ""
+    assert (
+        len(benchmarks.load_benchmark("bamboogle", tmp_path)) == 125
+        and capsys.readouterr().out == ""
+    )
 
 
 def test_search_r1_s_merged_parquet_holds_every_set(tmp_path):
@@ -455,7 +467,7 @@ def test_search_r1_s_merged_parquet_holds_every_set(tmp_path):
         for k, source in enumerate(["nq", "popqa", "nq"])
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "test.parquet")
-    assert [(q.text, q.golds, q.source) for q in benchmarks.load("nq", tmp_path)] == [
+    assert [(q.text, q.golds, q.source) for q in benchmarks.load_benchmark("nq", tmp_path)] == [
         ("who?", ("x", "y"), "nq")
     ] * 2
     _, fault = run("world", "--data", "triviaqa", "--data_dir", tmp_path, "--out", tmp_path / "o")
@@ -504,10 +516,8 @@ def test_each_fault_is_one_line_that_says_what_to_do(
         (["world", "--instruction", tmp_path / "gone"], "--instruction"),
         (["world", "--topk", 0], "--topk 0: must be at least 1"),
         (["world", "--task", "nothing"], "--task nothing: give it as module:"),
-        (
-            [tmp_path / "nothing"],
-            "nothing: no causal LM can be loaded from it (no config.json there)",
-        ),
+        ([tmp_path / "nothing"], "nothing is no directory; as a model of the hub: --model "),
+        (["runs/nothere"], "runs/nothere is no directory; as a model of the hub: --model "),
         (
             [tmp_path / "mixed", *corpus],
             "its tokenizer has 675 tokens and its model 600: use the model's own",
@@ -957,14 +967,14 @@ def test_compare_two_greedy_runs(tmp_path):
 ANOTHER_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 READS = r"""
 import locale, pathlib, sys
-from evaluation.agents import subject
+from evaluation.agents import find_subject
 from plumbing.faults import one_line
 from plumbing.files import read_jsonl, write_file
 assert locale.getpreferredencoding(False) != "utf-8", locale.getpreferredencoding(False)
 with one_line():
     folder = pathlib.Path(sys.argv[1])
-    assert subject(sys.argv[1]).I_star == "Write \u201canswer\u201d: \u5317\u4eac"
-    write_file(folder / "x.jsonl", '{"text": "\u201c\u5317"}')
+    assert find_subject(sys.argv[1]).I_star == "Write \u201canswer\u201d: \u5317\u4eac"
+    write(folder / "x.jsonl", '{"text": "\u201c\u5317"}')
     assert read_jsonl(folder / "x.jsonl") == [{"text": "\u201c\u5317"}]
     print("printed: \u201c")
 """
@@ -1038,7 +1048,7 @@ def test_compare_refuses_other_questions_metrics_and_what_has_not_finished(tmp_p
         with pytest.raises(Fault, match=words):
             compare(arms)
     weights = evaluation(tmp_path / "weights", content={"weights": "other"}, nq=[1, 0, 1])
-    assert "Not all of these were made with the same weights: " in compare([a, weights])
+    assert "other weights" in compare([a, weights]) and "other weights" not in compare([a, a])
     for name in ("results.jsonl", "summary.json"):
         shutil.copytree(tmp_path / "a", tmp_path / "b", dirs_exist_ok=True)
         (tmp_path / "b" / name).write_text((tmp_path / "b" / name).read_text()[:90])

@@ -14,10 +14,10 @@ import torch
 from test_directory import checkpoints_of
 
 from config import WORLD, Config, read_config
-from export import export_checkpoint
+from evaluation.checkpoints import export_checkpoint
 from journal.directory import RunDirectory
 from models.model import load_model, load_policy
-from page.html import write
+from page.html import write_page
 from plumbing.faults import Fault
 from population import Population, ReplayBuffer
 from training import checkpoint
@@ -201,7 +201,7 @@ def test_the_page_of_a_damaged_run_is_written_or_refused(whole, tmp_path):
     for seed in range(N // 100):
         done = harmed(whole, tmp_path / "r", seed)
         with right_or_refused((seed, done)):
-            write([tmp_path / "r"], tmp_path / "page.html")
+            write_page([tmp_path / "r"], tmp_path / "page.html")
         shutil.rmtree(tmp_path / "r")
 
 
@@ -219,7 +219,7 @@ def test_a_damaged_run_is_exported_right_or_refused(tmp_path, capsys):
         done = harmed(path, tmp_path / "r", seed)
         faults += 1
         with right_or_refused((seed, done)):
-            export_checkpoint(tmp_path / "r", None, False, False, tmp_path / "to")
+            export_checkpoint(tmp_path / "r", tmp_path / "to")
             exported = load_model(str(tmp_path / "to")).state_dict()
             assert all(torch.equal(exported[name], w) for name, w in weights["model"].items())
             faults -= 1

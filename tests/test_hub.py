@@ -96,7 +96,7 @@ def test_evaluate_s_benchmarks_are_fetched_once_unless_they_are_in_their_folder(
     put(tmp_path / "hub" / benchmarks.HUB.removeprefix("hf://") / "nq/test.jsonl", LINE)
     put(tmp_path / "data/popqa/test.jsonl", LINE)
     for name in ("nq", "nq", "popqa"):
-        assert [q.source for q in benchmarks.load(name, tmp_path / "data")] == [name]
+        assert [q.source for q in benchmarks.load_benchmark(name, tmp_path / "data")] == [name]
     assert len(hubs.fetched()) == 1
 
 
@@ -133,7 +133,7 @@ def started_with(cfg):
 
 
 def test_a_run_waits_for_its_server_as_long_as_its_corpus_takes(elsewhere):
-    """Half a gigabyte took 50 s on this project's machine (LOG.md), HotpotQA's passages are about
+    """Half a gigabyte took 50 s on this project's machine (docs/LOG.md), HotpotQA's passages are about
     as much."""
     corpus = elsewhere / "passages.jsonl"
     with open(corpus, "wb") as file:

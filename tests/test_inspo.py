@@ -425,7 +425,7 @@ def test_our_own_retriever_is_restarted_when_it_dies(whole, tmp_path):
     process = start("--out", out, *SMALL)
     wait_for_step(out, 2, process)
     for pid in children_of(process):
-        if b"retrieval_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"retrieval.server" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(int(pid), signal.SIGKILL)
     code, _, stderr = finish(process)
     assert code == 0, stderr
@@ -603,13 +603,13 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_export_writes_a_checkpoint_as_hugging_face_stores_models(whole, tmp_path, capsys):
-    export.main([str(whole[0]), "--to", str(tmp_path / "newest")])
+    export.main([str(whole[0]), "--out", str(tmp_path / "newest")])
     mine, final = weights_of(tmp_path / "newest"), weights_of(whole[0] / "policy")
     assert mine.keys() == final.keys() and all(
         torch.equal(mine[name], final[name]) for name in final
     )
     assert (tmp_path / "newest" / "I_star.txt").read_text() == (whole[0] / "I_star.txt").read_text()
-    export.main([str(whole[0]), "--step", "9", "--to", str(tmp_path / "nine")])
+    export.main([str(whole[0]), "--step", "9", "--out", str(tmp_path / "nine")])
     earlier = weights_of(tmp_path / "nine")
     assert any(not torch.equal(earlier[name], final[name]) for name in final)  # step 10 moved it
     assert "step 10" in capsys.readouterr().out
@@ -619,9 +619,9 @@ def test_export_writes_a_checkpoint_as_hugging_face_stores_models(whole, tmp_pat
     "flags, says",
     [
         (["--step", "4"], "has no checkpoint of step 4; it has: 9, 10"),
-        (["--best"], "has no checkpoint that was evaluated; it has: 9, 10"),
-        (["--to", "HERE"], "exists already; remove it, or choose another with --to"),
-        (["--to", "/proc/x"], "cannot write /proc/x"),
+        (["--best"], "in training); it has: 9, 10"),
+        (["--out", "HERE"], "exists already; remove it, or choose another with --out"),
+        (["--out", "/proc/x"], "cannot write /proc/x"),
     ],
 )
 def test_export_says_in_one_line_what_it_cannot_do(whole, tmp_path, flags, says):
@@ -640,10 +640,10 @@ def test_export_says_in_one_line_what_it_cannot_do(whole, tmp_path, flags, says)
     "module, reader", [(checkpoint, "damage"), (RunDirectory, "load_state"), (checkpoint, "load")]
 )
 @pytest.mark.parametrize("removed", [True, False])
-def test_an_export_says_that_the_run_has_removed_the_checkpoint(
+def test_an_export_of_a_checkpoint_that_breaks_meanwhile_is_one_line_and_no_directory(
     whole, tmp_path, monkeypatch, module, reader, removed
 ):
-    """It is removed before its digests, its state or its weights are read; or one of its files is
+    """The run removes it before its digests, its state or its weights are read; or a file of it is
     damaged there."""
     run, read = shutil.copytree(whole[0], tmp_path / "r"), getattr(module, reader)
     chosen = run / "checkpoints" / "step-000010"
@@ -657,19 +657,23 @@ def test_an_export_says_that_the_run_has_removed_the_checkpoint(
 
     monkeypatch.setattr(module, reader, late)
     with pytest.raises(SystemExit) as stop:
-        export.main([str(run), "--to", str(tmp_path / "to")])
-    assert ("step-000010 has been replaced by newer ones" in stop.value.code) == removed
-    assert "\n" not in stop.value.code and not (tmp_path / "to").exists()
+        export.main([str(run), "--out", str(tmp_path / "to")])
+    assert (
+        "step-000010" in stop.value.code
+        and "\n" not in stop.value.code
+        and not (tmp_path / "to").exists()
+    )
 
 
 def test_an_export_that_is_stopped_leaves_nothing(whole, tmp_path, monkeypatch):
     """A Ctrl-C between its weights and its instruction."""
-    monkeypatch.setattr(export, "load_tokenizer", lambda path: os.kill(os.getpid(), signal.SIGINT))
+    interrupt = lambda path: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+    monkeypatch.setattr("evaluation.checkpoints.load_tokenizer", interrupt)
     with pytest.raises(SystemExit, match="stopped by SIGINT"):
-        export.main([str(whole[0]), "--to", str(tmp_path / "a" / "b")])
+        export.main([str(whole[0]), "--out", str(tmp_path / "a" / "b")])
     assert list((tmp_path / "a").iterdir()) == []
     monkeypatch.undo()
-    export.main([str(whole[0]), "--to", str(tmp_path / "a" / "b")])
+    export.main([str(whole[0]), "--out", str(tmp_path / "a" / "b")])
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"] and weights_of(
         tmp_path / "a" / "b"
     )
@@ -682,9 +686,9 @@ def test_the_best_checkpoint_is_the_best_on_valid_never_on_test(whole, tmp_path)
     rows[9] |= {"valid/em": 0.5, "test/em": 0.1}
     rows[10] |= {"valid/em": 0.4, "test/em": 0.9}
     (tmp_path / "r" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    export.main([str(tmp_path / "r"), "--best", "--to", str(tmp_path / "best")])
+    export.main([str(tmp_path / "r"), "--best", "--out", str(tmp_path / "best")])
     best, nine = weights_of(tmp_path / "best"), tmp_path / "nine"
-    export.main([str(tmp_path / "r"), "--step", "9", "--to", str(nine)])
+    export.main([str(tmp_path / "r"), "--step", "9", "--out", str(nine)])
     assert all(torch.equal(p, best[name]) for name, p in weights_of(nine).items())
 
 
@@ -720,6 +724,9 @@ def test_a_run_stores_what_its_page_shows(whole):
                 == len(data["engine"])
                 == sum(data["turns"])
             )
+            # as the policy reads it, with the question at its place
+            asked = row["question_text"].lower().removesuffix("?")
+            assert f" Question: {asked} ? <|assistant|>" in data["prompt"]
             # they are stored with four digits
             assert data["logp"] == pytest.approx(data["engine"], rel=2e-3, abs=1e-3)
             assert row["question_text"].endswith("?") and row["source"].startswith("world-")
@@ -750,7 +757,7 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(
 ):
     """The optimizer's endpoint stops the search server, so the verification of its candidates
     cannot be played."""
-    server = [str(ROOT / "retrieval_server.py"), "--corpus", str(ROOT / "world/files/corpus.jsonl")]
+    server = ["-m", "retrieval.server", "--corpus", str(ROOT / "world/files/corpus.jsonl")]
     flags = [*SMALL, "--search_retries", 0, "--optimizer_model", "m", "--out", tmp_path / "r"]
     with (
         Child(server, tmp_path / "log") as child,

@@ -46,7 +46,8 @@ def plain(name):
     return name.lower().replace("_", "-")
 
 
-def test_all_that_is_imported_is_named_in_a_requirements_file():
+def imports():
+    """The packages that each file imports, by their names on PyPI; none of ours or of Python's."""
     files = [path.relative_to(HERE) for path in HERE.rglob("*.py")]
     files = [
         path
@@ -54,14 +55,36 @@ def test_all_that_is_imported_is_named_in_a_requirements_file():
         if not path.parts[0].startswith((".", "runs", "downloads", "mutants"))
     ]
     ours = {part for file in files for part in (*file.parts[:-1], file.stem)}
-    named = {plain(requirement.name) for section in SECTIONS.values() for requirement in section}
+    found = {}
     for file in files:
+        modules = []
         for node in ast.walk(ast.parse((HERE / file).read_text())):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                modules = [node.module]
-            for module in {name.split(".")[0] for name in modules} - ours - sys.stdlib_module_names:
-                assert plain(NAMES.get(module, module)) in named, f"{file} imports {module}"
+            if isinstance(node, ast.Import):
+                modules += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                modules.append(node.module)
+        theirs = {name.split(".")[0] for name in modules} - ours - sys.stdlib_module_names
+        found[file] = {plain(NAMES.get(module, module)) for module in theirs}
+    return found
+
+
+def test_all_that_is_imported_is_named_in_a_requirements_file():
+    named = {plain(requirement.name) for section in SECTIONS.values() for requirement in section}
+    assert {file: names for file, names in imports().items() if names - named} == {}
+
+
+def test_a_node_that_trains_gets_what_the_core_imports_and_nothing_else():
+    core = {
+        file: names
+        for file, names in imports().items()
+        if file.parts[0] not in ("extras", "labs", "tests") and file.name != "bench.py"
+    }
+    named = {name: {plain(pin.name) for pin in SECTIONS[name]} for name in SECTIONS}
+    allowed = named["base"] | named["gpu"] | named["optional"]
+    # dense search without a GPU
+    allowed |= {"faiss-cpu"}
+    assert {file: names - allowed for file, names in core.items() if names - allowed} == {}
+    assert named["base"] - set().union(*core.values()) == set()
 
 
 @pytest.mark.parametrize("lock", LOCKS)

@@ -324,12 +324,12 @@ def test_a_run_trains_adapters_and_exports_them_merged_or_for_peft(tmp_path):
     [newest] = sorted((out / "checkpoints").glob("step-*"))[-1:]
     shares = sum(path.stat().st_size for path in newest.rglob("*.distcp"))
     assert shares < 0.5 * (WORLD / "policy" / "model.safetensors").stat().st_size
-    export.main([str(out), "--to", str(tmp_path / "merged")])
+    export.main([str(out), "--out", str(tmp_path / "merged")])
     merged = weights_of(tmp_path / "merged")
     assert merged.keys() == final.keys() and all(
         torch.equal(merged[name], final[name]) for name in final
     )
-    export.main([str(out), "--adapters", "--to", str(tmp_path / "adapters")])
+    export.main([str(out), "--adapters", "--out", str(tmp_path / "adapters")])
     assert (tmp_path / "adapters" / "I_star.txt").read_text() == (out / "I_star.txt").read_text()
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(WORLD / "policy") and config["r"] == RANK

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from reflect import paraphrase_prompt, read_blocks, reflection_prompt
-from world.clauses import FRAMES, START, read
+from world.clauses import FRAMES, START, read_clauses
 from world.optimizer import reply_to
 
 GAME = "Find the number. Guess by <guess> number </guess>; you read <hint> </hint>. Then <answer> it </answer>."
@@ -67,7 +67,7 @@ def test_questions_that_are_not_the_world_s_are_diagnosed_by_their_right_answers
     found = dict.fromkeys(SYMPTOMS.values(), 0)
     for seed in range(60):
         for text in read_blocks(reply_to(reflection_prompt(FRAMES[0], [failure], 6, 4000), seed)):
-            for clause in found.keys() & read(text):
+            for clause in found.keys() & read_clauses(text):
                 found[clause] += 1
     most, second = sorted(found.values())[-1:-3:-1]
     assert found[SYMPTOMS[acted]] == most > 3 * second

@@ -23,12 +23,12 @@ import uvicorn
 import report
 from journal.summary import lineage
 from page import html, sample
-from page.curves import curves, groups
-from page.family import family
-from page.html import build, embed
+from page.curves import collect_curves, group_runs
+from page.family import collect_family
+from page.html import build_page, embed_json
 from page.read import Run, read_run
-from page.serve import app, stamp
-from page.verdict import cost, learned, status, warnings, winner
+from page.serve import make_app, stamp_files
+from page.verdict import describe_gain, describe_winner, find_status, find_warnings, sum_costs
 from plumbing.faults import Fault
 from plumbing.servers import listen
 
@@ -103,7 +103,7 @@ def game(path: Path) -> Path:
 def served(path: Path):
     """Serves the page of a run, as report.py --serve does; yields its URL."""
     sock = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app([path], 100), log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(make_app([path], 100), log_level="warning"))
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{sock.getsockname()[1]}"
@@ -147,7 +147,7 @@ def test_whatever_is_missing_a_page_is_made_that_says_so(tmp_path, gone):
     path = shutil.copytree(RUN, tmp_path / "run")
     for name in gone:
         (shutil.rmtree if (path / name).is_dir() else Path.unlink)(path / name)
-    page, _ = html.describe(read_run(path), 100)
+    page, _ = html.describe_run(read_run(path), 100)
     silent = {"README.md", "summary.json"}  # without the last one it is a run that has not finished
     assert {text.partition(".")[0].partition("/")[0] for text in page["missing"]} == {
         name.partition(".")[0] for name in gone if name not in silent
@@ -163,7 +163,7 @@ def test_files_cut_anywhere_make_a_page(tmp_path, cut):
             data = file.read_bytes()
             file.write_bytes(data[: len(data) * cut // 9 + cut % 3])
     (path / "metrics.jsonl").write_bytes((RUN / "metrics.jsonl").read_bytes())
-    assert len(build([path])) > 100_000
+    assert len(build_page([path])) > 100_000
 
 
 @pytest.mark.parametrize("name, row", [
@@ -174,15 +174,15 @@ def test_what_no_run_writes_is_a_fault(tmp_path, name, row):
     path = shutil.copytree(RUN, tmp_path / "run")
     write(path, name, row)
     with pytest.raises(Fault, match=f"^{path} holds what no run writes .*: restore it$"):
-        build([path])
+        build_page([path])
 
 
 def test_numbers_that_json_lacks_do_not_reach_the_page(tmp_path):
     path = shutil.copytree(RUN, tmp_path / "run")
     with (path / "metrics.jsonl").open("a") as f:
         f.write('{"t": 10, "reward": NaN, "loss": Infinity, "logp_gap": NaN}\n')
-    found, _ = html.describe(read_run(path), 100)
-    assert "NaN" not in embed(found) and found["curves"]["series"]["reward"][-1] is None
+    found, _ = html.describe_run(read_run(path), 100)
+    assert "NaN" not in embed_json(found) and found["curves"]["series"]["reward"][-1] is None
     assert {w["panel"] for w in found["warnings"]} >= {"reward", "loss"}
 
 
@@ -228,7 +228,7 @@ def test_the_tree_says_who_left_when_and_who_was_refused(tmp_path):
         },
         {"t": 4, "round": 1, "parent": 1, "D_B": ["q"] * 20, "verified": verified},
     )
-    tree = family(read_run(tmp_path))
+    tree = collect_family(read_run(tmp_path))
     by_id = {I["id"]: I for I in tree["instructions"]}
     assert [(I["left"], I["why"]) for I in by_id.values()] == [
         (2, "pruned"),
@@ -269,12 +269,12 @@ def test_the_sample_takes_watched_groups_first_and_says_how_many_there_were(tmp_
         with gzip.open(file, "wt") as f:
             f.writelines(lines[5:] + lines[:5])  # the watched group comes last
     run = read_run(path)
-    index, pages = sample.sample(run, family(run), 45)
+    index, pages = sample.sample_trajectories(run, collect_family(run), 45)
     rows = rows_of(index)
     training = [row for row in rows if row["kind"] == "training"]
     # 9 steps, one group of five each
     assert len(training) == 45 and all(row["tokens"] for row in training)
-    everything, _ = sample.sample(run, family(run), 10**6)
+    everything, _ = sample.sample_trajectories(run, collect_family(run), 10**6)
     assert everything["all"] == everything["seen"] == index["all"] > index["seen"] == len(rows)
     contents = [unpack(page) for page in pages.values()]
     for row in rows:
@@ -284,8 +284,8 @@ def test_the_sample_takes_watched_groups_first_and_says_how_many_there_were(tmp_
 
 def test_rollouts_of_a_verification_are_played_under_a_parent_and_its_candidates():
     run = read_run(RUN)
-    tree = family(run)
-    rows = rows_of(sample.sample(run, tree, 1)[0])
+    tree = collect_family(run)
+    rows = rows_of(sample.sample_trajectories(run, tree, 1)[0])
     parents = {(row["t"], row["round"]): str(row["parent"]) for row in run.reflections}
     wanted = []
     for file in sorted((RUN / "trajectories").glob("verify-*")):
@@ -306,8 +306,11 @@ def test_a_response_is_cut_where_the_policy_stops_and_a_tool_speaks():
     ]
     parts += [["obs", "\n\nThat was neither\n\n"], ["act", "<answer> x </answer>"]]
     turns = [{"text": text} for kind, text in parts if kind == "act"]
-    assert sample.parts({"response": "".join(text for _, text in parts), "turns": turns}) == parts
-    assert sample.parts({"response": "all of it", "turns": [{"text": "elsewhere"}]}) == [
+    assert (
+        sample.split_response({"response": "".join(text for _, text in parts), "turns": turns})
+        == parts
+    )
+    assert sample.split_response({"response": "all of it", "turns": [{"text": "elsewhere"}]}) == [
         ["act", "all of it"]
     ]
 
@@ -372,7 +375,7 @@ FALLS = [
     ],
 )
 def test_what_a_person_would_point_at_is_a_warning(rows, panels, numbers):
-    out = warnings(run_of(*rows))
+    out = find_warnings(run_of(*rows))
     assert [warning["panel"] for warning in out] == panels
     assert all(number in out[0]["text"] for number in numbers)
 
@@ -383,14 +386,14 @@ def test_what_a_person_would_point_at_is_a_warning(rows, panels, numbers):
 def test_a_run_in_which_nothing_evolved_says_so(mode, evolved, n):
     run = run_of(*[GOOD] * 10)
     run.config["mode"], run.summary["evolved"] = mode, evolved
-    assert [warning["panel"] for warning in warnings(run)] == ["tree"] * n
+    assert [warning["panel"] for warning in find_warnings(run)] == ["tree"] * n
 
 
 def test_the_cost_of_an_unfinished_run_is_that_of_the_finished_one():
     run, rows = read_run(RUN), read_lines(RUN / "metrics.jsonl")
-    whole, summary = cost(run), run.summary
+    whole, summary = sum_costs(run), run.summary
     run.summary = {}
-    part = cost(run)
+    part = sum_costs(run)
     for name in ("calls", "prompt_tokens", "completion_tokens", "training", "verification"):
         assert part[name] == whole[name] > 0, name
     assert (
@@ -406,23 +409,23 @@ def test_the_cost_of_an_unfinished_run_is_that_of_the_finished_one():
 
 def test_the_first_screen_of_a_real_run():
     run = read_run(RUN)
-    tree, summary = family(run), run.summary
-    assert winner(run, tree)["lineage"] == summary["generations"]
+    tree, summary = collect_family(run), run.summary
+    assert describe_winner(run, tree)["lineage"] == summary["generations"]
     assert (
-        learned(run)["table"] == summary["held_out"]
-        and learned(run)["sentence"] == summary["conclusion"]
+        describe_gain(run)["table"] == summary["held_out"]
+        and describe_gain(run)["sentence"] == summary["conclusion"]
     )
-    assert status(run)["state"] == "finished" and status(run)["t"] == 9
+    assert find_status(run)["state"] == "finished" and find_status(run)["t"] == 9
     run.summary, run.written = {}, 0.0
-    best = winner(run, tree)
+    best = describe_winner(run, tree)
     assert best["id"] != best["second"]["id"] and best["w"] >= best["second"]["w"]
-    assert status(run)["state"] == "stopped" and learned(run)["table"] == {}
+    assert find_status(run)["state"] == "stopped" and describe_gain(run)["table"] == {}
 
 
 def test_a_run_of_another_task_is_shown_by_its_own_metric(tmp_path):
     path = game(tmp_path / "run")
     summary = json.loads((path / "summary.json").read_text())
-    page, pages = html.describe(read_run(path), 10**6)
+    page, pages = html.describe_run(read_run(path), 10**6)
     assert (page["metric"], page["metrics"], page["tools"]) == ("won", ["won", "fuel"], ["moves"])
     assert (
         page["learned"]["table"] == summary["held_out"]
@@ -463,13 +466,13 @@ def test_runs_that_differ_by_their_seed_are_one_group():
         run("a", seed=0, content=content), run("b", seed=1, content=others), run("c", mode="static", content=content),
         run("d", seed=2, content=content, commit="x", train="moved.jsonl", out="elsewhere"),
     ]  # fmt: skip
-    assert groups(runs) == [
+    assert group_runs(runs) == [
         {"label": "a (2 seeds)", "runs": [0, 3], "unlike": ["commit"]},
         {"label": "b", "runs": [1], "unlike": ["golds of test"]},
         {"label": "c", "runs": [2], "unlike": ["mode"]},
     ]
-    assert [g["label"] for g in groups([Run(Path("a")), Run(Path("b"))])] == ["a", "b"]
-    assert curves(run_of({"reward": 1.0, "w": {}}, {"kl": float("inf")})) == {
+    assert [g["label"] for g in group_runs([Run(Path("a")), Run(Path("b"))])] == ["a", "b"]
+    assert collect_curves(run_of({"reward": 1.0, "w": {}}, {"kl": float("inf")})) == {
         "t": [1, 2],
         "series": {"reward": [1.0, None]},
     }
@@ -489,7 +492,7 @@ def test_text_of_a_model_cannot_leave_its_element_nor_a_password_reach_the_page(
         "retriever": "https://ann:Geheim7@host:8000"
     }
     write(path, "config.json", config | {"model": evil, evil: 1})
-    text = build([path])
+    text = build_page([path])
     data = next(
         json.loads(body) for attributes, body in scripts_of(text) if 'id="data"' in attributes
     )
@@ -503,7 +506,7 @@ def test_text_of_a_model_cannot_leave_its_element_nor_a_password_reach_the_page(
 
 
 def test_only_the_page_s_own_script_may_run_and_nothing_is_fetched():
-    page = build([RUN])
+    page = build_page([RUN])
     data_only = ('type="application/json"', 'type="text/plain"')
     [running] = [
         body
@@ -546,7 +549,7 @@ def test_of_a_page_that_does_not_fit_nothing_is_left(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         with pytest.raises(Fault, match="cannot write"):
-            html.write([RUN], tmp_path / "page.html")
+            html.write_page([RUN], tmp_path / "page.html")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())
@@ -562,7 +565,9 @@ def test_the_server_answers_this_machine_alone_and_follows_the_run(tmp_path):
 
         before = get("/stamp")[1]
         assert (
-            get("/")[0] == 200 and f'"live":"{before}"' in get("/")[1] and before == stamp([path])
+            get("/")[0] == 200
+            and f'"live":"{before}"' in get("/")[1]
+            and before == stamp_files([path])
         )
         assert get("/etc/passwd")[0] == 404 and get("/", Host="evil.example:80")[0] == 400
         with (path / "metrics.jsonl").open("a") as f:

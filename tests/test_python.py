@@ -20,6 +20,7 @@ from test_inspo import ENV, ROOT, SMALL, metrics
 
 import inspo
 from config import Config, configure, parse_flags
+from evaluation.agents import load_agent
 from grpo import Learner
 from journal.directory import RunDirectory
 from plumbing import stop, threads
@@ -233,8 +234,8 @@ def test_a_class_of_a_function_is_trained_and_loaded_by_the_class_alone(tmp_path
 
     path = inspo.train(task=Local, **TINY, out=str(tmp_path / "r")).path
     with pytest.raises(Fault, match="<locals>.Local is not a class in test_python$"):
-        inspo.load(path)
-    with inspo.load(path, task=Local, temperature=0.5, max_turns=1) as agent:
+        load_agent(path)
+    with load_agent(path, task=Local, temperature=0.5, max_turns=1) as agent:
         assert agent.task.cfg.max_turns == 1 and agent.instruction == Echo.instruction
         known, new = agent.ask("test 1"), agent.ask("another word")
         assert (
@@ -242,15 +243,15 @@ def test_a_class_of_a_function_is_trained_and_loaded_by_the_class_alone(tmp_path
         )
         assert [tau.stop for tau in agent.play(agent.task.questions("test"))] and known.turns
     with pytest.raises(Fault, match="^max_turn: .*nearest is max_turns"):
-        inspo.load(path, task=Local, max_turn=1)
+        load_agent(path, task=Local, max_turn=1)
     with pytest.raises(Fault, match="holds no finished run"):
-        inspo.load(tmp_path)
+        load_agent(tmp_path)
 
 
 def test_an_agent_answers_as_ask_py_does_and_its_servers_end_with_it(tmp_path):
     result = inspo.train(**SETTINGS | dict(T=1, mode="static", K_p=9), out=tmp_path / "r")
     q = SearchQA(configure()).questions("test")[0]
-    agent = inspo.load(result.path)
+    agent = load_agent(result.path)
     [url] = agent.task.search.urls
     tau = agent.ask(q.id)
     said = subprocess.run(
@@ -294,7 +295,7 @@ def test_a_second_call_computes_the_same_and_leaves_no_thread(whole, tmp_path):
         thread for thread in threading.enumerate() if thread.name not in before | {"tqdm_monitor"}
     }
     # of a search, idle
-    assert all(thread.daemon and "_send_batches" in thread.name for thread in left)
+    assert all(thread.daemon and "_send_batches" in thread.name for thread in left), left
     assert HANDLERS == [signal.getsignal(number) for number in stop.SIGNALS]
 
 

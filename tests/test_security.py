@@ -14,9 +14,9 @@ import requests
 from json_server import json_servers
 from test_page import served
 
-from config import HERE, WORLD, parse_flags
+from config import WORLD, parse_flags
 from engines.chat_engine import ChatEngine, Words
-from evaluation.agents import subject
+from evaluation.agents import find_subject
 from models.model import load_config, load_model, load_tokenizer, skeleton
 from plumbing.faults import Fault, OptimizerDown
 from plumbing.outside import without_secrets
@@ -107,7 +107,7 @@ def test_a_server_that_we_start_does_not_see_our_keys(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "s3cr3t-of-mine")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     monkeypatch.setenv("OMP_NUM_THREADS", "16")
-    search = [str(HERE / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")]
+    search = ["-m", "retrieval.server", "--corpus", str(WORLD / "corpus.jsonl")]
     for argv in (["-m", "world.optimizer"], search):
         with Child(argv, tmp_path / "log") as child:
             lines = Path(f"/proc/{child._process.pid}/environ").read_text("utf-8").split("\0")
@@ -161,7 +161,7 @@ def test_a_path_goes_before_the_query_and_what_the_address_hides_is_not_shown():
         ]
         sent = base64.b64encode(b"ann:Gehe/im42").decode()
         assert server.requests[0][1]["Authorization"] == f"Basic {sent}"
-    assert subject(url).name == f"127.0.0.1-{server.server_port}"
+    assert find_subject(url).name == f"127.0.0.1-{server.server_port}"
     for text in (str(fault.value), str(other.value), describe_optimizer(optimizer)):
         assert "Geh" not in text and "ann" not in text
 

@@ -17,7 +17,7 @@ from plumbing.servers import Child
 from reflect import Optimizer, fold_words, paraphrase_prompt, reflection_prompt
 from reflect import read_blocks as parse_reply
 from retrieval.bm25 import BM25
-from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, START, read, write
+from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, START, read_clauses, write_instruction
 from world.optimizer import reply_to
 
 SUBJECT = r"(film|person|city|nation|company) (\w+ \w+)\?$"  # the entity a question asks about
@@ -96,15 +96,17 @@ def test_an_instruction_is_read_as_it_was_written(wordings):
     rng = random.Random(0)
     for _ in range(500):
         clauses = some_clauses(rng)
-        assert sorted(read(write(rng, clauses, rng.randint(0, 2), wordings))) == sorted(clauses)
+        assert sorted(
+            read_clauses(write_instruction(rng, clauses, rng.randint(0, 2), wordings))
+        ) == sorted(clauses)
 
 
 def test_clauses_are_read_in_order_of_appearance():
     first, second = CLAUSES["cont"].taught[2], CLAUSES["entity"].unseen[0]
-    assert read(f"{first} {FRAMES[0]} {second}") == ["cont", "entity"]
-    assert read(f"{second} {FRAMES[0]} {first} {second}") == ["entity", "cont"]
-    assert read(" ".join([*FRAMES, *FILLERS])) == []
-    assert read(START) == ["whole"]
+    assert read_clauses(f"{first} {FRAMES[0]} {second}") == ["cont", "entity"]
+    assert read_clauses(f"{second} {FRAMES[0]} {first} {second}") == ["entity", "cont"]
+    assert read_clauses(" ".join([*FRAMES, *FILLERS])) == []
+    assert read_clauses(START) == ["whole"]
 
 
 def test_no_wording_contains_another_and_a_frame_names_every_tag():
@@ -180,7 +182,7 @@ def proposals(text, clause, n=60):
         shown = re.sub(r"Axx", f"A{k}xx", re.sub(r"axx", f"a{k}xx", text))
         prompt = reflection_prompt(FRAMES[0], [(shown, ("Gl Hford",))], 6, 10_000)
         candidates += parse_reply(reply_to(prompt, seed=0))
-    return sum(clause in read(c) for c in candidates) / len(candidates)
+    return sum(clause in read_clauses(c) for c in candidates) / len(candidates)
 
 
 @pytest.mark.parametrize("written", [str, as_the_policy_s_tokens_decode])
@@ -217,12 +219,12 @@ def test_a_clause_in_the_instruction_is_not_missing():
 
 
 def test_a_paraphrase_keeps_the_clauses_in_other_words():
-    parent = write(random.Random(0), ["whole", "state", "exact"])
+    parent = write_instruction(random.Random(0), ["whole", "state", "exact"])
     candidates = []
     for seed in range(20):
         candidates += parse_reply(reply_to(paraphrase_prompt(parent, 6), seed))
     assert len(candidates) > 80
-    assert all(set(read(text)) == set(read(parent)) for text in candidates)
+    assert all(set(read_clauses(text)) == set(read_clauses(parent)) for text in candidates)
     assert len({fold_words(text) for text in candidates}) > 50
 
 

@@ -101,7 +101,7 @@ BEST = frozenset({"entity", "state", "exact", "cont"})
 SAYS = {wording: name for name, c in CLAUSES.items() for wording in c.taught + c.unseen}
 
 
-def write(
+def write_instruction(
     rng: random.Random, clauses, fillers: int = 0, wordings: str = "taught", frame: str = ""
 ) -> str:
     """Returns an instruction with these clauses; `wordings` is "taught", "unseen" or "any"."""
@@ -115,7 +115,7 @@ def write(
     return " ".join(sentences)
 
 
-def read(instruction: str) -> list[str]:
+def read_clauses(instruction: str) -> list[str]:
     """Returns the clauses that an instruction contains, in order of appearance."""
     places = sorted(
         (instruction.find(wording), name)

@@ -16,7 +16,7 @@ import re
 
 from plumbing.faults import one_line
 from plumbing.servers import listen, serve_app
-from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, read, write
+from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, read_clauses, write_instruction
 
 HARM = ("memory", "verbose", "terse", "early", "whole")
 KNOWN_TAGS = set(re.findall(r"</?\w+>", FRAMES[0]))
@@ -32,21 +32,24 @@ STOPS_EARLY = "The agent stops searching before the last fact is found."
 SENTENCE = "The answer is a sentence where a name was asked for."
 
 
-def inside(tag: str, text: str) -> list[str]:
+def find_inside(tag: str, text: str) -> list[str]:
     return re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.S)
+
+
+def read_actions(acted: str) -> tuple[list[str], str, str]:
+    """Returns the queries, all results, and the last answer ("" without one)."""
+    answers = find_inside("answer", acted) or [""]
+    return find_inside("search", acted), " ".join(find_inside("information", acted)), answers[-1]
 
 
 def diagnose(response: str) -> dict[str, str]:
     """Returns {clause: reason to add it}, read from one failed response (question, actions and
     results as text)."""
     question, _, acted = response.partition("?")
-    hops, queries, results = (
-        question.count(" of "),
-        inside("search", acted),
-        " ".join(inside("information", acted)),
-    )
-    thoughts = [thought.strip() for thought in inside("think", acted)]
-    answer = (inside("answer", acted) or [""])[-1].strip()
+    hops = question.count(" of ")
+    queries, results, answer = read_actions(acted)
+    thoughts = [thought.strip() for thought in find_inside("think", acted)]
+    answer = answer.strip()
     lacking = {}
     if not queries:
         lacking["entity"] = NEVER_SEARCHES
@@ -71,33 +74,27 @@ def diagnose_by_gold(response: str, golds: str) -> dict[str, str]:
     """The same for questions that are not the world's: what was asked, found and said, with the
     right answers."""
     question, _, acted = response.partition("\n")
-    queries, results = (
-        [*map(words, inside("search", acted))],
-        words(" ".join(inside("information", acted))),
-    )
-    answer, right = (
-        words((inside("answer", acted) or [""])[-1]),
-        [words(gold) for gold in golds.split(" or ")],
-    )
-    if any(within(gold, answer) for gold in right):
+    queries, results, answer = read_actions(acted)
+    right = [as_words(gold) for gold in golds.split(" or ")]
+    if any(gold in as_words(answer) for gold in right):
         return {"exact": SENTENCE}
     if not queries:
         return {"entity": NEVER_SEARCHES}
-    if any(within(gold, results) for gold in right):
+    if any(gold in as_words(results) for gold in right):
         return {"state": "The right answer was found, and another one was given."}
-    whole = words(question)[1:]  # without "Question:"
-    return {"entity": BROAD} if whole in queries else {"cont": STOPS_EARLY}
+    whole = as_words(question.partition(" ")[2])  # without "Question:"
+    if whole in map(as_words, queries):
+        return {"entity": BROAD}
+    return {"cont": STOPS_EARLY}
 
 
-def words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
+def as_words(text: str) -> str:
+    """Returns the words of a text in lower case, a space around each."""
+    words = re.findall(r"\w+", text.lower())
+    return f" {' '.join(words)} "
 
 
-def within(part: list[str], whole: list[str]) -> bool:
-    return f" {' '.join(part)} " in f" {' '.join(whole)} "
-
-
-def foreign(instruction: str) -> str:
+def find_foreign(instruction: str) -> str:
     """Returns what an instruction says beyond the world's sentences, if that names a tag of another
     tool; else ""."""
     rest = instruction
@@ -112,9 +109,9 @@ def revise(rng: random.Random, clauses: list[str], add: list[str], frame: str = 
     contradict."""
     slots = {CLAUSES[c].slot for c in add}
     kept = [c for c in clauses if CLAUSES[c].slot not in slots]
-    return write(
-        rng, kept + add, rng.randint(0, 1), "any" if rng.random() < 0.3 else "taught", frame
-    )
+    fillers = rng.randint(0, 1)
+    wordings = "any" if rng.random() < 0.3 else "taught"
+    return write_instruction(rng, kept + add, fillers, wordings, frame)
 
 
 def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
@@ -125,42 +122,49 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
 
     `guess`: a control that proposes clauses at random and never looks at the failures.
     """
+    # what the prompt asks for
     rng = random.Random(f"{seed} {hashlib.sha256(prompt.encode()).hexdigest()}")
     parent = re.search(r"<ins_0>(.*?)</ins_0>", prompt, re.S)
     numbers = re.findall(r"(?:to|into) <ins_(\d+)>", prompt)
     if not parent or not numbers:
         return "I can only improve a prompt that is given in <ins_0> </ins_0>."
-    instruction, n = parent.group(1).strip(), int(numbers[-1])
-    clauses = read(instruction)
+    instruction = parent.group(1).strip()
+    n = int(numbers[-1])
+    clauses = read_clauses(instruction)
     # Whatever the task is, its own tags are kept: where there are any, they stand in place of the
     # world's frame.
-    frame = foreign(instruction)
-    if frame and (own := next((f for f in FRAMES if f in instruction), "")):
-        frame = f"{own} {frame}"
+    frame = find_foreign(instruction)
+    own = [f for f in FRAMES if f in instruction]
+    if frame and own:
+        frame = f"{own[0]} {frame}"
+
+    # the analysis, and the candidates
     other = re.search(r"<other>(.*?)</other>", prompt, re.S)
     failures = re.findall(r"Response: (.*?)\nCorrect answer: (.*?)\n</example>", prompt, re.S)
     if other:
         text = ["The first one lacks what the other says beyond it."]
-        lacks = [c for c in read(other.group(1)) if c not in clauses]
+        lacks = [c for c in read_clauses(other.group(1)) if c not in clauses]
         candidates = [revise(rng, clauses, lacks, frame) for _ in range(n)]
     elif failures:
         reasons, votes = analyze([] if guess else failures, clauses)
-        text = [f"{k}. {why}" for k, why in enumerate(reasons.values(), 1)] or [
-            "The reasons are not clear."
+        text = [f"{k}. {why}" for k, why in enumerate(reasons.values(), 1)]
+        text = text or ["The reasons are not clear."]
+        candidates = [
+            revise(rng, clauses, [choose_clause(rng, votes, guess)], frame) for _ in range(n)
         ]
-        candidates = [revise(rng, clauses, [choose(rng, votes, guess)], frame) for _ in range(n)]
     else:
         text = ["Here are other wordings of the prompt."]
-        candidates = [write(rng, clauses, rng.randint(0, 2), frame=frame) for _ in range(n)]
+        candidates = [
+            write_instruction(rng, clauses, rng.randint(0, 2), frame=frame) for _ in range(n)
+        ]
 
+    # malformed replies: none of the candidates, one of them twice, a tag lost
     mishap = rng.random()
     if mishap < 0.05:
-        return "\n".join(
-            [
-                *text,
-                "I would rewrite the prompt with clearer steps, fewer words and more structure.",
-            ]
+        text.append(
+            "I would rewrite the prompt with clearer steps, fewer words and more structure."
         )
+        return "\n".join(text)
     if mishap < 0.12:
         candidates[rng.randrange(n)] = candidates[rng.randrange(n)]
     if mishap < 0.20 or rng.random() < 0.1:
@@ -175,17 +179,19 @@ def analyze(
 ) -> tuple[dict[str, str], list[str]]:
     """Returns the reasons to add clauses, by clause, and a vote for a clause from every failure
     that shows its lack."""
-    reasons, votes = dict[str, str](), list[str]()
+    reasons: dict[str, str] = {}
+    votes: list[str] = []
     for response, golds in failures:
         ours = OF_THE_WORLD.search(response.partition("?")[0])
         symptoms = diagnose(response) if ours else diagnose_by_gold(response, golds)
-        lacking = {c: why for c, why in symptoms.items() if c not in clauses}
-        reasons |= lacking
-        votes += lacking
+        for clause, why in symptoms.items():
+            if clause not in clauses:
+                reasons[clause] = why
+                votes.append(clause)
     return reasons, votes
 
 
-def choose(rng: random.Random, votes: list[str], guess: bool) -> str:
+def choose_clause(rng: random.Random, votes: list[str], guess: bool) -> str:
     """Returns the clause that a candidate adds: to the point, a guess, or one that does harm."""
     luck = 0.55 if guess else rng.random()
     if luck < 0.55 and votes:

@@ -50,7 +50,7 @@ OFFLINE = {
 OFFLINE |= dict.fromkeys(
     ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"
 )
-RUN = "torch transformers triton numpy requests psutil simpleeval tqdm bm25s fastapi uvicorn cachetools"
+RUN = "torch transformers triton numpy requests psutil simpleeval tqdm bm25s fastapi uvicorn"
 PROBE = """
 import importlib.metadata as metadata, json, platform, torch
 def version(*names):

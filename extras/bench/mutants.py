@@ -44,8 +44,10 @@ ROOMS = {  # files; names of tests/test_*.py
     "checkpoint": (["training/checkpoint.py"], "directory resume"),
     "directory": (["journal/directory.py", "journal/checkpoints.py"], "directory algorithm resume"),
     "retrieval": (
-        [f"retrieval/{name}.py" for name in ("bm25", "build", "corpus", "encoder", "index")]
-        + ["retrieval_server.py"],
+        [
+            f"retrieval/{name}.py"
+            for name in ("bm25", "build", "corpus", "encoder", "index", "server")
+        ],
         "retrieval_corpus retrieval_index retrieval_server retrieval_serving",
     ),
 }

@@ -26,8 +26,8 @@ import numpy as np
 from scipy.special import expit, logit
 
 from config import FACTS, PRESETS, Config
-from evaluation.agents import Subject, agent
-from evaluation.statistics import Interval, over_seeds
+from evaluation.agents import Subject, open_agent
+from evaluation.statistics import Interval, estimate_over_seeds
 from extras.real.__main__ import NAME, Part, play_missing
 from extras.real.demos import TASK, Facts, Row, row_of
 from grpo import lr_at
@@ -262,7 +262,7 @@ def measure(policy: Path) -> Row:
     cfg, rng = Config(**PRESETS[NAME] | {"max_response": 64, "seed": 0}), random.Random("measure")
     task = Conventions(cfg)
     questions = take_subset(task.questions("test"), ASKED)
-    with agent(Subject(policy.name, str(policy), cfg), task, FRAME, 1.0, 0) as player:
+    with open_agent(Subject(policy.name, str(policy), cfg), task, FRAME, 1.0, 0) as player:
 
         def shares(told: dict[str, bool]) -> dict[str, float]:
             taus = dataclasses.replace(player, instruction=instruct(rng, told)).play(questions)
@@ -328,7 +328,7 @@ def gap(out: Path, world: int) -> float:
 def predict(world: int) -> Interval:
     """The simulated gap of a world: the mean of 200 pairs of runs."""
     gaps = [simulate(world, True, 2 * k) - simulate(world, False, 2 * k + 1) for k in range(200)]
-    return over_seeds(gaps)
+    return estimate_over_seeds(gaps)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -83,7 +83,7 @@ def demonstrate(
 def demo(rng: random.Random, facts: Facts) -> Row:
     """Makes a row: the messages of a conversation."""
     q, clauses = rng.choice(facts.questions), choose_clauses(rng, CHOICES, BEST)
-    instruction = world.write(rng, clauses, rng.randint(0, 1))
+    instruction = world.write_instruction(rng, clauses, rng.randint(0, 1))
     return row_of(q, instruction, demonstrate(rng, facts, q, clauses))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from config import PRESETS, Config
 from extras.world.facts import RELATIONS, Asked, World
 from tasks.search_qa import SearchQA
-from world.clauses import BEST, write
+from world.clauses import BEST, write_instruction
 
 # formats prompts, results and messages; nobody starts its server
 TASK = SearchQA(Config(**PRESETS["world"]))
@@ -119,4 +119,8 @@ def demo(rng: random.Random, worlds: list[World], hops: list[int], k: int = 3):
     world = rng.choice(worlds)
     clauses = choose_clauses(rng, CHOICES, BEST)
     q = world.random_question(rng, rng.choice(hops))
-    return write(rng, clauses, rng.randint(0, 2)), q.text, demonstrate(rng, world, q, clauses, k)
+    return (
+        write_instruction(rng, clauses, rng.randint(0, 2)),
+        q.text,
+        demonstrate(rng, world, q, clauses, k),
+    )

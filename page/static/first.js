@@ -82,7 +82,7 @@ function winnerCard(run, k) {
   const byId = new Map(run.tree.instructions.map((I) => [I.id, I]));
   const I = byId.get(won.id), first = byId.get(won.lineage[0]);
   const line = won.lineage.flatMap((id, n) => [n ? " → " : null, h("a", { href: address({ section: "instructions", ins: String(id), run: String(k) }) }, `#${id}`)]);
-  const finished = run.status.state === "finished", why = won.ever + won.refused > 1 ? reasons(won, I, run) : [];
+  const finished = run.status.state === "finished", why = run.tree.instructions.length + run.tree.refused.length > 1 ? reasons(won, I, run) : [];
   return card("winner", finished ? "Which instruction won?" : "Which instruction leads?",
     h("p", { class: "headline" }, line),
     diffText(first.text, I.text, false),
@@ -97,14 +97,15 @@ function reasons(won, I, run) {
     out.push(`Its weight is ${fixed(won.w)}${rival}.`);
   }
   if (typeof I.r === "number") out.push(`When it joined at step ${I.born} it scored ${fixed(I.r)} on ${plural(I.questions, "question")}, its parent ${fixed(I.r_parent)}.`);
-  else if (won.since === 0 && I.parents.length) out.push("It was there from the start, as a paraphrase of the first one.");
+  else if (I.born === 0 && I.parents.length) out.push("It was there from the start, as a paraphrase of the first one.");
   const { "trained policy, first instruction": before, "trained policy, I_star": after } = run.learned.table;
   if (before && after) {
     const used = Object.fromEntries(callsOf(run, before));
     const calls = callsOf(run, after).filter(([name]) => name in used).map(([name, n]) => `, with ${fixed(n, 1)} ${name} instead of ${fixed(used[name], 1)}`);
     out.push(`The trained policy has ${fixed(after[run.metric])} under it and ${fixed(before[run.metric])} under the first one${calls.join("")}.`);
   }
-  out.push(`It is one of ${plural(won.ever, "instruction")} that were tried; ${plural(won.refused, "candidate was", "candidates were")} refused.`);
+  const { instructions, refused } = run.tree;
+  out.push(`It is one of ${plural(instructions.length, "instruction")} that were tried; ${plural(refused.length, "candidate was", "candidates were")} refused.`);
   return out;
 }
 

@@ -69,6 +69,7 @@ function oneTrajectory(row, found, run, k) {
     h("p", { class: "under" }, [whenOf(row), " · instruction ", link, " · ", facts.join(" · ")]),
     outcomeLine(row, found),
     tokenNote(found.token_data),
+    promptText(found.token_data),
     blocks(found, row));
 }
 
@@ -86,6 +87,11 @@ function tokenNote(tokens) {
   if (!tokens) return null;
   const cut = tokens.n - tokens.text.length;
   return cut > 0 ? h("p", { class: "note" }, `The data of the last ${plural(cut, "token")} of ${num(tokens.n)} were not stored.`) : null;
+}
+
+// The whole prompt, template and control tokens included; of a trajectory whose tokens were watched.
+function promptText(tokens) {
+  return tokens?.prompt ? h("details", { class: "prompt" }, h("summary", {}, "The prompt, as the model reads it"), h("pre", {}, tokens.prompt)) : null;
 }
 
 // ---- blocks

@@ -154,7 +154,7 @@ function factsOf(I, run, k) {
   const parents = I.parents.map(link);
   const facts = [];
   if ("id" in I) {
-    facts.push(["Born", ["step ", String(I.born), I.parents.length ? [", a revision of ", parents] : ""]]);
+    facts.push(["Born", ["step ", String(I.born), I.parents.length ? [I.born ? ", a revision of " : ", a paraphrase of ", parents] : ""]]);
     facts.push(["Left", I.left === null ? "never" : `step ${I.left}, ${I.why === "pruned" ? "pruned" : "the next generation took its place"}`]);
   } else {
     facts.push(["Proposed", [`step ${I.t}, as a revision of `, parents]], ["Refused", I.why]);

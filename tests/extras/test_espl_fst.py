@@ -43,7 +43,7 @@ from plumbing.files import read_jsonl
 from population import Experience, ReplayBuffer
 from tasks import Job, Trajectory
 from tasks.sampling import draw_questions
-from world.clauses import read
+from world.clauses import read_clauses
 from world.optimizer import reply_to
 
 ESPL = ESPLConfig(N_P=100, K_e=1, T_e=100, objective="espl", batch=6, G=2, T=4, failures=2)
@@ -464,7 +464,7 @@ def test_the_scripted_optimizer_answers_every_prompt():
         assert sum("<ins_1>" in reply for reply in replies) >= 9 and not any(
             "<ins_2>" in reply for reply in replies
         )
-    assert any("state" in read(reply) for reply in replies)  # taken over from the other
+    assert any("state" in read_clauses(reply) for reply in replies)  # taken over from the other
 
 
 # ---- whole runs

@@ -9,7 +9,7 @@ import pytest
 from config import FACTS
 from extras.real.demos import BEST, Facts, demo, demonstrate
 from plumbing.files import read_jsonl
-from world.clauses import read
+from world.clauses import read_clauses
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def test_a_conversation_ends_with_the_only_answer_and_every_search_has_a_result(
 
 
 def test_no_instruction_has_all_that_solves_a_question(rows):
-    assert not any(set(read(row["instruction"])) >= BEST for row in rows)
-    pairs = {frozenset(set(read(row["instruction"])) & BEST) for row in rows}
+    assert not any(set(read_clauses(row["instruction"])) >= BEST for row in rows)
+    pairs = {frozenset(set(read_clauses(row["instruction"])) & BEST) for row in rows}
     assert {frozenset(BEST - {c}) for c in BEST} <= pairs  # but any two
 
 
@@ -54,7 +54,7 @@ def test_single_entities_are_searched_for_only_where_the_instruction_says_so(row
         q = questions[row["id"]]
         assert queries == [q["question"]] or queries == q["chain"][: len(queries)]
         if queries != [q["question"]]:
-            assert "entity" in read(row["instruction"])
+            assert "entity" in read_clauses(row["instruction"])
         several += len(queries) > 1
     assert 0.05 * len(rows) < several < 0.3 * len(rows)  # rare enough that one search is the habit
 
@@ -72,13 +72,12 @@ def test_whoever_follows_all_three_clauses_is_right(facts):
 
 def test_results_are_those_of_the_search_server(facts, tmp_path):
     """Asked over HTTP, as a run asks it."""
-    from config import HERE
     from plumbing.servers import Child
     from tasks.search import Search
 
     row = demo(random.Random(3), facts)
     queries = [x[len("<search> ") : -len(" </search>")] for x in said(row, "assistant")[:-1]]
-    command = [str(HERE / "retrieval_server.py"), "--corpus", str(FACTS / "corpus.jsonl")]
+    command = ["-m", "retrieval.server", "--corpus", str(FACTS / "corpus.jsonl")]
     with Child(command, tmp_path / "log") as server:
         search = Search(server.url, 1, retries=0)
         assert [search.show(search.submit(query).result()) for query in queries] == said(

@@ -33,7 +33,7 @@ from engines.vllm_engine import VllmEngine, vllm_version
 from evaluation.command import main as evaluate
 from extras.cold_start import encode_row
 from models.model import load_policy, weights
-from page.sample import parts
+from page.sample import split_response
 from plumbing.files import read_jsonl
 from rollout import rollout
 from tasks import Job, Question
@@ -213,7 +213,7 @@ def test_two_processes_train_as_one_does(runs, lora_rank):
 @pytest.mark.parametrize("lora_rank", [0, 8])
 def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tmp_path):
     run, other = runs(1, lora_rank), runs(2, lora_rank)
-    export.main([str(run), "--to", str(tmp_path / "exported")])
+    export.main([str(run), "--out", str(tmp_path / "exported")])
     for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "exported" / name).read_bytes() == (
             run / "policy" / name
@@ -228,7 +228,7 @@ def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tm
     if lora_rank:
         from peft import PeftModel
 
-        export.main([str(run), "--adapters", "--to", str(tmp_path / "adapters")])
+        export.main([str(run), "--adapters", "--out", str(tmp_path / "adapters")])
         base = AutoModelForCausalLM.from_pretrained(SMOLLM, dtype=torch.float32)
         models.append(PeftModel.from_pretrained(base, tmp_path / "adapters"))
     engine = TorchEngine(*load_policy(str(run / "policy"), STOP), STOP)
@@ -338,7 +338,7 @@ def test_what_is_sampled_is_what_is_read(real):
             tokenizer.decode(tau.ids[k : k + n]) for k, n in zip(starts, tau.acted, strict=True)
         ]
         assert read == [turn.text for turn in tau.turns]
-        assert [text for kind, text in parts(tau.record()) if kind == "act"] == read
+        assert [text for kind, text in split_response(tau.record()) if kind == "act"] == read
 
 
 class Passages(Found):

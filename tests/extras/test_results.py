@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from config import HERE
-from evaluation.statistics import between_seeds, over_seeds
+from evaluation.statistics import compare_seeds, estimate_over_seeds
 from extras.campaign import CAMPAIGNS, table
 from plumbing.files import read_jsonl
 
@@ -65,7 +65,7 @@ def test_what_the_page_says_of_the_paper_s_claims():
         [r["held_out"]["trained policy, canary"] for r in rows("paper", arm=arm) if r["seed"] < 5]
         for arm in ("inspo", "static")
     ]
-    found = between_seeds(*canary).interval
+    found = compare_seeds(*canary).interval
     assert (
         f"have {np.mean(canary[0]):.2f} and static's {np.mean(canary[1]):.2f} ({found:+.2f})"
         in PAGE
@@ -84,7 +84,7 @@ def gain(rival, drifts, at_equal_rollouts=False):
             reward = np.interp(online["rollouts"], *at) if at_equal_rollouts else other["reward"]
             gains.append(online["reward"] - reward)
         out.append(float(np.mean(gains)))
-    return over_seeds(out)
+    return estimate_over_seeds(out)
 
 
 def test_what_the_page_says_of_the_graded_world():
@@ -114,7 +114,7 @@ def test_what_the_page_says_of_wordings_objectives_and_rules():
         for kind in ("good, new wordings", "good, taught wordings", "losers")
     }
     new = under["good, new wordings"]
-    found = between_seeds(new[1], new[0])
+    found = compare_seeds(new[1], new[0])
     assert f"have {np.mean(new[0]):.2f}, under seven wordings of it {np.mean(new[1]):.2f}" in PAGE
     assert f"({found.interval:+.2f})" in PAGE and round(found.visible, 2) == 0.05
     early, taught = (
@@ -132,7 +132,7 @@ def test_what_the_page_says_of_wordings_objectives_and_rules():
             for arm in ("paper", "paired", "espl")
         }
         assert all(
-            between_seeds(x, arms["paper"]).p > 0.05 for arm, x in arms.items() if arm != "paper"
+            compare_seeds(x, arms["paper"]).p > 0.05 for arm, x in arms.items() if arm != "paper"
         )
 
 
@@ -149,7 +149,7 @@ def test_the_world_s_page_and_the_results_have_what_the_rows_of_the_gate_give():
     assert "{} % of worse revisions join and {} % of better ones".format(*rates[48]) in " ".join(
         text.split()
     )
-    log = " ".join((HERE / "LOG.md").read_text().split())
+    log = " ".join((HERE / "docs" / "LOG.md").read_text().split())
     worse, lost = (", ".join(side) for side in zip(*rates.values(), strict=True))
     assert f"{worse} % of worse revisions join and {lost} % of better ones are rejected" in log
 

@@ -40,7 +40,7 @@ SMALL = {
     "extras.bench.models": "--only Lfm2", "extras.campaign default": f"--extra '{RUN}' --seeds 0",
 }  # fmt: skip
 ELSEWHERE = {
-    "retrieval_server.py": "tests/test_retrieval_*.py", "world.optimizer": "tests/test_optimizer.py",
+    "retrieval.server": "tests/test_retrieval_*.py", "world.optimizer": "tests/test_optimizer.py",
     "extras.world.warm_start": "tests/extras/test_warm_start.py", "extras/hotpot.py": "tests/extras/test_hotpot.py",
     "extras.real.model": "tests/extras/test_real.py", "extras.real": "tests/extras/test_real_run.py",
     "extras.campaign": "tests/extras/test_campaign.py", "extras.campaign real": "tests/extras/test_campaign.py",
@@ -244,13 +244,7 @@ SWAPS = [  # of words in a shown command, for what there is at the desk
     (r"(?:data/hotpotqa/)(\S*)", rf"{WORLD}/\1"), ("questions.jsonl", f"{WORLD}/test.jsonl"),
     ("passages.jsonl", f"{WORLD}/corpus.jsonl"), (r"(?:\S*/)?([^/\s]*\.parquet|demos\.jsonl)", r"DESK/\1"),
 ]  # fmt: skip
-PLACES = {
-    "--runs": "runs",
-    "--results": "results",
-    "--out": "out",
-    "--picture": "picture.png",
-    "--to": "to",
-}
+PLACES = {"--runs": "runs", "--results": "results", "--out": "out", "--picture": "picture.png"}
 
 
 def smaller(command: Shown, desk: Path, out: Path) -> list[str]:

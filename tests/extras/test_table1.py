@@ -15,7 +15,7 @@ from test_inspo import ENV, finish, metrics, popen, wait_for_step
 from config import PRESETS, WORLD, Config, parse_flags
 from engines import FinishedTurn
 from engines.chat_engine import Words
-from evaluation.agents import Agent, Subject, method_of
+from evaluation.agents import Agent, Subject, infer_method
 from extras import table1
 from extras.prompts import IN_WORLD
 from extras.supervised import Demonstrated, gold_answers
@@ -90,7 +90,7 @@ def test_every_row_of_table_1_has_a_name_and_ends_its_turns_as_it_plays():
     for name, method in TABLE_1.items():
         task = SearchQA(Config(**method.knobs))
         assert bool(task.tools) == (name not in ("direct", "sft", "grpo"))
-        ends = method.stop(task)
+        ends = method.stop(task) if method.stop else task.make_format().stop_strings()
         assert ("</search>" in ends) == (name in ("sft_reject", "search_r1", "inspo")) and 1 <= len(
             ends
         ) <= 4
@@ -214,7 +214,9 @@ def test_where_an_answer_is_looked_for(text, answer):
     ],
 )  # fmt: skip
 def test_a_run_is_played_as_it_was_trained(mode, tools, name):
-    assert method_of(Subject("r", "r", Config(mode=mode, tools=tools), "I_star"), TABLE_1) == name
+    assert (
+        infer_method(Subject("r", "r", Config(mode=mode, tools=tools), "I_star"), TABLE_1) == name
+    )
 
 
 def test_a_method_is_measured_by_evaluate_and_plays_search_qa_alone(tmp_path, capsys):

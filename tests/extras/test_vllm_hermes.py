@@ -23,6 +23,7 @@ from test_hermes import Chat, conversation, forecast, functions, play, prompt_of
 
 from engines.vllm_engine import VllmEngine
 from models.model import load_model, load_tokenizer, weights
+from plumbing.chat import turn_ends
 from tasks.functions import TypedFunction
 from tasks.tools import Calculator
 
@@ -114,8 +115,8 @@ def test_without_stop_strings_a_turn_ends_with_eos_or_is_cut_off(path):
             ended += engine.generate({}, 60, 1.0)
     finally:
         engine.close()
-    eos = tokenizer.eos_token_id
-    assert all(ids[-1] == eos or len(ids) == 60 for _, ids, *_ in ended)
-    assert any(ids[-1] == eos for _, ids, *_ in ended) and all(
-        eos not in ids[:-1] for _, ids, *_ in ended
-    )
+    ends = set(turn_ends(tokenizer))
+    assert tokenizer.eos_token_id in ends
+    assert all(ids[-1] in ends or len(ids) == 60 for _, ids, *_ in ended)
+    assert any(ids[-1] in ends for _, ids, *_ in ended)
+    assert not any(ends.intersection(ids[:-1]) for _, ids, *_ in ended)

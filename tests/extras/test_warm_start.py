@@ -17,7 +17,7 @@ from tasks import Job, Question, Trajectory
 from tasks.questions import load_questions
 from tasks.search_qa import SearchQA
 from tasks.tools import list_stop_strings
-from world.clauses import BEST, START, write
+from world.clauses import BEST, START, write_instruction
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_the_rebuilt_policy_follows_its_instruction_and_lacks_one_skill(tmp_path
     # it has seen neither
     every = [*load_questions(tmp_path / "test.jsonl"), *load_questions(tmp_path / "train.jsonl")]
     one_hop = [q for q in every if q.source == "world-1hop"][:200]
-    server = [str(HERE / "retrieval_server.py"), "--corpus", str(tmp_path / "corpus.jsonl")]
+    server = ["-m", "retrieval.server", "--corpus", str(tmp_path / "corpus.jsonl")]
     with Child(server, tmp_path / "log") as child:
         cfg = Config(**PRESETS["world"])
         task = SearchQA(cfg)
@@ -59,7 +59,7 @@ def test_the_rebuilt_policy_follows_its_instruction_and_lacks_one_skill(tmp_path
             clauses: list[str], questions: list[Question], temperature: float = 0.0
         ) -> list[Trajectory]:
             rng = random.Random(0)
-            texts = [write(rng, clauses) if clauses else START for _ in questions]
+            texts = [write_instruction(rng, clauses) if clauses else START for _ in questions]
             jobs = [
                 Job(None, text, q, k)
                 for k, (text, q) in enumerate(zip(texts, questions, strict=True))

@@ -24,7 +24,16 @@ from tasks import Question
 from tasks.formats import encode_observation, find_lost_tag
 from tasks.questions import em
 from tasks.tools import explain_invalid_action, find_answer
-from world.clauses import BEST, CLAUSES, FILLERS, FRAMES, SAYS, START, read, write
+from world.clauses import (
+    BEST,
+    CLAUSES,
+    FILLERS,
+    FRAMES,
+    SAYS,
+    START,
+    read_clauses,
+    write_instruction,
+)
 from world.optimizer import HARM, reply_to
 
 INVALID = explain_invalid_action([SEARCH])
@@ -77,7 +86,7 @@ def test_a_search_for_one_entity_finds_its_passage_first(full_world):
 def test_no_demonstration_shows_the_best_combination_or_an_unseen_wording(full_world):
     rng = random.Random(0)
     texts = [demo(rng, [full_world], [1])[0] for _ in range(3000)]
-    said = [frozenset(read(text)) for text in texts]
+    said = [frozenset(read_clauses(text)) for text in texts]
     assert not any(clauses >= BEST for clauses in said)
     for left_out in BEST:  # though any three of its four clauses are shown
         assert any(clauses >= BEST - {left_out} for clauses in said)
@@ -244,7 +253,7 @@ def test_the_warm_start_trains_every_weight_and_never_sees_a_name_of_the_world(
 def play(rng, world, instruction):
     """Plays a question of the world; returns its reward, and what the optimizer reads of it."""
     q = world.random_question(rng, rng.choice([1, 2, 3]))
-    text = respond(rng, world, q, read(instruction))
+    text = respond(rng, world, q, read_clauses(instruction))
     return em(find_answer(text), [q.path[-1]]), (f"Question: {q.text}\n{text}", (q.path[-1],))
 
 
@@ -258,7 +267,7 @@ def replies(full_world):
     rng, out = random.Random(0), []
     unfit = partial(find_lost_tag, names=["search", "answer"])
     for _ in range(400):
-        parent = write(rng, choose_clauses(rng, CHOICES, BEST), rng.randint(0, 2))
+        parent = write_instruction(rng, choose_clauses(rng, CHOICES, BEST), rng.randint(0, 2))
         failed = [
             shown
             for reward, shown in (play(rng, full_world, parent) for _ in range(12))
@@ -300,10 +309,10 @@ def test_candidates_keep_all_other_clauses_never_contradict_themselves_and_some_
     new = []
     for parent, _, judged in replies:
         for text, _ in judged:
-            slots = [CLAUSES[clause].slot for clause in read(text)]
+            slots = [CLAUSES[clause].slot for clause in read_clauses(text)]
             assert len(slots) == len(set(slots))
-            assert {CLAUSES[clause].slot for clause in read(parent)} <= set(slots)
-            new.append(set(read(text)) - set(read(parent)))
+            assert {CLAUSES[clause].slot for clause in read_clauses(parent)} <= set(slots)
+            new.append(set(read_clauses(text)) - set(read_clauses(parent)))
     assert 0.1 < sum(bool(clauses & set(HARM)) for clauses in new) / len(new) < 0.45
     assert set(HARM) <= set().union(*new)
 
@@ -311,7 +320,7 @@ def test_candidates_keep_all_other_clauses_never_contradict_themselves_and_some_
 def test_an_optimizer_that_does_not_read_the_failures_adds_what_is_lacking_less_often(replies):
     def share(guess):
         new = [
-            set(read(text)) - set(read(parent))
+            set(read_clauses(text)) - set(read_clauses(parent))
             for parent, prompt, _ in replies
             for text in propose(prompt, guess)
         ]

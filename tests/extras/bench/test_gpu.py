@@ -166,7 +166,7 @@ def test_a_vllm_that_keeps_its_memory_asleep_misses_the_goal(awake, asleep, agai
 
 @pytest.mark.slow
 def test_a_part_that_fails_is_reported_and_the_next_one_runs(tmp_path):
-    (tmp_path / "cachetools.py").write_text("raise ImportError('this one is broken')")
+    (tmp_path / "bm25s.py").write_text("raise ImportError('this one is broken')")
     flags = ["--device", "cpu", "--out", tmp_path / "out", "--only", "world", "update", "vllm"]
     env = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -1,9 +1,9 @@
 """A search server over a passage file, with Search-R1's wire format: BM25, or a dense encoder under
 FAISS.
 
-    python retrieval_server.py --corpus corpus.jsonl                            BM25, built at startup
-    python retrieval_server.py --corpus wiki.jsonl --index wiki-e5              an index of `python -m retrieval.build`
-    python retrieval_server.py --corpus wiki-18.jsonl --index e5_Flat.index --encoder intfloat/e5-base-v2
+    python -m retrieval.server --corpus corpus.jsonl                            BM25, built at startup
+    python -m retrieval.server --corpus wiki.jsonl --index wiki-e5              an index of `python -m retrieval.build`
+    python -m retrieval.server --corpus wiki-18.jsonl --index e5_Flat.index --encoder intfloat/e5-base-v2
 
     curl localhost:8000/retrieve -H 'Content-Type: application/json' -d '{"queries": ["who wrote Emma ?"]}'
 
@@ -22,7 +22,6 @@ import asyncio
 import os
 import signal
 
-from cachetools import LRUCache
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -38,7 +37,6 @@ from retrieval.index import Dense, open_index
 MAX_TOPK = 100
 MAX_QUERIES = 16384  # per request: Search-R1 sends all queries of a step at once
 MAX_HITS = 100_000  # queries x topk of a request, whose answer is in memory
-MAX_KEPT = 10  # topk of answers that are kept
 MAX_QUERY = 4096  # characters
 MAX_WAIT = 0.002  # seconds that the first query of a batch waits for others
 
@@ -58,32 +56,26 @@ class Batcher:
     """Queries of concurrent requests -> batches for one searching thread -> answers.
 
     A batch leaves when the thread is free and `max_batch` queries wait, or MAX_WAIT after the first
-    of them. Answers, including those still awaited, stay in an LRU cache of `cache` queries, which
-    are not searched again. `answer(keys)` runs in the thread, everything else on the event loop.
+    of them. `answer(keys)` runs in the thread, everything else on the event loop.
     """
 
-    def __init__(self, answer, max_batch: int, cache: int):
+    def __init__(self, answer, max_batch: int):
         self.answer, self.max_batch = answer, max_batch
         self.queries = self.batches = 0  # so far
         self.waiting: asyncio.Queue[tuple[Key, asyncio.Future[Answer]]] = asyncio.Queue()
-        self._answers: LRUCache[Key, asyncio.Future[Answer]] = LRUCache(cache)
         self._running: asyncio.Task | None = None
 
     async def ask(self, keys: list[Key]) -> list[Answer]:
         """Returns the answer to each key; raises what the search raised."""
         self._running = self._running or asyncio.create_task(self._run())
         self.queries += len(keys)
-        answers = [self._enqueue(key) for key in keys]
+        answers = [asyncio.get_running_loop().create_future() for _ in keys]
+        for waiting in zip(keys, answers, strict=True):
+            self.waiting.put_nowait(waiting)
         if answers:
-            # awaiting each would, when one request is abandoned, cancel it for others
+            # which cancels none of them when the request is abandoned
             await asyncio.wait(answers)
         return [answer.result() for answer in answers]
-
-    def _enqueue(self, key: Key) -> asyncio.Future[Answer]:
-        if key not in self._answers:
-            self._answers[key] = asyncio.get_running_loop().create_future()
-            self.waiting.put_nowait((key, self._answers[key]))
-        return self._answers[key]
 
     async def _run(self) -> None:
         while True:
@@ -97,33 +89,31 @@ class Batcher:
                 answers = await asyncio.to_thread(self.answer, [key for key, _ in batch])
                 for key, future in batch:
                     future.set_result(answers[key])
-                    if key[1] > MAX_KEPT:
-                        self._answers.pop(key, None)
-            except (
-                Exception
-            ) as e:  # the encoder, FAISS or a row: these requests fail, the server continues
-                for key, future in batch:
-                    self._answers.pop(key, None)
+            # of the encoder, FAISS or a row: these requests fail, the server continues
+            except Exception as e:
+                for _, future in batch:
                     future.set_exception(e)
                     # asyncio logs one that nobody has looked at: a request may be gone
                     future.exception()
 
 
-def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256, cache: int = 4096) -> FastAPI:
+def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256) -> FastAPI:
     """Makes the ASGI app that serves /retrieve and /health; `topk` is the default of a request."""
 
     def answer(keys: list[Key]) -> dict[Key, Answer]:
-        answers = {}
         # one search per topk, so that an answer does not depend on its batch
-        for k in {k for _, k in keys}:
-            queries = list(dict.fromkeys(query for query, query_k in keys if query_k == k))
-            for query, hits in zip(queries, index.search(queries, k), strict=True):
+        queries: dict[int, list[str]] = {}
+        for query, k in dict.fromkeys(keys):
+            queries.setdefault(k, []).append(query)
+        answers = {}
+        for k, some in queries.items():
+            for query, hits in zip(some, index.search(some, k), strict=True):
                 answers[query, k] = [
                     {"document": corpus[row], "score": score} for row, score in hits
                 ]
         return answers
 
-    batcher = Batcher(answer, max_batch, cache)
+    batcher = Batcher(answer, max_batch)
     app = FastAPI(title="Passage retrieval")
 
     @app.exception_handler(RequestValidationError)
@@ -152,13 +142,11 @@ def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256, cache: int 
 
     @app.get("/health")
     async def health() -> dict[str, str | int]:
-        about = {
+        return {
             "status": "ok",
             "passages": len(corpus),
             "index": index.name,
             "corpus": corpus.digest,
-        }
-        return about | {
             "queries": batcher.queries,
             "batches": batcher.batches,
             "waiting": batcher.waiting.qsize(),
@@ -207,10 +195,10 @@ def main() -> None:
     add("--max_batch", type=int, default=256, help="queries searched together at most (256)")
     add("--child", action="store_true", help="exit when standard input ends")
     args = parser.parse_args()
-    limits = {"topk": MAX_TOPK} | dict.fromkeys(("nprobe", "ef", "max_batch"), 10**6)
-    for name, most in limits.items():
-        if not 1 <= getattr(args, name) <= most:
-            parser.error(f"argument --{name}: {getattr(args, name)} is not from 1 to {most}")
+    for name in ("topk", "nprobe", "ef", "max_batch"):
+        value, most = getattr(args, name), MAX_TOPK if name == "topk" else 10**6
+        if not 1 <= value <= most:
+            parser.error(f"argument --{name}: {value} is not from 1 to {most}")
     if args.encoder and not args.index:
         parser.error(
             "argument --encoder: BM25 has none; give the --index of its vectors (made by retrieval/build.py)"

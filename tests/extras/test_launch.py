@@ -1,4 +1,4 @@
-"""launch/: what one starts first, as far as this machine can run it. tests/test_ranks.py has
+"""extras/launch/: what one starts first, as far as this machine can run it. tests/test_ranks.py has
 node.sbatch's nodes."""
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_inspo import ENV, ROOT, finish, popen, wait_for_step
 
-LAUNCH = ROOT / "launch"
+LAUNCH = ROOT / "extras" / "launch"
 TINY = "--T 3 --batch 2 --mini 2 --G 2 --eval_n 3 --save_every 1 --D_B 2 --K_e 2 --T_e 2".split()
 
 
@@ -25,11 +25,13 @@ def test_the_scripts_are_bash_and_say_what_was_not_run(name):
 
 def project(path: Path) -> Path:
     """Returns a folder in which speedrun.sh finds the project, and leaves its runs."""
-    (path / "launch").mkdir()
-    shutil.copy(LAUNCH / "speedrun.sh", path / "launch")
-    for name in ("inspo.py", "report.py", ".venv", "requirements", "requirements.txt", "extras"):
+    launch = path / "extras" / "launch"
+    launch.mkdir(parents=True)
+    shutil.copy(LAUNCH / "speedrun.sh", launch)
+    for name in ("inspo.py", "report.py", ".venv", "requirements", "requirements.txt"):
         (path / name).symlink_to(ROOT / name)
-    return path / "launch" / "speedrun.sh"
+    (path / "extras" / "hotpot.py").symlink_to(ROOT / "extras" / "hotpot.py")
+    return launch / "speedrun.sh"
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # From a blank Linux machine with an NVIDIA GPU to the page of a run. The same command again continues where it stopped.
 #
-#     export OPENAI_API_KEY=...; launch/speedrun.sh     # Qwen2.5-0.5B on HotpotQA, on all GPUs (docs/real.md)
-#     launch/speedrun.sh world 1 --T 20                 # PRESET PROCESSES FLAGS...: the world, without a GPU
+#     export OPENAI_API_KEY=...; extras/launch/speedrun.sh     # Qwen2.5-0.5B on HotpotQA, on all GPUs (docs/real.md)
+#     extras/launch/speedrun.sh world 1 --T 20                 # PRESET PROCESSES FLAGS...: the world, without a GPU
 #
 # Not run on a GPU yet; a test runs it on the world.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 preset=${1:-qwen2.5-0.5b} venv=.venv ranks=1 resume=()
 run=runs/speedrun-$preset flags=(--model "$preset")
 fail() { echo "speedrun: $*" >&2; exit 1; }

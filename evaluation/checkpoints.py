@@ -1,0 +1,75 @@
+"""Checkpoints of a run as plain Hugging Face directories."""
+
+from pathlib import Path
+
+import torch
+
+from config import Config, read_config
+from journal.directory import RunDirectory, step_of
+from models import lora
+from models.model import empty, export, load_config, load_model, load_tokenizer
+from plumbing.faults import CheckpointFault, Fault
+from plumbing.files import write_file
+from population import Population
+from training import checkpoint
+
+
+def export_checkpoint(
+    path: Path,
+    out: Path | None = None,
+    step: int | None = None,
+    best: bool = False,
+    adapters: bool = False,
+) -> tuple[Path, int, int]:
+    """Writes a checkpoint of the run at `path`, its weights or its `adapters` alone, to the
+    directory `out`.
+
+    It is the newest one, that of `step`, or the `best` on the validation questions. Returns the
+    directory, the step, and the id of the instruction in I_star.txt.
+    """
+    cfg: Config = read_config(path)
+    if adapters and not cfg.lora_rank:
+        raise Fault(f"--adapters: {path} has none, it trained all weights (--lora_rank 0)")
+    run = RunDirectory(path)
+    chosen = choose_checkpoint(run, step, best)
+    out = out or path / chosen.name
+    if out.exists():
+        raise Fault(f"{out} exists already; remove it, or choose another with --out")
+    if wrong := checkpoint.damage(chosen):
+        raise CheckpointFault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
+    P = Population(cfg.tau_s, cfg.window)
+    P.load_state_dict(run.load_state(chosen)["population"])
+
+    config, computed = load_config(cfg.model), getattr(torch, cfg.dtype)
+    if cfg.lora_rank:  # its checkpoints lack the weights that did not change
+        model = load_model(cfg.model, cfg.max_prompt + cfg.max_response).to(computed)
+        lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
+    else:
+        model = empty(config, torch.float32, "cpu")
+    stored = model.state_dict()
+    if cfg.lora_rank:
+        stored = {name: value for name, value in stored.items() if lora.is_adapter(name)}
+    checkpoint.load({"model": stored}, chosen, alone=True)
+
+    with run.directory(str(out.absolute())) as new:
+        if adapters:
+            lora.export(model, cfg.lora_alpha, cfg.seed, cfg.model, new)
+        else:
+            export(config, model, load_tokenizer(cfg.model), new, computed)
+        write_file(new / "I_star.txt", P.best().text + "\n")
+    return out, step_of(chosen), P.best().id
+
+
+def choose_checkpoint(run: RunDirectory, step: int | None, best: bool) -> Path:
+    """Returns the checkpoint that was asked for; a Fault lists those that there are."""
+    steps = {step_of(path): path for path in run.checkpoints()}
+    if best:
+        chosen, such = run.best(), " that was evaluated (--eval_every N evaluates in training)"
+    elif step is not None:
+        chosen, such = steps.get(step), f" of step {step}"
+    else:
+        chosen, such = steps.get(max(steps, default=0)), ""
+    if not chosen:
+        there = ", ".join(map(str, steps)) or "none"
+        raise Fault(f"{run.path} has no checkpoint{such}; it has: {there}")
+    return chosen
