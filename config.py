@@ -33,7 +33,16 @@ WORLD = HERE / "world" / "files"
 FACTS = HERE / "tasks" / "facts"
 SMOLLM = HERE / "downloads" / "smollm2-135m"  # not in runs/, whose newest folder is the newest run
 SMOLLM_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
-CARDS = {"h100": 80, "h200": 141, "a100": 80, "rtx4090": 24}  # GPUs of --dry_run -> GB (1e9 bytes)
+# GB (1e9 bytes) of GPUs, and TFLOP/s of their dense products in bfloat16 (NVIDIA's data sheets)
+CARDS = {"h100": (80, 989), "h200": (141, 989), "a100": (80, 312), "rtx4090": (24, 165)}
+
+
+def read_cards(text: str) -> tuple[int, str, int] | None:
+    """Returns the number of GPUs, their name and their GB; None if the text does not say so."""
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z]+\d+|([1-9]\d*)gb)", text.lower())
+    if match is None or not (match[3] or match[2] in CARDS):
+        return None
+    return int(match[1] or 1), match[2], int(match[3] or CARDS[match[2]][0])
 
 
 @dataclass(frozen=True)
@@ -165,8 +174,14 @@ class GRPOKnobs(RolloutKnobs):
     )
     micro_tokens: int = knob(
         32768,
-        "tokens per forward pass on a rank; affects only speed and memory",
+        "tokens per forward pass on a rank (of a small model on a CPU 1024); affects only speed and memory",
         least=1,
+        more=True,
+    )
+    gather: int = knob(
+        -1,
+        "1: gather weights and reduce gradients once an optimizer step; 0: block by block; -1: as a GPU has room",
+        of=(-1, 0, 1),
         more=True,
     )
     warmup: float = knob(0.1, "share of T in which lr rises", least=0, below=1, more=True)
@@ -301,7 +316,7 @@ class EngineKnobs:
     )
     dry_run: str = knob(
         "",
-        "8xh100, or as many h200, a100, rtx4090: print the memory that a run needs on each of them, and stop",
+        "8xh100, h200, a100, rtx4090, or by its memory 2x48gb: print memory and time of a run there, and stop",
     )
 
     def find_fault(self) -> str:
@@ -309,8 +324,11 @@ class EngineKnobs:
             return f"--vllm {self.vllm}: choose colocate, or give the URL of a server, http://host:port"
         if self.vllm != "colocate" and self.engine == "torch":
             return f"--vllm {self.vllm}: it is not used with --engine torch"
-        if self.dry_run and not re.fullmatch(rf"[1-9]\d*x({'|'.join(CARDS)})", self.dry_run):
-            return f"--dry_run {self.dry_run}: say how many of which GPUs, as 8xh100; they are {', '.join(CARDS)}"
+        if self.dry_run and not read_cards(self.dry_run):
+            return (
+                f"--dry_run {self.dry_run}: say how many of which GPUs, as 8xh100 ({', '.join(CARDS)}), or of which"
+                " memory, as 1x48gb"
+            )
         return ""
 
 
@@ -391,9 +409,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "world": dict(
         model=str(WORLD / "policy"), train=str(WORLD / "train.jsonl"), valid=str(WORLD / "valid.jsonl"),
         test=str(WORLD / "test.jsonl"), corpus=str(WORLD / "corpus.jsonl"), instruction=str(WORLD / "instruction.txt"),
-        optimizer_model="scripted", T=80, batch=24, mini=24, micro_tokens=1024, lr=1e-3, max_response=48,
+        optimizer_model="scripted", T=80, batch=24, mini=24, lr=1e-3, max_response=48,
         max_observation=100, max_prompt=480, K_p=5, K_e=10, T_e=40, D_B=48, rounds=1, buffer=960, max_instruction=120,
-        eval_every=0, save_every=10, recompute=0, vllm_memory=0.05, threads=2,
+        eval_every=0, save_every=10, vllm_memory=0.05, threads=2,
     ),
     # A chat model and real facts for a machine without a GPU: `make real` fetches it, or the hub gives
     # it.
@@ -401,9 +419,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         model=str(SMOLLM) if SMOLLM.is_dir() else SMOLLM_HUB, train=str(FACTS / "train.jsonl"),
         valid=str(FACTS / "valid.jsonl"), test=str(FACTS / "test.jsonl"), corpus=str(FACTS / "corpus.jsonl"), topk=1,
         instruction=str(FACTS / "instruction.txt"), optimizer_model="scripted", T=16, batch=8, mini=8,
-        micro_tokens=1024, lr=2e-5, max_turns=3, max_response=48, max_observation=112, max_prompt=1024, N_P=4, K_p=4,
+        lr=2e-5, max_turns=3, max_response=48, max_observation=112, max_prompt=1024, N_P=4, K_p=4,
         K_e=4, T_e=12, D_B=16, rounds=1, buffer=320, max_instruction=200, eval_every=0, eval_n=100, save_every=4,
-        recompute=0, vllm_memory=0.2,
+        vllm_memory=0.2,
     ),
     # Not in the paper: for one GPU of 24 GB, which trains all of the first and LoRA adapters of the
     # second.

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from config import GRPOKnobs
 from kernels import k3
 from models import lora
+from models.model import hold, reshard
 from models.packing import micro_batches, pack, send
 from plumbing.faults import EngineFault
 from tasks import Trajectory
@@ -99,6 +100,26 @@ def note_tokens(batch: list[Trajectory], extras: dict[str, Tensor]) -> None:
             tau.tokens = dict(zip(seen, values.tolist(), strict=True))
 
 
+def describe_gaps(gaps: Tensor, sharded: bool) -> dict[str, float]:
+    """Returns columns about the distance of engine and trainer from the gaps and depths (2, n) of
+    this rank's tokens: its mean by quarter of the depth, the 99th percentile (the highest of the
+    ranks') and the largest ratio."""
+    gap, depth = gaps
+    inside = (4 * depth).long() == torch.arange(4, device=gap.device).unsqueeze(1)
+    sums = torch.stack([torch.where(inside, gap, 0.0).sum(1), inside.sum(1)])
+    ends = gap.new_zeros(2)
+    if n := len(gap):
+        ends = torch.stack(
+            [gap.kthvalue(math.ceil(0.99 * n)).values, gap.max().clamp(max=88).exp()]
+        )
+    if sharded:
+        dist.all_reduce(sums)
+        dist.all_reduce(ends, dist.ReduceOp.MAX)
+    *means, p99, ratio = torch.cat([sums[0] / sums[1], ends]).tolist()
+    columns = {f"logp_gap/q{k}": mean for k, mean in enumerate(means, 1) if mean == mean}
+    return columns | {"logp_gap/p99": p99, "logp_gap/max_ratio": ratio}
+
+
 class Learner:
     """The policy with its optimizer; `reference` is its frozen first version, pi_ref of Eq. 2.
 
@@ -120,7 +141,7 @@ class Learner:
         """`max_gap`: mean nat a token by which engine and trainer may differ."""
         self.model, self.cfg, self.max_gap = model, cfg, max_gap
         # what rank 0 remembers from step to step, in subclasses too: plain data
-        self.memory: dict[str, Any] = {}
+        self.remembered: dict[str, Any] = {}
         first = next(model.parameters())
         self.device, self.sharded = first.device, isinstance(first, DTensor)
         self.rank: int = dist.get_rank() if self.sharded else 0
@@ -183,7 +204,7 @@ class Learner:
         """Takes one optimizer step a mini-batch; returns the metrics of step t.
 
         All ranks skip one whose loss or gradient is not finite. "skipped_updates" counts these and
-        the other metrics leave them out; memory["skipped"] is how many there have been in a row.
+        the other metrics leave them out; remembered["skipped"] is how many there have been in a row.
 
         A mini-batch has one denominator, so its loss depends neither on how it is cut into
         micro-batches nor on the number of ranks. Raises EngineFault, before anything is changed, if
@@ -196,14 +217,16 @@ class Learner:
         # under pi_old
         olds = [self.score(part) if k > 0 else None for k, part in enumerate(minibatches)]
         total = dict.fromkeys(("loss", "kl", "entropy", "clipped", "gap", "tokens"), 0.0)
+        gaps: list[Tensor] = []  # with the depths of their tokens
         norms: list[float] = []
         self.model.train()
         for k, part in enumerate(minibatches):
-            terms, seen = (
-                self.terms(part, olds[k]),
-                torch.zeros(5, dtype=torch.float64, device=self.device),
-            )
-            for batch, rows in self.share(part):
+            terms, longest = self.terms(part, olds[k]), max(len(tau.ids) for tau in part)
+            seen, before = torch.zeros(5, dtype=torch.float64, device=self.device), len(gaps)
+            share = list(self.share(part))
+            for place, (batch, rows) in enumerate(share, 1):
+                if self.sharded and self.cfg.gather == 1:
+                    hold(self.model, place < len(share))
                 some = {
                     name: x[rows] if isinstance(x, np.ndarray) else x for name, x in terms.items()
                 }
@@ -215,11 +238,11 @@ class Learner:
                     *(extras[name].sum() for name in ("kl", "entropy", "clipped", "gap")),
                 ]
                 seen += torch.stack([x.double() for x in row])
+                gaps.append(torch.stack([extras["gap"].detach(), extras["place"] / longest]))
             if self.sharded:
                 dist.all_reduce(seen)
-            sums = dict(
-                zip(total, [*seen.tolist(), sum(sum(tau.mask) for tau in part)], strict=True)
-            )
+            n = sum(sum(tau.mask) for tau in part)
+            sums = dict(zip(total, [*seen.tolist(), n], strict=True))
             gap = sums["gap"] / max(1, sums["tokens"])
             # `not <=` holds for NaN, too; a loss that is not finite is the trainer's own fault.
             if k == 0 and math.isfinite(sums["loss"]) and not gap <= self.max_gap:
@@ -228,11 +251,14 @@ class Learner:
                     f"log-probs of engine and trainer differ by {gap:.3f} nat a token"
                 )
             if (norm := self.step(sums["loss"])) is None:
-                self.memory["skipped"] = self.memory.get("skipped", 0) + 1
+                self.remembered["skipped"] = self.remembered.get("skipped", 0) + 1
+                del gaps[before:]
                 continue
-            self.memory.pop("skipped", None)
+            self.remembered.pop("skipped", None)
             norms.append(norm)
             total = {name: total[name] + sums[name] for name in total}
+        if self.reference is not None:
+            reshard(self.reference)
         metrics = {"lr": lr, "skipped_updates": len(minibatches) - len(norms)}
         if not norms:
             return metrics
@@ -244,6 +270,7 @@ class Learner:
             "clip_fraction": total["clipped"] / tokens,
             # mean |trainer - engine| of the sampled tokens' log-probs
             "logp_gap": total["gap"] / tokens,
+            **describe_gaps(torch.cat(gaps, dim=1), self.sharded),
             "grad_norm": sum(norms) / len(norms),
         } | metrics
 
@@ -283,7 +310,7 @@ class Learner:
         `terms`.
 
         extras["old_logp"] (N,): log-probs under pi_old; extras["gap"] (N,): their distance to the
-        engine's.
+        engine's; extras["place"] (N,): tokens before each in its trajectory.
         """
         packed, T = pack(batch, self.device), self.cfg.temperature
         tokens = {
@@ -312,7 +339,12 @@ class Learner:
             if terms["old_logp"] is None
             else tokens["old_logp"].to(extras["logp"].dtype)
         )
-        return loss, extras | {"old_logp": old, "gap": (old - send(engine, self.device)).abs()}
+        place = torch.tensor([k for tau in batch for k, m in enumerate(tau.mask) if m])
+        return loss, extras | {
+            "old_logp": old,
+            "gap": (old - send(engine, self.device)).abs(),
+            "place": send(place, self.device),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Returns trained weights and optimizer by the parameters' names, for

@@ -17,12 +17,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config, parse_flags
+from journal.rows import (
+    make_call_row,
+    make_evolution_row,
+    make_prune_row,
+    make_reply_row,
+    make_start_row,
+    make_verification_row,
+    make_weights_row,
+    sample_verification,
+    tell_succession,
+)
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown, one_line
 from plumbing.servers import Servers
 from plumbing.status import status
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer
 from reflect import (
+    Call,
     Optimizer,
     connect_optimizer,
     describe_optimizer,
@@ -56,41 +68,44 @@ def inspo(
     """Trains `policy` on a task while its instructions, P, evolve; returns it with the best
     instruction."""
     D, P, B = evolution.D, evolution.P, evolution.B
-    first, trained = checkpoints.restore()  # 1 and 0, or those of the run that is resumed
+    start, trained = checkpoints.restore()  # 1 and 0, or those of the run that is resumed
     if not P.family:
-        evolution.begin()  # Alg.1 L2
-        log.begin(policy.evaluate(0, P.family[0], "test"))
+        evolution.fill_population()  # Alg.1 L2
+        log.write_start(policy.evaluate(0, P.family[0], "test"))
         checkpoints.end_step(0)
-    for t in range(first, cfg.T + 1):  # Alg.1 L3
+    for t in range(start, cfg.T + 1):  # Alg.1 L3
         if t > trained:
             # Policy optimization with dynamic instructions                                      # Alg.1 L4
-            log.begin_step()
             questions = draw_questions(D, cfg.batch, cfg.seed, t)
             jobs = P.draw_jobs(rng_of(cfg.seed, t, "instructions"), questions, cfg.G)  # Alg.1 L5
             taus = policy.rollout(t, "rollout", jobs)  # Alg.1 L6
-            set_rewards(task, taus)  # Alg.1 L7
+            with log.timing("reward"):
+                set_rewards(task, taus)  # Alg.1 L7
             policy.learner.set_advantages(taus)  # Eq.3
             row = log.measure(taus)  # a task's own code fails here, and not after the update
             texts = list(map(task.shown, taus))
             update = policy.update(t, taus)  # Alg.1 L8 Eq.5
             P.attribute(taus)  # Alg.1 L9
-            log.step(t, taus, P, row | update | policy.pace(taus))
+            row |= update | policy.measure_speed(taus) | make_weights_row(P)
+            log.keep_step(t, taus, row)
             if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
                 ranked = P.ranked()  # Alg.1 L11 CHOICE-16
                 pruned = P.prune(ranked, cfg.N_parent, t)  # Alg.1 L12
-                log.pruned(t, P, pruned)
+                log.write_row("population", make_prune_row(t, P, pruned))
             # Experience-driven instruction generation                                           # Alg.1 L14
             B.add(t, taus, texts)  # Alg.1 L15
             checkpoints.mark(t)
         if t % cfg.K_e == 0 and t < cfg.T_e and evolution.optimizer:  # Alg.1 L16 CHOICE-2
-            evolution.evolve(t, policy)
+            with log.timing("evolve"):
+                evolution.evolve(t, policy)
 
         # `compare` evaluates the last one
         evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T
         if evaluated:
-            for split in ("valid", "test"):
-                log.evaluated(split, policy.evaluate(t, P.best(), split))
-        log.end_step(t, P)
+            with log.timing("evaluate"):
+                for split in ("valid", "test"):
+                    log.add_evaluation(split, policy.evaluate(t, P.best(), split))
+        log.end_step(t)
         checkpoints.end_step(t, evaluated)
     return policy, P.best()  # Alg.1 L26
 
@@ -111,7 +126,7 @@ class Evolution:
         self.t = self.round = 0  # the evolution under way; 0: of the first population
         self.used = set[str]()  # the texts used in it, normalized: none is proposed again
 
-    def begin(self) -> None:
+    def fill_population(self) -> None:
         """Fills P with P_0: the first instruction, up to N_P - 1 paraphrases of it from one call to
         the optimizer.
 
@@ -131,7 +146,7 @@ class Evolution:
             ) from None
         for text in paraphrases:
             self.P.join(text, I_0.id, 0)
-        self.log.started(self.P)
+        self.log.write_row("population", make_start_row(self.P))
 
     def evolve(self, t: int, policy: Policy) -> None:
         """Replaces P by its parents and verified revisions of them; without a revision P and W stay
@@ -163,9 +178,11 @@ class Evolution:
                 verified = self.verify(policy, I_parent, I_new, D_B)  # Alg.1 L21
                 joining = P.admit(verified, min(room, cfg.top_n))
                 P_new += joining
-                self.log.verified(t, round, D_B, verified, joining)
-        joined = P.succeed(P_parent, P_new, t)  # Alg.1 L23
-        self.log.evolved(t, P, P_parent, joined, shortfall)
+                row = make_verification_row(t, round, D_B, verified, joining)
+                self.log.write_row("reflections", row)
+        P.succeed(P_parent, P_new, t)  # Alg.1 L23
+        outcome = tell_succession(P_parent, P_new, cfg.N_P - len(P), shortfall)
+        self.log.write_row("population", make_evolution_row(t, P, outcome))
 
     def propose(self, I_parent: Instruction, tau_fail: list[Experience]) -> list[str]:
         """Returns well-formed revisions of a parent by the optimizer, and adds them to `used`.
@@ -196,16 +213,22 @@ class Evolution:
             call = self.optimizer.ask(prompt, f"t{self.t} r{self.round}")
         except OptimizerDown as e:
             if e.call:  # what could not be read was billed, too
-                self.log.call(self.t, self.round, I_parent, e.call)
+                self.note_call(I_parent, e.call)
             raise
         # before anything else can fail: it has been paid for
-        self.log.call(self.t, self.round, I_parent, call)
+        self.note_call(I_parent, call)
         find_unfit = self.task.make_format().find_unfit
         accepted, rejected = read_candidates(
             call.reply, I_parent.text, self.used, golds, self.cfg.max_instruction, n, find_unfit
         )
-        self.log.proposed(self.t, self.round, I_parent, call, list(accepted), rejected)
+        row = make_reply_row(self.t, self.round, I_parent, list(accepted), rejected)
+        self.log.write_row("reflections", row)
         return list(accepted.values())
+
+    def note_call(self, I_parent: Instruction, call: Call) -> None:
+        """Writes down a call to the optimizer, unless an earlier process of this run has."""
+        if not call.paid_before:
+            self.log.write_row("reflections", make_call_row(self.t, self.round, I_parent, call))
 
     def verify(
         self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
@@ -218,9 +241,11 @@ class Evolution:
         ]
         plays = [(id, text, q) for id, text in texts for q in D_B]
         jobs = [Job(id, text, q, group) for group, (id, text, q) in enumerate(plays)]  # CHOICE-13
-        taus = policy.rollout(self.t, f"verify {self.round}", jobs)
-        set_rewards(self.task, taus)
-        self.log.played(self.t, self.round, I_parent, taus)
+        with self.log.timing("verify"):
+            taus = policy.rollout(self.t, f"verify {self.round}", jobs)
+            set_rewards(self.task, taus)
+        sample = sample_verification(I_parent, taus)
+        self.log.run.write_trajectories(f"verify-{self.t:06d}-{self.round}", sample)
         n, rewards = len(D_B), [tau.reward for tau in taus]
         r_parent, *r_new = (rewards[k * n : (k + 1) * n] for k in range(1 + len(I_new)))
         verified = [
@@ -233,11 +258,11 @@ class Evolution:
 def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: Log) -> None:
     """Evaluates both policies under both instructions, except the first pair, with which a run
     begins."""
-    log.compared("trained policy, first instruction", policy.evaluate(T, I_0, "test"))
+    log.add_result("trained policy, first instruction", policy.evaluate(T, I_0, "test"))
     if I_star.text != I_0.text:
-        log.compared("trained policy, I_star", policy.evaluate(T, I_star, "test"))
+        log.add_result("trained policy, I_star", policy.evaluate(T, I_star, "test"))
         policy.reset()
-        log.compared("first policy, I_star", policy.evaluate(T, I_star, "test"))
+        log.add_result("first policy, I_star", policy.evaluate(T, I_star, "test"))
 
 
 def population_of(cfg: Config, kind: Callable[..., Population] = Population) -> Population:
@@ -313,7 +338,7 @@ def train(
             )
         log = Log(cfg, run, task, policy.tokenizer)
         stack.callback(log.screen.close)
-        policy.progress, log.began = log.screen.rollouts, began
+        policy.progress, log.began = log.screen.show_rollouts, began
         log.introduce(
             f"{policy.describe()}, {fitted.engine} engine: {why}",
             tools,

@@ -11,6 +11,7 @@ which makes its runs repeatable.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from functools import cache
@@ -23,6 +24,8 @@ from tasks.formats import Action, Tags
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+STORED = 24  # questions of an evaluation or a verification whose trajectories a run stores
 
 
 def space_evenly(n: int, k: int) -> list[int]:
@@ -108,8 +111,9 @@ def rollout(
     Raises ToolDown when a tool stays unavailable: a trajectory without its results is never scored.
     """
     taus: list[Trajectory] = []
-    for first in range(0, len(jobs), engine.max_rows):
-        some = jobs[first : first + engine.max_rows]
+    rows = min(engine.max_rows, task.at_once)
+    for first in range(0, len(jobs), rows):
+        some = jobs[first : first + rows]
         count = lambda ended, first=first: progress(first + ended)  # noqa: E731
         taus += play(engine, tokenizer, task, some, cfg, temperature, seed + first, count)
     return taus
@@ -154,7 +158,9 @@ def play(
         # With all results back the next batch is independent of timing. Any other engine waits only
         # if it has no row.
         if engine.lockstep or len(calls) == len(playing):
+            began = time.perf_counter()
             wait(calls, return_when=ALL_COMPLETED if engine.lockstep else FIRST_COMPLETED)
+            task.waited += time.perf_counter() - began
         for k in [k for k, e in playing.items() if e.call and e.call.done()]:
             episodes[k].receive()
             settle(k)

@@ -3,11 +3,14 @@ policy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from plumbing.chat import turn_ends
 
 if TYPE_CHECKING:  # `inspo.py --help` imports this module and must not wait for torch
     import torch
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 class FinishedTurn(NamedTuple):
@@ -60,3 +63,26 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Releases everything, so that the process can exit; the engine cannot be used again."""
+
+
+def watch_ends(tokenizer: Tokenizer, stop: tuple[str, ...]) -> Callable[[list[int]], bool]:
+    """Returns what tells whether the last of a turn's tokens so far ends the turn: one of
+    `turn_ends`, or the first that completes one of the strings `stop`."""
+    ends = frozenset(turn_ends(tokenizer))
+    # Only a token whose text contains the last character of a stop string can complete it: decode
+    # after those.
+    last = {s[-1] for s in stop}
+    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))], skip_special_tokens=False)
+    may_stop = {i for i, text in enumerate(texts) if last & set(text)}
+    # a character has at most 4 bytes, a token at least 1
+    tail = 4 * max(map(len, stop), default=0)
+
+    def ended(ids: list[int]) -> bool:
+        if ids[-1] in ends:
+            return True
+        if ids[-1] not in may_stop:
+            return False
+        text = tokenizer.decode(ids[-tail:], skip_special_tokens=False)
+        return any(s in text for s in stop)
+
+    return ended

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engines import FinishedTurn
+from engines import FinishedTurn, watch_ends
 from kernels import head_logits
 from models.model import logit_scale
-from plumbing.chat import turn_ends
 
 
 class RowCache:
@@ -111,19 +110,11 @@ class TorchEngine:
     lockstep = True
 
     def __init__(self, model: Any, tokenizer: Any, stop: tuple[str, ...], max_rows: int = 512):
-        self.model, self.tokenizer, self.stop, self.max_rows = model, tokenizer, stop, max_rows
+        self.model, self.max_rows = model, max_rows
+        self.ended = watch_ends(tokenizer, stop)
         self.device: torch.device = next(model.parameters()).device
         self.widen()
         self.scale = logit_scale(model.config)
-        # Only a token whose text contains the last character of a stop string can complete it:
-        # decode after those.
-        last = {s[-1] for s in stop}
-        texts = tokenizer.batch_decode(
-            [[i] for i in range(len(tokenizer))], skip_special_tokens=False
-        )
-        self.may_stop = {i for i, text in enumerate(texts) if last & set(text)}
-        # a character has at most 4 bytes, a token at least 1
-        self.tail = 4 * max(map(len, stop), default=0)
         self.begin(0)
 
     @torch.no_grad()
@@ -158,15 +149,6 @@ class TorchEngine:
         self.keys: list[int] = []  # context of `cache` -> the caller's key
         self._rows = torch.empty(0)  # position in the batch -> context of `cache`
         self.cached: dict[int, int] = {}  # key -> how many tokens of its context are cached
-
-    def ended(self, ids: list[int]) -> bool:
-        """Returns whether the last of a turn's tokens so far ends the turn."""
-        if ids[-1] in turn_ends(self.tokenizer):
-            return True
-        if ids[-1] not in self.may_stop:
-            return False
-        text = self.tokenizer.decode(ids[-self.tail :], skip_special_tokens=False)
-        return any(s in text for s in self.stop)
 
     @torch.inference_mode()
     def generate(

@@ -5,10 +5,14 @@ proves that it computes with them. Turns may be added while others run (`lockste
 """
 
 import gc
+import io
+import itertools
 import os
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import redirect_stderr
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,9 +20,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from engines import FinishedTurn
+from engines import FinishedTurn, watch_ends
 from models.model import load_config, logit_scale
-from plumbing.chat import turn_ends
 from plumbing.faults import EngineFault, Fault
 
 VERSION = "0.32"  # this file relies on internals: reloading, packed weights, weight transfer
@@ -56,41 +59,41 @@ class VllmEngine:
     """An Engine: vLLM in this process; its weights are uninitialized until `load`.
 
     `path`: directory or id of the policy; `stop`: strings that end a turn, as `turn_ends` do;
-    `max_len`: tokens of the longest context and its turn; `memory`: share of the device's memory
-    for vLLM. Under torchrun all ranks construct their engines together, and call `load` together.
+    `how`: as `settings`. Under torchrun all ranks construct their engines together, and call `load`
+    together.
     """
 
     max_rows = sys.maxsize  # vLLM schedules rows by its memory
     lockstep = False
 
-    def __init__(
-        self,
-        path: str,
-        tokenizer: Any,
-        stop: tuple[str, ...],
-        *,
-        max_len: int,
-        dtype: str,
-        memory: float,
-        seed: int,
-    ):
-        check_vllm()
-        engine_args = settings(path, max_len=max_len, dtype=dtype, memory=memory, seed=seed)
-        config = load_config(path)
+    def __init__(self, path: str, tokenizer: Any, stop: tuple[str, ...], **how: Any):
+        engine_args, config = settings(path, **how), load_config(path)
         # vLLM adds a token to its windows, transformers does not
         if config.model_type == "cohere2":
             engine_args["hf_overrides"]["sliding_window"] = config.sliding_window - 1
-        from vllm import EngineArgs, LLMEngine
+        from vllm import EngineArgs
+        from vllm.v1.engine.core_client import InprocClient
+        from vllm.v1.executor.abstract import Executor
 
+        unknown = engine_args.keys() - {field.name for field in fields(EngineArgs)}
+        if unknown:
+            raise Fault(
+                f"--engine vllm: vLLM {vllm_version()} has no {', '.join(sorted(unknown))};"
+                f" pip install vllm=={VERSION}.0, or use --engine torch"
+            )
         # vLLM's CPU worker replaces it for the whole process
         set_num_threads = torch.set_num_threads
         self.had_group = dist.is_initialized()
-        self.engine = LLMEngine.from_engine_args(EngineArgs(**engine_args))
+        with redirect_stderr(io.StringIO()):  # bars, a line for each graph
+            vllm_config = EngineArgs(**engine_args).create_engine_config()
+            self.core = InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=False)
         torch.set_num_threads = set_num_threads
-        self.dtype, self.cuda = self.engine.model_config.dtype, torch.cuda.is_available()
-        self.tokenizer, self.stop, self.scale = tokenizer, stop, logit_scale(config)
+        self.dtype, self.cuda = vllm_config.model_config.dtype, torch.cuda.is_available()
+        self.ended, self.scale = watch_ends(tokenizer, stop), logit_scale(config)
+        self.requests = itertools.count()
+        self.turns: dict[str, FinishedTurn] = {}  # those that are not finished yet, by request
         self.asleep = 0  # bytes that it gives back asleep: torch goes on counting them
-        self.begin(seed)
+        self.begin(0)
 
     def begin(self, seed: int) -> None:
         """As Engine. On CUDA a row draws by `seed` and its context alone, though the rows that run
@@ -100,31 +103,62 @@ class VllmEngine:
         # rows have no seeds of their own there (see `generate`), so ranks must differ
         if not self.cuda:
             torch.manual_seed(seed + (dist.get_rank() if self.had_group else 0))
-        self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
+        self.core.abort_requests(list(self.turns))
+        self.turns.clear()
 
     def generate(
         self, contexts: dict[int, list[int]], max_new: int, temperature: float
     ) -> Iterator[FinishedTurn]:
-        """As Engine; a call advances all running turns by one token."""
+        """As Engine; a call advances all running turns by one token.
+
+        vLLM's core alone takes part. Its frontend would turn every token into text to look for stop
+        strings, which took a third of the rollouts' time (LOG.md, 2026-11-27).
+        """
         from vllm import SamplingParams
-        from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine import EngineCoreRequest
 
         for key, ids in contexts.items():
-            params = sampling(self, max_new, temperature) | {
-                "output_kind": RequestOutputKind.FINAL_ONLY
-            }
             # makes samples independent of timing; vLLM's CPU build crashes on it in chunked
             # prefills
-            if self.cuda:
-                params["seed"] = hash((self.seed, key, len(ids))) % 2**63
-            self.engine.add_request(str(key), tokens_input(ids), SamplingParams(**params))
-        if self.engine.has_unfinished_requests():
-            for request in self.engine.step():
-                turn = request.outputs[0]
-                yield FinishedTurn(
-                    int(request.request_id), list(turn.token_ids), turn.logprobs.logprobs
-                )
+            seed = hash((self.seed, key, len(ids))) % 2**63 if self.cuda else None
+            params = SamplingParams(
+                max_tokens=max_new,
+                temperature=temperature,
+                seed=seed,
+                logprobs=0,  # the sampled token's only
+                detokenize=False,
+                ignore_eos=True,  # what vLLM takes for it
+            )
+            request = EngineCoreRequest(
+                request_id=str(next(self.requests)),
+                prompt_token_ids=ids,
+                sampling_params=params,
+                arrival_time=0,
+                mm_features=None,
+                pooling_params=None,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+            self.turns[request.request_id] = FinishedTurn(key, [], [])
+            self.core.add_request(request)
+        if not self.turns:
+            return
+
+        # Some of the tokens end their turns, which vLLM must be told.
+        finished, stopped = [], []
+        for output in self.core.get_output().outputs:
+            turn = self.turns.get(output.request_id)
+            if turn is None:  # forgotten
+                continue
+            turn.ids.extend(output.new_token_ids)
+            turn.logps.extend(output.new_logprobs.logprobs[:, 0].tolist())
+            if output.finished or self.ended(turn.ids):
+                finished.append(self.turns.pop(output.request_id))
+                if not output.finished:
+                    stopped.append(output.request_id)
+        self.core.abort_requests(stopped)
+        yield from finished
 
     def sleep(self) -> None:
         """As Engine: frees weights and KV cache on a GPU; the CPU has no sleep mode."""
@@ -133,7 +167,7 @@ class VllmEngine:
             from vllm.device_allocator.cumem import CuMemAllocator
 
             self.asleep = CuMemAllocator.get_instance().get_current_usage()
-        self.engine.sleep(level=2)
+        self.core.sleep(level=2)
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """As Engine; a tied head comes with the embedding.
@@ -142,14 +176,14 @@ class VllmEngine:
         these weights.
         """
         self.begin(self.seed)
-        asleep = self.engine.is_sleeping()
+        asleep = self.core.is_sleeping()
         if asleep:
             self.wake("weights")
-        [model] = self.engine.collective_rpc("get_model")
+        [model] = self.core.collective_rpc("get_model")
         with torch.no_grad():
             proof = Proof(self.dtype, self.scale)
             try:
-                self.engine.collective_rpc(
+                self.core.collective_rpc(
                     "reload_weights", kwargs={"weights_iterator": proof.record(weights)}
                 )
             except (ValueError, LookupError, AssertionError) as e:  # of the family's own loader
@@ -160,7 +194,7 @@ class VllmEngine:
             rebuild_heads(model)
         if asleep:
             self.wake("kv_cache")
-        if not self.engine.reset_prefix_cache():
+        if not self.core.reset_prefix_cache():
             raise EngineFault("vLLM could not drop the prefix cache of the old weights")
         proof.check(model)
 
@@ -168,7 +202,7 @@ class VllmEngine:
         """Takes back the memory of "weights" or "kv_cache"; raises torch's OutOfMemoryError where
         it is gone."""
         try:
-            self.engine.wake_up([part])
+            self.core.wake_up([part])
         except RuntimeError as e:  # of vLLM's own allocator
             if "out of memory" not in str(e):
                 raise
@@ -179,14 +213,20 @@ class VllmEngine:
 
         if self.had_group:  # vLLM would destroy the trainer's process group along with its own
             parallel_state.destroy_distributed_environment = lambda: None
-        self.engine.engine_core.shutdown()
-        del self.engine
+        self.core.shutdown()
+        del self.core
         gc.collect()
 
 
-def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -> dict[str, Any]:
+def settings(
+    path: str, *, max_len: int, dtype: str, memory: float, rows: int = MAX_SEQS
+) -> dict[str, Any]:
     """Returns vLLM's arguments for an engine in this process; call it before vllm is imported (it
-    sets environment)."""
+    sets environment).
+
+    `max_len`: tokens of the longest context and its turn; `memory`: share of the device's memory
+    for vLLM; `rows`: how many will run at once, as far as is known.
+    """
     cuda = torch.cuda.is_available()
     # FlashInfer's sampler, which needs a compiler on the machine, takes no rows that have a seed
     # and want log-probs.
@@ -202,7 +242,6 @@ def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -
     return {
         "model": path,
         "dtype": dtype,
-        "seed": seed,
         "max_model_len": max_len,
         "max_num_seqs": MAX_SEQS if cuda else None,
         "max_num_batched_tokens": MAX_BATCHED_TOKENS if cuda else None,
@@ -213,31 +252,23 @@ def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -
         "load_format": "dummy",  # `load` brings the weights
         "hf_overrides": {"head_dtype": "float32"},  # float32 logits, like the trainer's
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature
-        "trust_remote_code": False,
-        "generation_config": "vllm",  # ignore top_p and the like in the model's files
         "enable_prefix_caching": True,
         "enable_sleep_mode": cuda,
         "enforce_eager": not cuda,
+        "cudagraph_capture_sizes": graph_sizes(min(rows, MAX_SEQS)) if cuda else None,
         "distributed_executor_backend": "external_launcher"
         if int(os.environ.get("WORLD_SIZE", 1)) > 1
         else None,
-        "disable_log_stats": True,
     }
 
 
-def sampling(engine: Any, max_new: int, temperature: float) -> dict[str, Any]:
-    """Returns vLLM's sampling parameters for a turn; `engine` is a VllmEngine or a VllmServer."""
-    return {
-        "max_tokens": max_new,
-        "temperature": temperature,
-        "logprobs": 0,  # the sampled token's only
-        "flat_logprobs": True,  # a list of floats
-        "stop": list(engine.stop),
-        "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
-        "ignore_eos": True,  # what vLLM takes for it
-        "stop_token_ids": list(turn_ends(engine.tokenizer)),
-    }
+def graph_sizes(rows: int) -> list[int]:
+    """Returns for how many rows vLLM captures a CUDA graph; others are padded to the next, by half
+    at most. It would capture 51, twice."""
+    sizes = [1, 2, 3]
+    while sizes[-1] < rows:
+        sizes.append(2 * sizes[-2])
+    return sizes
 
 
 def rebuild_heads(model: Any) -> None:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from engines import FinishedTurn
 from engines.remote import RemoteTurns
-from engines.vllm_engine import VERSION, StaleWeights, check_vllm, probed, sampling
+from engines.vllm_engine import VERSION, StaleWeights, probed
 from models.model import load_config, skeleton
+from plumbing.chat import turn_ends
 from plumbing.client import Client
 from plumbing.faults import Fault, Outage
 from plumbing.outside import at, without_secrets
@@ -46,7 +47,6 @@ class VllmServer:
     def __init__(
         self, urls: str, tokenizer: Any, stop: tuple[str, ...], *, model: str, max_len: int
     ):
-        check_vllm()
         self.model = model
         self.urls = [at(url) for url in urls.split(",")]
         self.tokenizer, self.stop, self.loads = tokenizer, stop, 0
@@ -291,6 +291,21 @@ class VllmServer:
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(self.request_all, "/shutdown_weight_transfer_engine")
                 self.sender.shutdown()
+
+
+def sampling(engine: Any, max_new: int, temperature: float) -> dict[str, Any]:
+    """Returns vLLM's sampling parameters for a turn."""
+    return {
+        "max_tokens": max_new,
+        "temperature": temperature,
+        "logprobs": 0,  # the sampled token's only
+        "flat_logprobs": True,  # a list of floats
+        "stop": list(engine.stop),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "ignore_eos": True,  # what vLLM takes for it
+        "stop_token_ids": list(turn_ends(engine.tokenizer)),
+    }
 
 
 class Sample(dict[str, torch.Tensor]):

@@ -272,7 +272,6 @@ def open_model(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Eng
         stop,
         max_len=cfg.max_prompt + cfg.max_response,
         memory=cfg.vllm_memory,
-        seed=cfg.seed,
         dtype=dtype,
     )
     engine.load(weights(model))

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from config import Config, read_config
+from journal.card import card
 from journal.directory import RunDirectory, step_of
 from models import lora
 from models.model import empty, export, load_config, load_model, load_tokenizer
@@ -38,7 +39,7 @@ def export_checkpoint(
     if wrong := checkpoint.damage(chosen):
         raise CheckpointFault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
     P = Population(cfg.tau_s, cfg.window)
-    P.load_state_dict(run.load_state(chosen)["population"])
+    P.load_state_dict(run.load_mark(chosen)["population"])
 
     config, computed = load_config(cfg.model), getattr(torch, cfg.dtype)
     if cfg.lora_rank:  # its checkpoints lack the weights that did not change
@@ -57,6 +58,8 @@ def export_checkpoint(
         else:
             export(config, model, load_tokenizer(cfg.model), new, computed)
         write_file(new / "I_star.txt", P.best().text + "\n")
+        library = "peft" if adapters else "transformers"
+        write_file(new / "README.md", card(run, cfg, step_of(chosen), P.best().text, library))
     return out, step_of(chosen), P.best().id
 
 

@@ -35,7 +35,13 @@ class Batch:
         under which `score` computes them, in a pass over the mini-batch. All ranks read the same
         columns, so they do it together.
         """
-        self.taus, self.limit, self.memory, self.old, self.score = taus, limit, memory, old, score
+        self.taus, self.limit, self.remembered, self.old, self.score = (
+            taus,
+            limit,
+            memory,
+            old,
+            score,
+        )
         # the reward stage shapes it
         self.reward: Array = np.array([tau.reward for tau in taus], float)
         self.n = len(taus)

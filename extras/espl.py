@@ -22,6 +22,7 @@ import inspo
 from config import Config, knob
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
 from inspo import Evolution
+from journal.rows import make_evolution_row, make_start_row
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Instruction, Population, mean_rewards
 from reflect import fold_words, format_examples, make_token_counter, shorten
@@ -207,9 +208,9 @@ class Pool(Population):
 class FromOne(Evolution):
     """Begins with the first instruction, without paraphrases of it."""
 
-    def begin(self) -> None:
+    def fill_population(self) -> None:
         self.P.join(self.task.instruction, None, 0)
-        self.log.started(self.P)
+        self.log.write_row("population", make_start_row(self.P))
 
 
 class ESPL(FromOne):
@@ -257,7 +258,8 @@ class ESPL(FromOne):
         P.forget(cfg.N_P, t)
         mu, sigma = P.ratings[best]
         outcome = f"{len(joined)} joined" if joined else f"none joined: {shortfall}"
-        self.log.joined(t, P, joined, f"best #{best} (rated {mu:.1f} ± {2 * sigma:.1f}); {outcome}")
+        outcome = f"best #{best} (rated {mu:.1f} ± {2 * sigma:.1f}); {outcome}"
+        self.log.write_row("population", make_evolution_row(t, P, outcome))
 
 
 def mutation_prompt(

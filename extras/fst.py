@@ -21,6 +21,7 @@ import inspo
 from config import knob
 from extras.espl import NEVER, FromOne, check_buffer
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
+from journal.rows import make_evolution_row, make_verification_row
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Population, ReplayBuffer
 from reflect import fold_words, format_examples
@@ -123,7 +124,8 @@ class GEPA(FromOne):
                 batch = [self.D[e.question] for e in tau_fail]
                 [c] = self.verify(policy, I_parent, I_new, batch)
                 better = c.r > c.r_parent
-                self.log.verified(t, round, batch, [c], [c] if better else [])
+                row = make_verification_row(t, round, batch, [c], [c] if better else [])
+                self.log.write_row("reflections", row)
                 passed += [(c.text, I_parent.id)] * better
         if passed:
             new = [(None, text) for text, _ in passed]
@@ -140,7 +142,8 @@ class GEPA(FromOne):
         outcome = (
             f"{len(passed)} passed, {len(joined)} joined" if joined else f"none joined: {shortfall}"
         )
-        self.log.joined(t, P, joined, f"front of {len(P)} on {len(D_B)} questions; {outcome}")
+        outcome = f"front of {len(P)} on {len(D_B)} questions; {outcome}"
+        self.log.write_row("population", make_evolution_row(t, P, outcome))
 
     def rewards_on(
         self,
@@ -155,7 +158,6 @@ class GEPA(FromOne):
         jobs = [Job(id, text, q, group) for group, (id, text, q) in enumerate(plays)]
         taus = policy.rollout(self.t, purpose, jobs)
         set_rewards(self.task, taus)
-        self.log.ledger.verification_rollouts += len(taus)
         row = {
             "t": self.t,
             "scored": [text for _, text in prompts],

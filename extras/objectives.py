@@ -137,7 +137,7 @@ class ObjectiveLearner(Learner):
 
     def set_advantages(self, taus: Sequence[Trajectory]) -> None:
         """Sets `advantage`, and `credit` where turns differ; rewards stay as they are."""
-        o, b = OBJECTIVES[self.cfg.objective], Batch(taus, self.limit, self.memory)
+        o, b = OBJECTIVES[self.cfg.objective], Batch(taus, self.limit, self.remembered)
         b.reward = o.reward(b)
         A = o.advantage(b)
         credit = o.credit(b, A).tolist() if o.credit else [[]] * b.n

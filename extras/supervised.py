@@ -79,26 +79,28 @@ def imitate(
     """Trains `policy` on demonstrations, `batch` a step for T steps; returns it with the first
     instruction."""
     cfg, P, log = evolution.cfg, evolution.P, evolution.log
-    first, trained = checkpoints.restore()
+    start, trained = checkpoints.restore()
     if not P.family:
-        evolution.begin()
-        log.begin(policy.evaluate(0, P.best(), "test"))
+        evolution.fill_population()
+        log.write_start(policy.evaluate(0, P.best(), "test"))
         checkpoints.end_step(0)
-    for t in range(first, cfg.T + 1):
+    for t in range(start, cfg.T + 1):
         if t > trained:
-            log.begin_step()
             taus = draw_questions(dict(enumerate(examples)), cfg.batch, cfg.seed, t)
             update = policy.update(t, taus)
             if "logp_gap" in update:  # not where every optimizer step was skipped
                 # No engine sampled a demonstration: the "gap" to log-probs of 0 is the trainer's
                 # log-prob itself.
-                update["logp"] = -update.pop("logp_gap")
-            log.updated(t, taus, update | {"time/update": policy.seconds["update"]})
+                update["logp"] = -update["logp_gap"]
+                update = {name: x for name, x in update.items() if "logp_gap" not in name}
+            log.keep_step(t, taus, update | {"time/update": policy.seconds["update"]})
             checkpoints.mark(t)
         evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T
-        for split in ("valid", "test") if evaluated else ():
-            log.evaluated(split, policy.evaluate(t, P.best(), split))
-        log.end_step(t, P)
+        if evaluated:
+            with log.timing("evaluate"):
+                for split in ("valid", "test"):
+                    log.add_evaluation(split, policy.evaluate(t, P.best(), split))
+        log.end_step(t)
         checkpoints.end_step(t, evaluated)
     return policy, P.best()
 
@@ -132,7 +134,7 @@ def own_successes(policy: Policy, evolution: Evolution) -> list[Trajectory]:
         taus = policy.rollout(0, "reject", jobs)
         set_rewards(task, taus)
         right = [tau for tau in taus if not tau.failed]
-        log.note(f"rejection sampling: {len(right):,} of {len(taus):,} rollouts are right")
+        log.screen.note(f"rejection sampling: {len(right):,} of {len(taus):,} rollouts are right")
         if not right:
             raise Fault(
                 "no rollout of the first policy is right, so there is nothing to learn from; start from another"
@@ -195,7 +197,7 @@ def learn(
     n = len(learned)
     answered = sum(tau.stop == "answer" for tau in learned)
     calls = sum(tau.served(tool.tag) for tau in learned for tool in task.tools)
-    log.note(
+    log.screen.note(
         f"{many(n, 'demonstration')} to learn, {len(aside)} held out: {answered / n:.0%} answer,"
         f" {calls / n:.1f} calls and {sum(sum(tau.mask) for tau in learned) / n:.0f} learned tokens each"
     )
@@ -205,7 +207,7 @@ def learn(
     if unseen:
         after = mean_logp(policy, unseen)
         log.run.write(DEMONSTRATIONS, json.dumps(about | {"log_prob": [before, after]}, indent=1))
-        log.note(
+        log.screen.note(
             f"log-prob of a token of the held-out demonstrations: {before:.3f} before, {after:.3f} after"
         )
     return trained

@@ -53,7 +53,7 @@ def shorter_than_before(b: Batch) -> Array:
     h: the fewest tokens with which the question has been answered correctly in earlier steps;
     before that c = 0.
     """
-    shortest, out = b.memory.setdefault("shortest", {}), b.reward.copy()
+    shortest, out = b.remembered.setdefault("shortest", {}), b.reward.copy()
     before = dict(shortest)
     for k, tau in enumerate(b.taus):
         q, L = tau.question.id, int(b.length[k])
@@ -119,7 +119,7 @@ def beta_tracker(b: Batch) -> Array:
     stored response; one response a question; and draw questions by sqrt(v (1 - v)). Centred per
     instruction, since v belongs to the question alone.
     """
-    table = b.memory.setdefault("beta", {})
+    table = b.remembered.setdefault("beta", {})
     counts = [table.get(tau.question.id, [0.5, 0.5]) for tau in b.taus]
     v = np.array([alpha / (alpha + beta) for alpha, beta in counts])
     for rows in groups(b.question):
@@ -172,7 +172,7 @@ def risk(b: Batch) -> Array:
     s = bundle_scores(b)
     if not b.n:
         return s
-    q = b.memory.setdefault("quantiles", np.quantile(s, [0.2, 0.8]).tolist())
+    q = b.remembered.setdefault("quantiles", np.quantile(s, [0.2, 0.8]).tolist())
     lo, hi = q
     q[:] = [x + 0.1 * (a - float((s < x).mean())) for x, a in zip(q, (0.2, 0.8), strict=True)]
     R = (np.maximum(0, s - lo) - np.maximum(0, s - hi) + lo - hi) / 0.6

@@ -12,7 +12,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv venv
-venv/bin/python -m pip install -q bm25s==0.3.16
+venv/bin/python -m pip install -qq --no-compile bm25s==0.3.16
 venv/bin/python - <<'EOF'
 import bm25s
 

@@ -11,7 +11,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv venv
-venv/bin/python -m pip install -q fastparquet==2026.9.0 pyarrow==26.0.1 pandas==3.1.1
+venv/bin/python -m pip install -qq --no-compile fastparquet==2026.9.0 pyarrow==26.0.1 pandas==3.1.1
 venv/bin/python - <<'EOF'
 import fastparquet
 import pandas

@@ -1,7 +1,7 @@
 #!/bin/bash
-# huggingface_hub 2.4.0: one hf_hub_download of a file that is not cached, with a hub that refuses connections, tries six
-# times: 23 s and eleven lines of warnings before its exception. A program that looks for several files waits that long
-# for each of them: ask for the host once, first.
+# huggingface_hub 2.4.0: one hf_hub_download of a file that is not cached, with a hub that refuses connections, tries
+# six times: 23 s and eleven lines of warnings before its exception. A program that looks for several files waits that
+# long for each of them: ask for the host once, first.
 #
 # Seen on 2026-11-27, Python 3.11, Linux:
 #     LocalEntryNotFoundError after 23.9 s, 11 lines
@@ -10,7 +10,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv venv
-venv/bin/python -m pip install -q huggingface_hub==2.4.0
+venv/bin/python -m pip install -qq --no-compile huggingface_hub==2.4.0
 cat > fetch.py <<'EOF'
 import os
 import socket

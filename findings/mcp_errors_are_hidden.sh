@@ -11,7 +11,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv venv
-venv/bin/python -m pip install -q mcp==2.3.0
+venv/bin/python -m pip install -qq --no-compile mcp==2.3.0
 venv/bin/python - <<'EOF'
 import asyncio
 import logging

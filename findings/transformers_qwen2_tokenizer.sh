@@ -1,8 +1,8 @@
 #!/bin/bash
-# transformers 5.19.0: next to a config.json of model_type qwen2, AutoTokenizer reads any tokenizer.json as Qwen2's
+# transformers 5.24.0: next to a config.json of model_type qwen2, AutoTokenizer reads any tokenizer.json as Qwen2's
 # byte-level BPE. A vocabulary of whole words then encodes every text to nothing, without an error or a warning; next to
-# a config of Llama, Mistral or GPT-2 the same file works. Who trains a small Qwen with a tokenizer of their own meets it.
-# An auto_map of nulls in tokenizer_config.json makes AutoTokenizer take the class that this file names.
+# a config of Llama, Mistral or GPT-2 the same file works. Who trains a small Qwen with a tokenizer of their own meets
+# it. An auto_map of nulls in tokenizer_config.json makes AutoTokenizer take the class that this file names.
 #
 # Seen on 2026-11-27, Python 3.11, Linux:
 #     llama  TokenizersBackend [0, 1]
@@ -13,7 +13,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv venv
-venv/bin/python -m pip install -q transformers==5.19.0 tokenizers==0.23.3
+venv/bin/python -m pip install -qq --no-compile transformers==5.24.0 tokenizers==0.23.3
 venv/bin/python - <<'EOF'
 import json
 from pathlib import Path

@@ -37,16 +37,16 @@ class Checkpoints:
 
         They are one step where the checkpoint lacks its evolution and evaluation.
         """
-        resumed = self.run.rewind(self.policy.damage, self.log.note)
+        resumed = self.run.rewind(self.policy.damage, self.log.screen.note)
         if not resumed:
             return 1, 0
         path, mark = resumed
         t, ended = mark["t"], mark["ended"]
         self.P.load_state_dict(mark["population"])
         self.B.load_state_dict(mark["buffer"])
-        self.policy.learner.memory = mark["memory"]
+        self.policy.learner.remembered = mark["memory"]
         self.log.load_state_dict(mark)
-        self.log.note(f"resumed {'after' if ended else 'inside'} step {t}")
+        self.log.screen.note(f"resumed {'after' if ended else 'inside'} step {t}")
         self.policy.load(path.absolute(), t)
         self.last = self.saved = mark
         return t + ended, t
@@ -61,7 +61,7 @@ class Checkpoints:
             self.settle()
         changing = {
             "population": self.P.state_dict(),
-            "memory": self.policy.learner.memory,
+            "memory": self.policy.learner.remembered,
             **self.log.state_dict(),
         }
         place = {"run": self.run.id, "t": t, "ended": ended, "lengths": dict(self.run.lengths)}

@@ -74,9 +74,9 @@ class RunDirectory:
                 run.discard()
             if empty or isinstance(e, (CheckpointFault, Diverged)):
                 raise
-            saved, first = run.checkpoints(), "make room and " if isinstance(e, DiskFault) else ""
+            saved, room = run.checkpoints(), "make room and " if isinstance(e, DiskFault) else ""
             where = f"step {step_of(saved[-1])}" if saved else "the start"
-            how = f"{first}resume from {where} with --out {run.path} --resume"
+            how = f"{room}resume from {where} with --out {run.path} --resume"
             if isinstance(e, (Fault, stop.Stopped)):
                 raise Fault(f"\n{e}\n{how}") from None
             print(f"\n{how}", file=sys.stderr)
@@ -100,14 +100,11 @@ class RunDirectory:
                 run.path = _unused(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{cfg.mode}")
             run.path.mkdir(parents=True, exist_ok=True)
             run.others = set(run.path.iterdir())
-            if theirs := [
-                name
-                for name in OWN
-                if run.path / name in run.others and not (cfg.resume or run.record)
-            ]:
-                raise Fault(
-                    f"{run.path} has {theirs[0]!r}, which a run would replace: choose another --out"
-                )
+            for name in OWN if not (cfg.resume or run.record) else ():
+                if run.path / name in run.others:
+                    raise Fault(
+                        f"{run.path} has {name!r}, which a run would replace: choose another --out"
+                    )
             run.lock()
             about = {
                 "program": program_of(type(cfg)),
@@ -214,11 +211,10 @@ class RunDirectory:
         """Returns the complete checkpoints, oldest first; directories with other names do not
         count."""
         paths = (self.path / "checkpoints").glob("step-*")
-        pattern = r"step-\d{6,}(-unfinished)?"  # of earlier versions, which `rewind` refuses
-        return sorted(
-            (path for path in paths if re.fullmatch(pattern, path.name) and path.is_dir()),
-            key=step_of,
-        )
+        whole = [
+            path for path in paths if re.fullmatch(r"step-\d{6,}", path.name) and path.is_dir()
+        ]
+        return sorted(whole, key=step_of)
 
     def best(self) -> Path | None:
         """Returns the checkpoint with the best mean of the task's first metric on the validation
@@ -229,7 +225,7 @@ class RunDirectory:
         evaluated = (path for path in self.checkpoints() if step_of(path) in value)
         return max(evaluated, key=lambda path: value[step_of(path)], default=None)
 
-    def load_state(self, path: Path) -> Row:
+    def load_mark(self, path: Path) -> Row:
         """Returns the mark in a checkpoint; raises Fault if it cannot be read, or if it is another
         run's."""
         try:
@@ -260,12 +256,7 @@ class RunDirectory:
             bad[saved.pop()] = wrong[0]
         mark: Row = {"t": -1, "lengths": {}}  # without a checkpoint step 0 is written again
         if saved:
-            mark = self.load_state(saved[-1])
-            if "ended" not in mark:
-                commit = self.record["commit"]
-                raise CheckpointFault(
-                    f"{saved[-1]} is of an earlier version: resume with that, commit {commit}"
-                )
+            mark = self.load_mark(saved[-1])
         elif bad:
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in bad.items())
             raise CheckpointFault(

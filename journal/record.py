@@ -26,7 +26,7 @@ PATHS = ("train", "valid", "test", "corpus", "instruction", "model")
 FREE = {
     "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries",
     "engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "micro_tokens", "max_rows",
-    "fused_layers", "id",
+    "gather",    "fused_layers", "id",
     "threads",  # but with another number sums may be rounded differently
 }  # fmt: skip
 
@@ -66,7 +66,7 @@ def describe(
         *parts,
     ]
     modules = {x.__module__ for x in used} | {
-        spec.partition(":")[0] for spec in (task.cfg.task, task.cfg.reward)
+        *re.findall(r"[\w.]+(?=:)", f"{task.cfg.task},{task.cfg.reward}")
     }
     words = (*WORDS, "description", "schema")
     return {

@@ -1,10 +1,13 @@
-"""What a run shows while it runs: lines, and on a terminal a progress bar below them."""
+"""What a run shows while it runs: its rows in lines, and on a terminal a progress bar below
+them."""
 
 import sys
 import time
+from collections.abc import Sequence
 
 from tqdm import tqdm
 
+from journal.summary import Row, count_calls
 from plumbing.outside import printable
 from plumbing.status import status
 
@@ -12,11 +15,11 @@ QUIET = 30.0  # seconds after which a run without a terminal prints how far it i
 
 
 class Screen:
-    """The run's standard output."""
+    """The run's standard output. `tools`: the columns that count their calls."""
 
-    def __init__(self, T: int):
+    def __init__(self, T: int, tools: Sequence[str] = ()):
         status("")
-        self.T, self.printed = T, time.perf_counter()
+        self.T, self.tools, self.printed = T, tools, time.perf_counter()
         # None: no bar without a terminal. Twice a second at most: other programs need the cores.
         self.bar = tqdm(
             total=T, unit="step", file=sys.stdout, disable=None, mininterval=0.5, miniters=0
@@ -31,7 +34,7 @@ class Screen:
         with tqdm.external_write_mode(file=sys.stdout):
             print(printable(text), flush=True)
 
-    def rollouts(self, purpose: str, done: int, total: int) -> None:
+    def show_rollouts(self, purpose: str, done: int, total: int) -> None:
         """Shows how far rollouts are: at the bar, or without a terminal in a line now and then."""
         text = f"{purpose.split()[0]} {done}/{total}"
         self.bar.set_postfix_str("" if done == total else text, refresh=False)
@@ -40,9 +43,53 @@ class Screen:
             self.note(text)
             self.printed = time.perf_counter()
 
-    def step(self, t: int, text: str) -> None:
-        """Shows that step t has been taken, and every twentieth of a run its metrics."""
-        self.bar.update(t - self.bar.n)
-        if t % max(1, self.T // 20) == 0:
-            self.note(f"step {t:3d}  {text}")
-            self.printed = time.perf_counter()
+    def show_row(self, name: str, row: Row) -> None:
+        """Shows what a row of `name`.jsonl says, if a person has to see it."""
+        if name == "metrics":
+            text = self._follow_step(row)
+        elif name == "population":
+            text = f"{row['event']:6s}  {row['text']}"
+        else:
+            text = tell_trouble(row)
+        if text:
+            self.note(f"step {row['t']:3d}  {text}")
+
+    def _follow_step(self, row: Row) -> str:
+        """Moves the bar; returns a line every twentieth of a run."""
+        self.bar.update(row["t"] - self.bar.n)
+        if n := row.get("skipped_updates"):
+            why = "as loss or gradient were not finite"
+            self.note(f"step {row['t']:3d}  optimizer steps skipped, {why}: {n}")
+        if row["t"] % max(1, self.T // 20):
+            return ""
+        self.printed = time.perf_counter()
+        return tell_step(row, self.tools) if row["t"] else ""
+
+
+def tell_step(row: Row, tools: Sequence[str]) -> str:
+    """Returns a row of metrics.jsonl in a line."""
+    # no tool is called where demonstrations train
+    calls = count_calls(row, [tool for tool in tools if tool in row])
+    forms = {"reward": "reward {:.2f}"} | {name: f"{name} {{:.2f}}" for name in calls}
+    forms |= {"logp": "log-prob {:.3f}", "kl": "KL {:.4f}"}
+    forms |= {"P": "|P| {}", "w_best": "best w {:.2f}"}
+    known = row | calls
+    said = [form.format(known[name]) for name, form in forms.items() if name in known]
+    seconds = sum(row.get(f"time/{x}", 0.0) for x in ("rollout", "reward", "update", "evolve"))
+    return "  ".join([*said, f"{seconds:.1f} s/step"])
+
+
+def tell_trouble(row: Row) -> str:
+    """Returns what a row of reflections.jsonl has of trouble; "" for none."""
+    call, rejected = row.get("call", {}), row.get("rejected")
+    if call.get("cut"):
+        return "the optimizer's reply was cut off by a length limit"
+    if call.get("refused"):
+        return "the optimizer refused to reply"
+    if rejected is not None and not row["accepted"]:
+        why = f"the first: {rejected[0]['reason']}" if rejected else "it has no <ins_k> block"
+        return f"the optimizer's reply has no candidate, {len(rejected)} were rejected; {why}"
+    means = {x for c in row.get("verified", ()) for x in (c["r"], c["r_parent"])}
+    if len(means) == 1 and row["D_B"]:
+        return f"verified nothing: on D_B all revisions and their parent earn {means.pop():.2f}"
+    return ""

@@ -1,15 +1,19 @@
-"""Broken set-ups that raise no error: rollouts, rewards or replies that come to nothing, step after
-step."""
+"""What raises no error and shows only over the steps: rollouts, rewards or replies that come to
+nothing, and a task that is solved."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from statistics import fmean
 from typing import Any
 
 PATIENCE = 5  # steps
+RISE = 0.2  # of the training reward, as a share of itself, that the held-out score should follow
 
 NO_ACTION = "no turn called a tool or answered"
 NO_ANSWER = "no trajectory ended in an answer"
 ALL_ALIKE = "the rewards of every group were alike, so there was nothing to learn"
+SOLVED = "every rollout was right"
+NOT_FOLLOWED = "the training reward has risen, and the held-out score has not"
 NO_CANDIDATE = "no reply of the optimizer held a candidate"
 EMPTY = "every result was empty"
 REMEDIES = {
@@ -17,26 +21,34 @@ REMEDIES = {
     "on demonstrations first, or another instruction",
     NO_ANSWER: "see in trajectories/ where they end; --max_response, --max_turns and --max_prompt give them room",
     ALL_ALIKE: "are the questions all too hard or all too easy for this policy, or is it the reward?",
+    SOLVED: "the task is solved, and no update changes anything; stop here, or ask harder questions",
+    NOT_FOLLOWED: "read trajectories/ of high reward: is the reward earned without a right answer? With few questions"
+    " they may be learned by heart",
     NO_CANDIDATE: "reflections.jsonl has the replies and why they were refused; try another --optimizer_model",
     EMPTY: "ask the tool yourself: does its server have the right corpus?",
 }
 # remedy where all calls of one failed
 FAILED = "the reasons are in trajectories/; call the tool yourself"
-LIMITS = {NO_CANDIDATE: 3}  # evolutions; PATIENCE steps of every other sign
+UNITS = {NO_CANDIDATE: "evolutions", NOT_FOLLOWED: "evaluations"}  # others are counted by steps
+LIMIT = 3  # of these
 
 
 def signs(row: Mapping[str, Any]) -> dict[str, bool]:
     """Returns which signs a row of metrics.jsonl shows; those that it says nothing about are left
     out."""
+    alike, right = row.get("zero_variance_groups") == 1, row.get("failed") == 0
     present = {
         NO_ACTION: row.get("valid_actions") == 0,
         NO_ANSWER: row.get("answered") == 0,
-        ALL_ALIKE: row.get("zero_variance_groups") == 1,
+        ALL_ALIKE: alike and not right,
+        SOLVED: alike and right,
     }
     if called := [name.removesuffix("/empty") for name in row if name.endswith("/empty")]:
         present[EMPTY] = all(row[f"{name}/empty"] == 1 for name in called)
         present |= {f"all {name} failed": row.get(f"{name}/failed") == 1 for name in called}
-    return present | ({NO_CANDIDATE: not row["candidates"]} if "candidates" in row else {})
+    if "candidates" in row:
+        present[NO_CANDIDATE] = not row["candidates"]
+    return present
 
 
 class Silence:
@@ -45,24 +57,48 @@ class Silence:
     def __init__(self) -> None:
         self.since: Counter[str] = Counter()
         self.told: set[str] = set()
+        self.metric = ""
+        self.rewards: list[float] = []  # of training, since the last evaluation
+        self.best: tuple[float, float] | None = None  # held-out score, and the reward before it
 
-    def step(self, row: Mapping[str, Any]) -> list[str]:
-        """Returns warnings after a step: of signs that have just lasted too long."""
-        for sign, there in signs(row).items():
+    def hear(self, row: Mapping[str, Any]) -> list[str]:
+        """Returns a line for each sign that has just lasted too long, after a row of
+        metrics.jsonl."""
+        present = signs(row)
+        behind = self._compare_held_out(row)
+        if behind is not None:
+            present[NOT_FOLLOWED] = behind
+        for sign, there in present.items():
             self.since[sign] = (self.since[sign] + 1) * there
-        told, texts = self.told, {sign: text for sign, _, text in self.lasting()}
-        self.told = set(texts)
-        return [text for sign, text in texts.items() if sign not in told]
+        told, lines = self.told, dict(self.lasting())
+        self.told = set(lines)
+        return [line for sign, line in lines.items() if sign not in told]
 
-    def lasting(self) -> Iterator[tuple[str, int, str]]:
-        """Yields each sign that has lasted too long, for how many steps (evolutions), and a
-        sentence about it.
+    def _compare_held_out(self, row: Mapping[str, Any]) -> bool | None:
+        """Returns whether the reward has risen by RISE since the held-out score was best; None
+        where a row has no evaluation."""
+        if row.get("metrics"):
+            self.metric = row["metrics"][0]
+        if "reward" in row:
+            self.rewards.append(row["reward"])
+        score = row.get(f"valid/{self.metric}")
+        if score is None or not self.rewards:
+            return None
+        reward, self.rewards = fmean(self.rewards), []
+        if self.best is None or score > self.best[0]:
+            self.best = score, reward
+        before = self.best[1]
+        return reward - before > RISE * max(abs(reward), abs(before))
+
+    def lasting(self) -> Iterator[tuple[str, str]]:
+        """Yields each sign that has lasted too long, and a line about it.
 
         A sign whose cause has lasted as long is left out.
         """
-        causes = {NO_ANSWER: {NO_ACTION}, ALL_ALIKE: self.since.keys() - {ALL_ALIKE, NO_CANDIDATE}}
+        broken = self.since.keys() - {ALL_ALIKE, SOLVED, *UNITS}
+        causes = {NO_ANSWER: {NO_ACTION}, ALL_ALIKE: broken}
         for sign, n in self.since.items():
             caused = any(self.since[cause] >= n for cause in causes.get(sign, ()))
-            if n >= LIMITS.get(sign, PATIENCE) and not caused:
-                unit = "evolutions" if sign == NO_CANDIDATE else "steps"
-                yield sign, n, f"for {n} {unit} in a row {sign}: {REMEDIES.get(sign, FAILED)}"
+            if n >= (LIMIT if sign in UNITS else PATIENCE) and not caused:
+                kind, unit = "SOLVED" if sign == SOLVED else "WARNING", UNITS.get(sign, "steps")
+                yield sign, f"{kind}  for {n} {unit} in a row {sign}: {REMEDIES.get(sign, FAILED)}"

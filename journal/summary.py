@@ -1,86 +1,23 @@
-"""What a step and a run come to: the metrics of a step, the table at the end."""
+"""What a run comes to: the sentence, the table and the speed at its end."""
 
 import math
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from statistics import median
 from typing import Any
 
-from population import Population, mean_rewards
-from tasks import Task, Trajectory
-from tasks.metrics import average_by_source, compute_metrics
-from tasks.tools import Failure, Tool
-
 Row = dict[str, Any]
-LINE = {  # column of metrics.jsonl -> how a line shows it
-    "reward": "reward {:.2f}", "logp": "log-prob {:.3f}", "kl": "KL {:.4f}", "P": "|P| {}", "w_best": "best w {:.2f}",
-}  # fmt: skip
+START = "first policy, first instruction"
+TRAINED = "trained policy, first instruction"
+WON = "trained policy, I_star"
+TABLE = (WON, TRAINED, START, "first policy, I_star")
 SHARES = {"em": "EM", "f1": "F1"}  # metrics that lie between 0 and 1, as they are shown
 SIGNS = 6  # questions that must change, all one way, before a sign test at 5 % tells it from chance
 
-
-def step_metrics(task: Task, taus: Sequence[Trajectory], G: int, names: Sequence[str] = ()) -> Row:
-    """Returns what the rollouts of a step show, by the names in metrics.jsonl and in the
-    tracker."""
-    n = len(taus)
-    groups = [taus[k : k + G] for k in range(0, n, G)]
-    return {
-        **average_by_source(taus, [{"reward": tau.reward} for tau in taus]),
-        **average_by_source(taus, compute_metrics(task, taus, names)),
-        **{tool.plural: sum(tau.served(tool.tag) for tau in taus) / n for tool in task.tools},
-        **{name: x for tool in task.tools for name, x in count_useless(taus, tool).items()},
-        "answered": sum(tau.stop == "answer" for tau in taus) / n,
-        "failed": sum(tau.failed for tau in taus) / n,
-        "valid_actions": 1
-        - sum(tau.invalid for tau in taus) / max(1, sum(len(tau.turns) for tau in taus)),
-        "prompt_tokens": sum(tau.prompt_tokens for tau in taus) / n,
-        "response_tokens": sum(sum(tau.mask) for tau in taus) / n,
-        "context_tokens": sum(len(tau.ids) for tau in taus) / n,
-        "zero_variance_groups": sum(len({tau.reward for tau in g}) == 1 for g in groups)
-        / len(groups),
-        "n": {str(j): n for j, n in sorted(Counter(tau.instruction for tau in taus).items())},
-        "r_bar": {str(j): round(r, 4) for j, r in sorted(mean_rewards(taus).items())},
-    }
-
-
-def weights(P: Population) -> Row:
-    """Returns the weights of a population, and by which instruction it would be evaluated, for
-    metrics.jsonl."""
-    best = P.best()
-    return {
-        "P": len(P),
-        "best": best.id,
-        "w_best": best.w,
-        "w": {str(I.id): round(I.w, 4) for I in P.active},
-        "p": {
-            str(I.id): round(float(p), 4) for I, p in zip(P.active, P.probabilities(), strict=True)
-        },
-    }
-
-
-def count_useless(taus: Sequence[Trajectory], tool: Tool) -> Row:
-    """Returns the shares of a tool's results that hold nothing, and that say why a call failed, if
-    one did."""
-    turns = [turn for tau in taus for turn in tau.turns if turn.tool == tool.tag]
-    results = [turn.result for turn in turns if turn.result is not None]
-    failed = sum(isinstance(result, Failure) for result in results)
-    if not results:
-        return {}
-    empty = {f"{tool.plural}/empty": sum(not any(result) for result in results) / len(results)}
-    return empty | ({f"{tool.plural}/failed": failed / len(results)} if failed else {})
-
-
-def line(row: Row, tools: Sequence[str]) -> str:
-    """Returns a step's row of metrics.jsonl in a line; `tools`: the columns that count their
-    calls."""
-    reward, *others = LINE.items()
-    # no tool is called where demonstrations train
-    calls = count_calls(row, [tool for tool in tools if tool in row])
-    shown = dict([reward, *((name, f"{name} {{:.2f}}") for name in calls), *others])
-    return "  ".join(
-        form.format(x) for name, form in shown.items() if (x := (row | calls).get(name)) is not None
-    )
+SPEEDS = {  # column of time/ -> how it is said
+    "sampled_per_s": "{:,.0f} tokens/s sampled",
+    "trained_per_s": "{:,.0f} tokens/s of updates",
+    "mfu": "MFU {:.2f} (6 FLOPs a parameter and token, attention apart)",
+}
 
 
 def count_calls(row: Row, tools: Sequence[str]) -> dict[str, float]:
@@ -91,17 +28,7 @@ def count_calls(row: Row, tools: Sequence[str]) -> dict[str, float]:
     return {tool: row[tool] for tool in tools}
 
 
-def added_sentences(text: str, parent: str, width: int = 90) -> str:
-    """Returns the sentences of an instruction that its parent does not have, on one line."""
-    sentences = [x for x in re.split(r"(?<=[.!?])\s+", text) if x not in parent]
-    # the sentence about tags comes last
-    added = " ".join(sorted(sentences, key=lambda x: "<" in x))
-    return (added if len(added) <= width else added[: width - 5] + "[...]").replace(
-        "\n", " "
-    ) or "(other order)"
-
-
-def lineage(parents: Mapping[int, int | None], id: int) -> list[int]:
+def trace_lineage(parents: Mapping[int, int | None], id: int) -> list[int]:
     """Returns the ids from the first instruction to `id`; `parents`: of each instruction."""
     line = [id]
     while (parent := parents.get(line[0])) is not None:
@@ -109,78 +36,106 @@ def lineage(parents: Mapping[int, int | None], id: int) -> list[int]:
     return line
 
 
-def conclusion(means: dict[str, float], n: int, metric: str, spread: dict[str, float]) -> str:
+def conclude(means: dict[str, float], n: int, metric: str, spread: dict[str, float]) -> str:
     """Returns whose gain it is in one sentence: the policy's, the instruction's, or only the
     pair's.
 
     `means`: row of the final table -> mean of the metric over `n` questions; `spread`: its standard
     deviation over them. A gain below two standard errors, or of too few questions, counts as none.
     """
-    first, policy = "first policy, first instruction", "trained policy, first instruction"
-    end = "trained policy, I_star" if "trained policy, I_star" in means else policy
-    gain, noise = (
-        means[end] - means[first],
-        2 * math.hypot(spread[end], spread[first]) / math.sqrt(n),
-    )
-    gained = f"{label(metric)} {gain:+.2f}"
+    end = WON if WON in means else TRAINED
+    gain = means[end] - means[START]
+    gained, asked = f"{label(metric)} {gain:+.2f}", many(n, "question")
+
+    # is it more than chance?
+    noise = 2 * math.hypot(spread[end], spread[START]) / math.sqrt(n)
     if noise and abs(gain) <= noise:
-        return f"{gained}: nothing gained that {n} questions could show (two standard errors are {noise:.2f})."
+        return f"{gained}: nothing gained that {asked} could show (two standard errors are {noise:.2f})."
     right_or_wrong = all(
-        math.isclose(spread[x] ** 2, means[x] * (1 - means[x]), abs_tol=1e-9) for x in (first, end)
+        math.isclose(spread[x] ** 2, means[x] * (1 - means[x]), abs_tol=1e-9) for x in (START, end)
     )
     if n < SIGNS or (right_or_wrong and round(abs(gain) * n) < SIGNS):
-        asked = many(n, "question")
-        return f"{gained}: nothing gained that {asked} could show (a sign test takes {SIGNS} that change)."
-    if end == policy:
+        shown = f"nothing gained that {asked} could show"
+        if right_or_wrong and means[end] == 1:
+            shown = f"{asked} and all solved, but no gain is shown"
+        return f"{gained}: {shown} (a sign test takes {SIGNS} that change)."
+
+    # whose is it?
+    if end == TRAINED:
         return f"{gained} under the first instruction."
     if gain < 0:
         return f"{gained}: the run has done harm."
-    by_policy, by_instruction = (
-        means[policy] - means[first],
-        means["first policy, I_star"] - means[first],
-    )
-    text = f"{gained}; the policy alone has {by_policy:+.2f}, the instruction alone {by_instruction:+.2f}: "
+    by_policy = means[TRAINED] - means[START]
+    by_instruction = means["first policy, I_star"] - means[START]
     if by_policy + by_instruction <= 0.6 * gain:
-        return text + "the pair is worth more than its parts."
-    if by_instruction >= 0.8 * gain:
-        return text + "a search over instructions would have been enough."
-    return text + (
-        "training would have been enough." if by_policy >= 0.8 * gain else "the parts add up."
-    )
+        whose = "the pair is worth more than its parts"
+    elif by_instruction >= 0.8 * gain:
+        whose = "a search over instructions would have been enough"
+    elif by_policy >= 0.8 * gain:
+        whose = "training would have been enough"
+    else:
+        whose = "the parts add up"
+    alone = f"the policy alone has {by_policy:+.2f}, the instruction alone {by_instruction:+.2f}"
+    return f"{gained}; {alone}: {whose}."
 
 
-def ending(summary: Row, path: Path) -> str:
-    """Returns the last screen of a run: metrics, the winning instruction, its cost, where the files
-    are."""
-    calls = {name: count_calls(row, summary["tools"]) for name, row in summary["held_out"].items()}
-    rows: dict[str, Row] = {name: row | calls[name] for name, row in summary["held_out"].items()}
-    digits = dict.fromkeys(summary["metrics"], 3) | {
-        name: 2 for some in calls.values() for name in some
+def count_seconds(steps: Sequence[Row]) -> dict[str, float]:
+    """Returns the seconds of all steps by phase: what is waited for alone is no part of what
+    surrounds it."""
+    names = ("rollout", "tools", "reward", "update", "verify", "evolve", "evaluate")
+    phases = {name: sum(row.get(f"time/{name}", 0.0) for row in steps) for name in names}
+    phases["rollout"] -= phases["tools"]  # in which every trajectory waited for a tool
+    phases["evolve"] -= phases["verify"]  # the rest are the optimizer's calls
+    return phases
+
+
+def measure_speed(steps: Sequence[Row]) -> dict[str, float]:
+    """Returns the speeds of the middle step, by the keys of SPEEDS that were measured."""
+    columns = {
+        name: [row[f"time/{name}"] for row in steps if f"time/{name}" in row] for name in SPEEDS
     }
-    lines = [
-        "",
-        "held-out questions, greedy",
-        "  ".join([" " * 33, *(f"{label(k):>9}" for k in digits)]),
-    ]
-    lines += [
-        "  ".join([f"{name:33}", *(f"{row[k]:9.{n}f}" for k, n in digits.items())])
-        for name, row in rows.items()
-    ]
-    lines += ["(by source in summary.json)", "", summary["conclusion"]]
-    cost = summary["ledger"]
+    return {name: median(column) for name, column in columns.items() if column}
+
+
+def tell_speed(steps: Sequence[Row]) -> str:
+    """Returns tokens a second and where the steps' time went, in a line."""
+    speed, phases = measure_speed(steps), count_seconds(steps)
+    said = [form.format(speed[name]) for name, form in SPEEDS.items() if name in speed]
+    total = sum(phases.values())
+    shares = [f"{name} {x / total:.0%}" for name, x in phases.items() if x > 0.005 * total]
+    return f"speed: {', '.join(said)}; of a step's time {', '.join(shares)}"
+
+
+def final_table(summary: Row) -> list[str]:
+    """Returns the lines of the held-out questions' table: metrics and calls, policy by
+    instruction."""
+    # a column for each metric and each tool
+    tools, columns = summary["tools"], {name: 3 for name in summary["metrics"]}
+    rows = {name: row | count_calls(row, tools) for name, row in summary["held_out"].items()}
+    for name in count_calls(summary["start"], tools):
+        columns[name] = 2
+    head = "  ".join([" " * 33, *(f"{label(name):>9}" for name in columns)])
+    lines = [head]
+    for name, row in rows.items():
+        cells = [f"{row[column]:9.{digits}f}" for column, digits in columns.items()]
+        lines.append("  ".join([f"{name:33}", *cells]))
+    return lines
+
+
+def tabulate(summary: Row) -> str:
+    """Returns the last screen of a run: metrics, the winning instruction, its cost."""
+    lines = ["", "held-out questions, greedy", *final_table(summary)]
     line = " -> ".join(f"#{j}" for j in summary["generations"])
-    lines += ["", f"best instruction, I_star ({line}):", summary["I_star"], ""]
+    lines += ["(by source in summary.json)", "", summary["conclusion"], ""]
+    lines += [f"best instruction, I_star ({line}):", summary["I_star"], ""]
+    cost = summary["ledger"]
     if cost["optimizer_calls"]:
-        lines += [
+        lines.append(
             f"cost: {many(cost['optimizer_calls'], 'optimizer call')} ({cost['optimizer_tokens']:,} tokens, "
             f"{cost['optimizer_seconds']:.1f} s); {many(cost['verification_rollouts'], 'verification rollout')} on "
             f"{cost['training_rollouts']:,} of training: {100 * summary['overhead_inference']:.1f} % "
             "(the paper: 1.4-7 %)"
-        ]
-    lines += [
-        f"{many(summary['steps'], 'step')} in {summary['seconds']:.0f} s. {path}: summary.json, I_star.txt, policy/, "
-        "metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/"
-    ]
+        )
     return "\n".join(lines)
 
 

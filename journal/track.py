@@ -1,12 +1,9 @@
-"""Copies of a run's numbers, texts and trajectories for a tracker; the run's directory has
-everything anyway."""
+"""Copies of a run's numbers and texts for a tracker; the run's directory has everything anyway."""
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from tasks import Trajectory
 
 
 class Tracker:
@@ -30,23 +27,14 @@ class Tracker:
             self.api.init(project="inspo", config=config, resume="allow", **which)
 
     def log(self, row: Mapping[str, Any], t: int) -> None:
-        """Logs numbers and texts."""
-        for name, x in row.items() if self.name == "tensorboard" else ():
-            (self.api.add_text if isinstance(x, str) else self.api.add_scalar)(name, x, t)
-        if self.name in ("wandb", "trackio"):
-            texts = {name: [[t, x]] for name, x in row.items() if isinstance(x, str)}
-            tables = {
-                name: self.api.Table(columns=["step", "text"], data=data)
-                for name, data in texts.items()
-            }
-            self.api.log({**row, **tables}, step=t)
-
-    def trajectories(self, taus: Iterable[Trajectory], t: int) -> None:
-        """Logs those whose tokens the update watched as traces, which trackio alone has."""
-        for tau in taus if self.name == "trackio" else ():
-            if tau.tokens:
-                chat = {"user": tau.question.text, "assistant": tau.response}
-                trace = self.api.Trace(
-                    [{"role": k, "content": text} for k, text in chat.items()], tau.record()
-                )
-                self.api.log({"trajectory": trace}, step=t)
+        """Logs the numbers and texts of a row."""
+        if self.name == "tensorboard":
+            for name, x in row.items():
+                add = self.api.add_text if isinstance(x, str) else self.api.add_scalar
+                add(name, x, t)
+        elif self.name:
+            shown = dict(row)
+            for name, x in row.items():
+                if isinstance(x, str):
+                    shown[name] = self.api.Table(columns=["step", "text"], data=[[t, x]])
+            self.api.log(shown, step=t)

@@ -1,14 +1,19 @@
-"""The GRPO head and its passes over rows, timed next to torch, Liger, TRL and CCE; the last line is
-JSON.
+"""The GRPO head, timed next to torch, Liger and TRL; the last line is JSON.
 
     python -m kernels.bench --shapes 2048x151936 --peers ours Liger torch --csv head.csv --plot head.png
 
 Run it in the folder that holds kernels/; it needs torch, on a GPU triton, for --plot matplotlib.
 
 Head: loss and gradients, with respect to hidden states (N, H) and weight (V, H), of Eq. 2 (eps 0.2,
-no KL), averaged over the unmasked tokens. Rows: the same from the logits of 4,096 tokens on,
-without matrix products. A peer that is installed is measured as its users get it and, after a
-comma, at the best setting that we know. Without a GPU small shapes only test the script.
+no KL), averaged over the unmasked tokens. Without a GPU small shapes only test the script.
+
+A peer that is installed is measured as its users get it and, after a comma, at the best setting
+that we know:
+
+Liger fused            LigerFusedLinearGRPOLoss, compiled; a sequence is a chunk, or all 8 are one
+Liger Triton + logits  logits in the dtype of the weights, then triton_grpo_loss
+TRL                    ChunkedLogProbFunction with its trainer's tiles of the vocabulary, or one tile; then Eq. 2
+torch                  float32 logits; or F.linear_cross_entropy, or that in chunks; then Eq. 2
 
 ms       one call, median
 x ours   time relative to the first line of its kind
@@ -30,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.benchmark import Timer
 
-from kernels.head import _rows, _two_passes, grpo_head, head_logits, token_logprobs
+from kernels.head import grpo_head, token_logprobs
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
@@ -97,12 +102,6 @@ def trl_logp(b, one_tile=False):
     X, W, y = unmasked(b)
     words = len(W) if one_tile else _CHUNKED_LOGPROB_CHUNK_SIZE
     return ChunkedLogProbFunction.apply(X, W, None, y, 1.0, words, None, 1.0, ("entropy",))[0]
-
-
-def cce_logp(b):
-    from cut_cross_entropy import linear_cross_entropy
-
-    return -linear_cross_entropy(*unmasked(b), reduction="none")
 
 
 def sequences(b):
@@ -176,7 +175,6 @@ PEERS = {
     "Liger Triton + logits": liger_triton,
     "TRL": trl_logp,
     "TRL, one tile": partial(trl_logp, one_tile=True),
-    "CCE + torch": cce_logp,
     "torch": plain_logp,
     "torch linear_cross_entropy": torch_logp,
     "torch linear_cross_entropy, chunked": partial(
@@ -186,22 +184,12 @@ PEERS = {
 
 
 def runs_of(b):
-    """Returns {name: (matrix products, function)}; with products it returns (loss, dX, dW), or
-    (logp,), or nothing."""
-    passes, z = _rows(b.hidden.device), head_logits(b.hidden[:CHUNK].detach(), b.weight)
-    eps = torch.full_like(b.adv, EPS)
-    tokens = dict(targets=b.targets, adv=b.adv, w=b.w, old=b.old_logp, eps_low=eps, eps_high=eps)
-    rows = {name: x[:CHUNK] for name, x in tokens.items()}
-    rows |= dict(z=z, grad_dtype=DTYPE, temperature=1.0, beta=0.0)
-    two_passes = partial(_two_passes, passes, eq2)
-    one_launch = passes.loss_rows if CUDA else two_passes
+    """Returns {name: (matrix products, function)}; with three it returns (loss, dX, dW) or nothing,
+    with one (logp,)."""
     return {name: (3, partial(gradients, b, peer)) for name, peer in PEERS.items()} | {
         "three bare products": (3, lambda: bare_products(b)),
         "ours, forward only": (1, lambda: token_logprobs(*unmasked(b))[:1]),
         "torch, forward only": (1, lambda: (plain_logp(b).detach(),)),
-        "rows": (0, lambda: one_launch(**rows)),  # they overwrite z, which costs no time
-        "rows, two passes": (0, lambda: two_passes(**rows)),
-        "rows, a copy of the logits": (0, lambda: z.clone()),
     }
 
 
@@ -213,31 +201,36 @@ def check(peers):
     exact.hidden, exact.weight = (
         x.detach().double().requires_grad_() for x in (b.hidden, b.weight)
     )
-    wanted = {3: gradients(exact, plain_logp), 1: (plain_logp(exact).detach(),), 0: ()}
+    wanted = {3: gradients(exact, plain_logp), 1: (plain_logp(exact).detach(),)}
     errors = {}
     for name, (n, run) in runs_of(b).items():
         if not name.startswith(peers):
             continue
+        errors[name] = math.nan
         try:
             pairs = list(zip(run(), wanted[n], strict=False))
-            errors[name] = max(
-                (((x - y).norm() / y.norm()).item() for x, y in pairs), default=math.nan
-            )
+            if pairs:
+                ratios = [(x - y).norm() / y.norm() for x, y in pairs]
+                errors[name] = torch.stack(ratios).max().item()  # nan, if one is
         except Exception as e:  # a peer can raise anything
             print(f"{name}: {type(e).__name__}: {e}", file=sys.stderr)
-            errors[name] = math.nan
     return errors
 
 
 def measure(run, seconds):
-    """Returns the median ms of a run and its peak GB, which is 0 without a GPU."""
-    ms = Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=seconds).median * 1000
-    if not CUDA:
-        return ms, 0.0
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    return ms, (torch.cuda.max_memory_allocated() - before) / 1e9
+    """Returns the median ms of a run, its peak GB, which is 0 without a GPU, and why it failed."""
+    try:
+        timer = Timer("run()", globals={"run": run})
+        ms = timer.blocked_autorange(min_run_time=seconds).median * 1000
+        if not CUDA:
+            return ms, 0.0, ""
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return ms, (torch.cuda.max_memory_allocated() - before) / 1e9, ""
+    except Exception as e:  # a peer can raise anything
+        missing = isinstance(e, ImportError)
+        return math.nan, math.nan, "not installed" if missing else type(e).__name__
 
 
 def plot(rows, path):
@@ -248,15 +241,15 @@ def plot(rows, path):
 
     panels = {}
     for row in rows:
-        lines = panels.setdefault("H {H} x V {V}, {masked:g} % masked".format(**row), {})
-        if row["products"] == 3 and not row["note"]:
-            lines.setdefault(row["name"], {})[row["tokens"]] = row["ms"]
+        if row["products"] == 3:
+            lines = panels.setdefault("H {H} x V {V}, {masked:g} % masked".format(**row), {})
+            lines.setdefault(row["name"], []).append((row["tokens"], row["ms"]))
     figure = Figure(figsize=(4 + 5 * len(panels), 5), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, (title, lines) in zip(axes, panels.items(), strict=True):
         axis.set_prop_cycle(color=colormaps["tab20"].colors)
         for name, line in lines.items():
-            axis.plot(line.keys(), line.values(), marker=".", label=name)
+            axis.plot(*zip(*line, strict=True), marker=".", label=name)
         axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms", title=title)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(path)
@@ -294,38 +287,25 @@ def main() -> None:
     print(f"torch {torch.__version__}, {device}")
     rows, errors = [], check(tuple(args.peers))
     for shape, masked, N in itertools.product(args.shapes, args.masked, args.tokens):
-        print(
-            f"\n{f'{N} tokens, {masked:g} % masked, H x V = {shape}':46} ms  x ours  TFLOP/s      GB    error"
-        )
+        title = f"{N} tokens, {masked:g} % masked, H x V = {shape}"
+        print(f"\n{title:46} ms  x ours  TFLOP/s      GB    error")
         (H, V), first = map(int, shape.split("x")), {}
         for name, (n, run) in runs_of(make_batch(N, H, V, masked / 100)).items():
             if name not in errors:
                 continue
-            row = {"name": name, "products": n, "tokens": N, "H": H, "V": V, "masked": masked}
-            row |= {"error": errors[name], "note": ""}
-            try:
-                ms, gb = measure(run, args.seconds)
-                flops = 2 * n * (N - int(N * masked / 100)) * H * V
-                row |= {
-                    "ms": ms,
-                    "ratio": ms / first.setdefault(n, ms),
-                    "tflops": flops / ms / 1e9,
-                    "peak_gb": gb,
-                }
-                cells = "{ms:12.2f} {ratio:7.2f} {tflops:8.3g} {peak_gb:7.2f} {error:8.1e}".format(
-                    **row
-                )
-            except Exception as e:  # a peer can raise anything
-                row["note"] = cells = (
-                    "not installed" if isinstance(e, ImportError) else type(e).__name__
-                )
+            ms, gb, note = measure(run, args.seconds)
+            row = dict(name=name, products=n, tokens=N, H=H, V=V, masked=masked, ms=ms)
+            row["ratio"] = ms / first.setdefault(n, ms)
+            row["tflops"] = 2 * n * (N - int(N * masked / 100)) * H * V / ms / 1e9
+            row |= dict(peak_gb=gb, error=errors[name], note=note)
             rows.append(row)
-            print(f"{name:36} {cells:>12}", flush=True)
+            line = "{name:36} {ms:12.2f} {ratio:7.2f} {tflops:8.3g} {peak_gb:7.2f} {error:8.1e}  {note}"
+            print(line.format(**row), flush=True)
     if args.csv:
         with open(args.csv, "w", newline="", encoding="utf-8") as file:
-            table = csv.DictWriter(file, list(max(rows, key=len, default=())))
-            table.writeheader()
-            table.writerows(rows)
+            table = csv.writer(file)
+            table.writerows(rows[:1])  # names of the columns
+            table.writerows(row.values() for row in rows)
     if args.plot:
         plot(rows, args.plot)
     print(json.dumps({"device": device, "rows": rows}))

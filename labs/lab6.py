@@ -6,6 +6,7 @@ app = marimo.App(width="medium", app_title="Lab 6: learn from failures")
 with app.setup:
     import re  # noqa: F401 (for you)
     from collections import Counter
+    from contextlib import nullcontext
     from types import SimpleNamespace
 
     import marimo as mo
@@ -271,7 +272,8 @@ def _(
     desk.need("The run", right_diagnose, right_propose, right_admit)
     counts = Counter(name for e in failures for name in diagnose(e.text))
     room = cfg.N_P - cfg.N_parent
-    _log = SimpleNamespace(played=lambda *row: None)  # a run would note each trajectory
+    _run = SimpleNamespace(write_trajectories=lambda *sample: None)  # a run would keep them
+    _log = SimpleNamespace(run=_run, timing=lambda phase: nullcontext())
     _evolution = Evolution(cfg, task, None, P, _log)
     _prompt = _evolution.prompt(P.family[0], failures, room)
     _replies = {

@@ -39,23 +39,11 @@ def fuse(model: Any) -> str:
     """Replaces the layers of `model` that Liger can compute; returns which, or why none, for the
     start-up text."""
     try:
-        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-        from liger_kernel.ops.rope import LigerRopeFunction
-        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction as RMSNorm
+        from liger_kernel.ops.rope import LigerRopeFunction as Rope
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction as SiLUMul
     except ImportError:
         return "none (liger-kernel is not installed)"
-    return replace_layers(model, LigerRMSNormFunction, LigerSiLUMulFunction, LigerRopeFunction)
-
-
-def fuse_shapes(model: Any) -> str:
-    """The same for a model on the meta device, to estimate by: its layers keep and move what
-    Liger's do."""
-    return replace_layers(model, NormShapes, SiLUMulShapes, RopeShapes)
-
-
-def replace_layers(model: Any, RMSNorm: Any, SiLUMul: Any, Rope: Any) -> str:
-    """Puts these functions of autograd in place of the model's layers; returns which they replaced,
-    or why none."""
     config = model.config
     family = FAMILIES.get(config.model_type)
     if family is None:
@@ -100,46 +88,3 @@ def _with_global(function: Any, name: str, value: Any) -> FunctionType:
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
-
-
-# ---- what Liger's functions keep for the backward pass, and how many bytes they read and write:
-# values mean nothing
-
-
-class NormShapes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        x, weight, _ = ctx.saved_tensors
-        return dy * x, torch.empty_like(weight), None, None, None, None
-
-
-class SiLUMulShapes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate, up)
-        return gate * up
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        gate, up = ctx.saved_tensors
-        # one pass reads all three and writes both, in the memory of gate and up
-        return dy * gate, -up
-
-
-class RopeShapes(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> Any:
-        ctx.save_for_backward(cos, sin)
-        return q * cos.unsqueeze(1), k * sin.unsqueeze(1)
-
-    @staticmethod
-    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> Any:
-        cos, sin = ctx.saved_tensors
-        return dq * cos.unsqueeze(1), dk * sin.unsqueeze(1), None, None

@@ -282,7 +282,12 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
 
 def empty(config: Any, dtype: torch.dtype, device: str) -> Any:
     """Returns a whole model with uninitialized weights, for `fill`."""
-    model = skeleton(config, dtype).to_empty(device=device)
+    return materialize(skeleton(config, dtype), device)
+
+
+def materialize(model: Any, device: str) -> Any:
+    """Gives a model from `skeleton` memory on the device."""
+    model.to_empty(device=device)
     model.tie_weights()  # to_empty separates tied weights
     return model
 
@@ -305,14 +310,19 @@ def shard(
     compute: torch.dtype | None = None,
     frozen: bool = False,
     offload: bool = False,
+    gather: bool = False,
 ) -> Any:
     """Shards a model from `skeleton` over all ranks, in place; returns it with uninitialized
     weights, for `fill`.
 
     `compute`: dtype in which blocks are gathered and run (None: the model's own). `frozen`: for a
     model that is never trained; gathered weights are freed right after use. `offload` keeps the
-    shares in CPU memory.
+    shares in CPU memory. `gather`: weights stay gathered until `reshard`, or until a backward pass
+    that `hold` does not hold.
     """
+    model.score = MethodType(score, model)
+    if frozen and not offload and dist.get_world_size() == 1:
+        return materialize(model, device)  # one rank has the whole: there is nothing to gather
     mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),))
     # cast_forward_inputs would also cast the log-probs that enter the loss.
     policy = MixedPrecisionPolicy(
@@ -320,7 +330,7 @@ def shard(
     )
     place = CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy()
     # by default FSDP keeps the root's weights gathered for the backward pass
-    freed = frozen or None
+    freed = False if gather else frozen or None
     # the root holds embedding, last norm and head, which are needed together
     for part in [*blocks(model), model]:
         fully_shard(
@@ -330,9 +340,22 @@ def shard(
         if dist.get_world_size() > 1:  # on one rank FSDP would divide by it, too
             # the loss is already normalized over all ranks: sum the gradients
             part.set_gradient_divide_factor(1.0)
-    model.score = MethodType(score, model)
     register_fsdp_forward_method(model, "score")
     return model.to_empty(device="cpu" if offload else device)
+
+
+def hold(model: Any, held: bool) -> None:
+    """Lets the next backward pass leave blocks gathered and add up their gradients unreduced, in
+    float32. The first pass that is not held reduces the sum and frees the blocks."""
+    model.set_requires_gradient_sync(not held)
+    model.set_reshard_after_backward(not held)
+
+
+def reshard(model: Any) -> None:
+    """Frees what forward passes without a backward pass have left gathered."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def dither(W: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -392,9 +415,7 @@ def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
     One tensor at a time; all ranks must iterate together.
     """
-    if isinstance(model, FSDPModule):
-        # after a forward pass without backward the root is still gathered, in bfloat16
-        model.reshard()
+    reshard(model)  # what is gathered is in bfloat16
     adapted = lora.layers(model)
     for name, p in model.named_parameters():
         if layer := adapted.get(name):

@@ -68,14 +68,17 @@ class Packing:
         These are each token's first place among the K (T,), the S tokens that have several (S,),
         and all of theirs (S, most), filled up with K.
         """
+        # of each piece, its parent's tokens and its own
         pieces = np.split(np.arange(sum(self.lengths)), np.cumsum(self.lengths)[:-1])
         seen = list[Any]()
         for parent, own in zip(self.parents, pieces, strict=True):
             seen += [own] if parent < 0 else [pieces[parent], own]
         places = np.concatenate(seen)
+
+        # the keys in the order of their tokens, each the nth of its token's
         K, order = len(places), places.argsort(kind="stable")
         token = places[order]
-        nth = np.arange(K) - np.searchsorted(token, token)  # among its token's places
+        nth = np.arange(K) - np.searchsorted(token, token)
         all_places = np.full((token[-1] + 1, nth.max() + 1), K)
         all_places[token, nth] = order
         shared = np.flatnonzero(all_places[:, 1] < K)
@@ -96,30 +99,28 @@ class Packing:
 
 
 class KeysOfPieces(torch.autograd.Function):
-    """Keys and values (T, heads, dim) of a row -> what its pieces attend to, (K, heads, dim) each;
+    """Keys and values (1, heads, T, dim) of a row -> what its pieces attend to, (K, heads, dim) each;
     see Packing.places.
 
-    One copy each, where a copy for each piece would keep a small row waiting for Python. The
-    gradients of a shared token are summed in float32.
+    One copy of both, where a copy for each piece would keep a small row waiting for Python. The
+    gradients of a shared token are summed in float32, as torch sums bfloat16.
     """
 
     @staticmethod
     def forward(
         ctx: Any, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, *back: torch.Tensor
     ) -> Any:
-        ctx.back = back
-        return k[places], v[places]
+        ctx.back, ctx.heads = back, [k.shape[1], v.shape[1]]
+        both = torch.cat([k, v], 1)[0].transpose(0, 1)  # (T, heads of both, dim)
+        return both[places].split(ctx.heads, 1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         first, shared, several = ctx.back
-        sums = []
-        for grad in grads:
-            with_zero = F.pad(grad, (0, 0, 0, 0, 0, 1))
-            total = with_zero[several].sum(1, dtype=torch.float32)
-            sums.append(grad[first].index_copy_(0, shared, total.to(grad.dtype)))
-        return *sums, None, None, None, None
+        both = F.pad(torch.cat(grads, 1), (0, 0, 0, 0, 0, 1))  # a row of zeros at K
+        sums = both[first].index_copy_(0, shared, both[several].sum(1))
+        return *sums.transpose(0, 1)[None].split(ctx.heads, 1), None, None, None, None
 
 
 def grouped_attention(
@@ -174,9 +175,11 @@ def packed_attention(
     queries, longest = packing.longest
     window = window or longest
     if query.dtype == torch.bfloat16 and query.is_cuda:
-        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, heads, dim)
+        q = query[0].transpose(0, 1)  # (T, heads, dim)
         if any(packing.before):
-            k, v = KeysOfPieces.apply(k, v, *packing.places)
+            k, v = KeysOfPieces.apply(key, value, *packing.places)
+        else:
+            k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
         # -1: no window, for which the kernel has a faster variant
         reach = window - 1 if window < longest else -1
         # FlashAttention-2, whose causal mask ends at a piece's last query and last key

@@ -5,10 +5,15 @@ import time
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from journal.silence import ALL_ALIKE, NO_ANSWER, Silence
-from journal.summary import lineage
+from journal.rows import count_costs
+from journal.silence import ALL_ALIKE, NO_ANSWER, NOT_FOLLOWED, SOLVED, Silence
+from journal.summary import count_seconds, measure_speed, trace_lineage
 from page.read import Row, Run, finite_number
 
+# panel that shows a sign
+PANELS = {
+    NO_ANSWER: "answered", ALL_ALIKE: "zero_variance_groups", SOLVED: "zero_variance_groups", NOT_FOLLOWED: "reward",
+}  # fmt: skip
 RUNNING = 600.0  # seconds without a line after which an unfinished run counts as stopped
 
 
@@ -19,6 +24,7 @@ def judge_run(run: Run, tree: Row) -> Row:
         "learned": describe_gain(run),
         "winner": describe_winner(run, tree),
         "cost": sum_costs(run),
+        "vain": tell_vain(run),
         "warnings": find_warnings(run),
     }
 
@@ -61,34 +67,32 @@ def describe_winner(run: Run, tree: Row) -> Row | None:
     second, j = max(others, default=(None, None))
     return {
         "id": id,
-        "lineage": lineage(parents, id),
+        "lineage": trace_lineage(parents, id),
         "w": w.get(id),
         "second": {"id": j, "w": second} if others else None,
     }
 
 
 def sum_costs(run: Run) -> Row:
-    """What the run has spent: calls and tokens, rollouts, seconds by phase."""
+    """What the run has spent: calls and tokens, rollouts, seconds by phase, and how fast it was."""
     calls = [row["call"] for row in run.reflections if "call" in row]
+    costs = count_costs(run.steps, run.reflections, run.events, run.tools)
     total = run.summary.get("seconds") or max(read_column(run.steps, "time/total"), default=0.0)
-    names = ("rollout", "reward", "update", "verify", "evolve", "evaluate")
-    phases = {name: sum(read_column(run.steps, f"time/{name}")) for name in names}
-    phases["evolve"] -= phases["verify"]  # a part of it; the rest are the optimizer's calls
-    failed = {name for row in run.steps for name in row if name.endswith("/faults")}
+    phases = count_seconds(run.steps)
     phases["other"] = max(0.0, total - sum(phases.values()))
+    failed = {name for row in run.steps for name in row if name.endswith("/faults")}
     return {
-        "calls": len(calls),
+        "calls": costs["optimizer_calls"],
         "optimizer": run.config.get("optimizer_model"),
         **{name: sum(read_column(calls, name)) for name in ("prompt_tokens", "completion_tokens")},
-        "optimizer_seconds": sum(read_column(calls, "seconds")),
-        "training": sum(row["t"] > 0 for row in run.steps)
-        * run.config.get("batch", 0)
-        * run.config.get("G", 0),
-        "verification": sum(read_column(run.reflections, "rollouts")),
-        "tool_calls": run.summary.get("ledger", {}).get("tool_calls"),
+        "optimizer_seconds": costs["optimizer_seconds"],
+        "training": costs["training_rollouts"],
+        "verification": costs["verification_rollouts"],
+        "tool_calls": costs["tool_calls"],
         "faults": sum(max(read_column(run.steps, name), default=0) for name in failed),
         "seconds": total,
         "phases": phases,
+        "speed": measure_speed(run.steps),
     }
 
 
@@ -130,18 +134,24 @@ def _of_numbers(rows: list[Row], metric: str) -> Iterator[Row]:
 def _of_silence(run: Run, rows: list[Row]) -> Iterator[Row]:
     """What the run itself has warned of."""
     silence, lasted = Silence(), dict[str, tuple[int, str]]()
-    for row in rows:
-        silence.step(row)
-        for sign, _, text in silence.lasting():
-            lasted[sign] = row["t"], text
-    panels = {NO_ANSWER: "answered", ALL_ALIKE: "zero_variance_groups"}
+    for row in run.steps:
+        silence.hear(row)
+        for sign, line in silence.lasting():
+            lasted[sign] = row["t"], line.partition("  ")[2]
     for sign, (t, text) in lasted.items():
         until = "To the end" if t == rows[-1]["t"] else f"Up to step {t}"
-        yield _warning(f"{until}, {text}", panels.get(sign, ""))
+        yield _warning(f"{until}, {text}", PANELS.get(sign, ""))
+    vain = tell_vain(run)
+    if vain:
+        yield _warning(vain, "tree")
+
+
+def tell_vain(run: Run) -> str:
+    """Returns a sentence if instructions should have changed, and did not."""
     mode = run.config.get("mode", "static")
-    if mode != "static" and run.summary.get("evolved") is False:
-        text = f"No evolution changed the instructions: this is no result of --mode {mode}."
-        yield _warning(text, "tree")
+    if mode == "static" or run.summary.get("evolved") is not False:
+        return ""
+    return f"No evolution changed the instructions: this is no result of --mode {mode}."
 
 
 def _of_updates(rows: list[Row]) -> Iterator[Row]:

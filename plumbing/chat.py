@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 REMEDY = "fix it, or choose another model"
 TODAY = datetime(2024, 7, 26)  # what Llama 3's template takes where it has no clock
+# The clock is a macro before the template: from 5.24 on transformers gives a template no functions.
+DATES = "".join(TODAY.strftime(f"|replace('%%{x}', '%{x}')") for x in "aAbBdHIjmMpSyY")
+CLOCK = "{% macro strftime_now(format) %}{{ format" + DATES + " }}{% endmacro %}\n"
 
 
 def rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> str:
@@ -27,8 +30,11 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options
     `options`: what else it is given. A template that asks for the date gets TODAY: a resumed run
     has the prompts that it began with. Raises Fault where the template fails.
     """
-    options = {"add_generation_prompt": True, "strftime_now": TODAY.strftime} | options
+    options = {"add_generation_prompt": True} | options
     try:
+        if "strftime_now" in str(getattr(tokenizer, "chat_template", "")):
+            template = tokenizer.get_chat_template(tools=options.get("tools"))
+            options["chat_template"] = CLOCK + template
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except Exception as e:  # a template is a program and can raise anything
         why = f"{type(e).__name__}: {first_line(e)}"

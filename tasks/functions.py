@@ -21,7 +21,7 @@ from concurrent.futures import Future, InvalidStateError
 from functools import wraps
 from itertools import islice
 from traceback import TracebackException
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic takes no older ones
@@ -220,14 +220,24 @@ def load_tools(spec: str, where: str) -> list[TypedFunction]:
 
 
 def _without_types(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function whose docstring has `city: ...` for `city (str): ...`: transformers reads
-    no types there."""
+    """Returns a function whose docstring has `city: ...` for `city (str): ...`, as transformers reads
+    no types there, and whose arguments of classes, which it does not know, are dictionaries."""
     names = "|".join(inspect.signature(function).parameters)
     plain = wraps(function)(lambda: None)
+    hints = get_type_hints(function)
+    plain.__annotations__ = {
+        name: hint if _is_basic(hint) else dict for name, hint in hints.items()
+    }
     plain.__doc__ = re.sub(
         rf"^(\s*(?:{names}))\s*\(.*?\)\s*:", r"\1:", inspect.getdoc(function) or "", flags=re.M
     )
     return plain
+
+
+def _is_basic(hint: Any) -> bool:
+    parts = () if get_origin(hint) is Literal else get_args(hint)
+    basic = {int, float, str, bool, type(None), list, tuple, dict, Any, ...}
+    return all(map(_is_basic, parts)) if parts else get_origin(hint) is Literal or hint in basic
 
 
 def _cut(value: Any) -> Any:

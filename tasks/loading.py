@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,11 +14,10 @@ from typing import Any
 from config import PRESETS, Config
 from plumbing.faults import Fault, together
 from plumbing.outside import JOINERS, printable, without_secrets
-from plumbing.stop import LEADS
-from tasks.plugs import find_plug, import_named, wait_for
+from tasks.plugs import find_plug, import_named
 from tasks.task import Task
 from tasks.tools import Tool, check_words
-from tasks.trajectories import Question, Trajectory
+from tasks.trajectories import Question
 
 LINE_ENDS = "\r\x0b\x0c\x85\u2028\u2029"  # besides the usual one
 
@@ -32,14 +31,20 @@ def load_task(cfg: Config, given: Any = None) -> Task:
     where = f"--task {cfg.task}"
     kind = given if isinstance(given, type) else type(given)
     if given is None or kind is str:
-        kind = import_named(where, cfg.task, "class")
+        word, _, rest = cfg.task.partition(":")
+        plug = find_plug(f"--task {word}")
+        if plug:
+            kind = import_named(where, plug, "function")(rest)
+        else:
+            kind = import_named(where, cfg.task, "class")
     if not issubclass(kind, Task):
         plug = find_plug("--task")  # for classes of another convention
         if not plug:
             raise Fault(f"{where}: it does not extend tasks.Task")
         kind = import_named(where, plug, "function")(kind, where)
     if cfg.reward:
-        kind = replace_reward(kind, cfg.reward)
+        flag = f"--reward {cfg.reward}"
+        kind = import_named(flag, find_plug("--reward"), "function")(kind, cfg.reward)
 
     # The task itself gets those of --tools that have no module.
     words = cfg.tools.split(",")
@@ -78,22 +83,10 @@ def add_tools(task: Task, spec: str) -> None:
             faults.append(e)
     if not fitting:
         raise faults[0]
-    for fault in faults if LEADS else ():
+    leads = os.environ.get("RANK", "0") == "0"
+    for fault in faults if leads else ():
         print(printable(f"note: {fault}; it is left out"), flush=True)
     task.tools = [*task.tools, *fitting]
-
-
-def replace_reward(kind: type[Task], spec: str) -> type[Task]:
-    """Returns the task with the reward of --reward: a function, async or not, that returns a number
-    for each of the trajectories it gets. Its attribute `best_reward`, if it has one, replaces the
-    task's."""
-    score = import_named(f"--reward {spec}", spec, "function")
-
-    def reward(self: Task, taus: Sequence[Trajectory]) -> list[float]:
-        return wait_for(score(taus))  # type: ignore[no-any-return]
-
-    own = {"reward": reward, "best_reward": getattr(score, "best_reward", kind.best_reward)}
-    return type(kind.__name__, (kind,), own | {"__module__": kind.__module__})
 
 
 def choose_instruction(task: Task) -> str:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +34,23 @@ JSON_TEXT = re.compile(r'\s*"?(\[[\s\\n]*["{]|\{[\s\\n]*")')  # an answer may be
 OTHER_SCRIPTS = re.compile(f"[\u0530-\u1cff{SIGNS}]")
 
 
-def load_questions(path: str | Path) -> list[Question]:
+def load_questions(path: str | Path, rows: bool = False) -> list[Question]:
     """Returns the questions of a .jsonl or .parquet file, or of one on the hub (§4); a Fault names
     file and row.
 
     An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes
-    `{source}-{id}`.
+    `{source}-{id}`. `rows`: the row of each, with all its columns, is its `data`.
     """
     path = fetch_file(str(path))
-    read = {".jsonl": read_json_lines, ".parquet": read_parquet}.get(path.suffix)
+    read_table = partial(read_parquet, columns=None) if rows else read_parquet
+    read = {".jsonl": read_json_lines, ".parquet": read_table}.get(path.suffix)
     if read is None or not path.is_file():
         raise Fault(f"{path}: no such .jsonl or .parquet file; check the path")
     questions, notes = list[Question](), Counter[str]()
     for line, row in read(path):
         try:
-            questions.append(_read_question(row, line))
+            question = _read_question(row, line)
+            questions.append(replace(question, data=row) if rows else question)
         except ValueError as e:
             raise Fault(f"{path}:{line}: {e}") from None
         notes.update(_doubts(row, questions[-1]))
@@ -80,14 +83,16 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def read_parquet(
-    path: Path, columns: Collection[str] = COLUMNS
+    path: Path, columns: Collection[str] | None = COLUMNS
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the rows of a file, counted from 1: those of `columns` that it has."""
+    """Yields the rows of a file, counted from 1: those of `columns` that it has; None: all."""
     import pyarrow.parquet as pq  # here: few files are parquet
 
     try:
         with pq.ParquetFile(path) as file:
-            names = [column for column in columns if column in file.schema_arrow.names]
+            names = file.schema_arrow.names
+            if columns is not None:
+                names = [column for column in columns if column in names]
             as_json = [
                 name
                 for name in names
@@ -142,7 +147,9 @@ def _read_question(row: object, line: int) -> Question:
     if not golds:
         raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth`")
     id, source, text, *golds = clean([id, source, text.strip(), *golds])
-    return Question(id, text if text.endswith("?") else text + "?", tuple(golds), source)
+    return Question(
+        id, text if text.endswith(("?", "？", "؟")) else text + "?", tuple(golds), source
+    )
 
 
 def _doubts(row: object, q: Question) -> Iterator[str]:

@@ -30,6 +30,7 @@ class SearchQA(Task):
     """Reads --train, --valid and --test, and searches --corpus or --retriever."""
 
     instruction: str = SEARCH_R1  # what the paper starts from (App. F)
+    keeps_rows = False  # whether a question's `data` is its row
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
@@ -72,7 +73,7 @@ class SearchQA(Task):
         if not file:
             raise Fault(f"--{flag} is missing: give a .jsonl or .parquet file of questions")
         try:
-            every = load_questions(file)
+            every = load_questions(file, self.keeps_rows)
         except Fault as e:
             raise Fault(f"--{flag} {e}") from None
         if cfg.valid or split == "test":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -32,6 +33,9 @@ class Task(ABC):
     instruction: str = "Answer inside <answer> and </answer>."  # without --instruction
     # the lowest that a right answer earns: below it a trajectory has failed
     best_reward: ClassVar[float] = 1.0
+    at_once: int = sys.maxsize  # episodes that can be played together
+
+    waited = 0.0  # seconds in which all trajectories waited for tools
 
     def __init__(self, cfg: Config):
         self.cfg = cfg

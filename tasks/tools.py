@@ -27,8 +27,8 @@ WORDS = ("tag", "noun", "argument", "plural", "result_tag")
 # task's has such a name.
 COLUMNS = set(
     "t metrics loss kl entropy clip_fraction logp logp_gap grad_norm lr skipped_updates candidates answered "
-    "failed valid_actions prompt_tokens response_tokens context_tokens zero_variance_groups P best w_best w p n "
-    "r_bar time test valid".split()
+    "failed valid_actions prompt_tokens response_tokens context_tokens zero_variance_groups all_right_groups "
+    "all_wrong_groups P best w_best w p n r_bar time test valid".split()
 )
 TAG = re.compile(r"[^\W\d][\w-]*")
 ANSWERS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # innermost, complete

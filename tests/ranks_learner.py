@@ -1,7 +1,7 @@
 """Run by torchrun: the learner on a policy that FSDP2 has cut over all ranks; writes what it
 computes.
 
-    torchrun --nproc_per_node=2 tests/ranks_learner.py POLICY BATCHES OUT [--bf16] [--recompute] [--offload] [--load D]
+    torchrun --nproc_per_node=2 tests/ranks_learner.py POLICY BATCHES OUT [--load D] [FLAGS]
 
 Takes two updates on BATCHES, a pickle of (Config, mini-batches). OUT gets result.pt (metrics and
 weights, by rank 0), `dcp/` with the state after the first update, and `policy/`. With --load that
@@ -11,6 +11,7 @@ state replaces the first update.
 import argparse
 import gc
 import pickle
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("policy")
     parser.add_argument("batches")
     parser.add_argument("out", type=Path)
-    for flag in ("bf16", "recompute", "offload"):
+    for flag in ("bf16", "recompute", "offload", "gather"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--load")
     args = parser.parse_args()
@@ -53,13 +54,14 @@ def main() -> None:
     cfg, minibatches = pickle.loads(Path(args.batches).read_bytes())
     config, source = load_config(args.policy), load_model(args.policy) if rank == 0 else None
     frozen = torch.bfloat16 if args.bf16 and cfg.lora_rank else torch.float32
-    reference = fill(
-        shard(skeleton(config, frozen), "cpu", frozen=True, offload=args.offload), source
-    )
+    cfg = replace(cfg, gather=int(args.gather))
+    how = {"offload": args.offload, "gather": args.gather}
+    reference = fill(shard(skeleton(config, frozen), "cpu", frozen=True, **how), source)
     model = skeleton(config, frozen)
     for whole in [model] + [source] * (rank == 0):
         lora.add(whole, cfg.lora_rank, cfg.lora_alpha)
-    model = fill(shard(model, "cpu", compute=torch.bfloat16 if args.bf16 else None), source)
+    compute = torch.bfloat16 if args.bf16 else None
+    model = fill(shard(model, "cpu", compute=compute, gather=args.gather), source)
     plain = {name: p.to(frozen) for name, p in source.named_parameters()} if source else {}
     for (name, whole), (_, copy) in zip(weights(model), weights(reference), strict=True):
         assert torch.equal(whole, copy.to(whole.dtype)) and (

@@ -56,9 +56,7 @@ def main() -> None:
 
         engine = Server(urls[0], tokenizer, STOP, model=path, max_len=500)
     else:
-        engine = VllmEngine(
-            path, tokenizer, STOP, max_len=500, dtype="float32", memory=0.1, seed=rank
-        )
+        engine = VllmEngine(path, tokenizer, STOP, max_len=500, dtype="float32", memory=0.1)
     errors = []
     for _ in range(2):
         engine.load(weights(model))

@@ -1,9 +1,11 @@
 """Algorithm 1 and its evolution, rule by rule, with a policy and an optimizer that read their
 answers from tables."""
 
+import contextlib
 import inspect
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +14,7 @@ from config import Config
 from grpo import Learner
 from journal.checkpoints import Checkpoints
 from journal.log import Log
-from journal.summary import step_metrics
+from journal.rows import make_step_row, make_weights_row
 from plumbing.faults import Fault, OptimizerDown
 from population import Population, ReplayBuffer
 from reflect import Call, Optimizer
@@ -76,7 +78,7 @@ class TablePolicy:
         self.updates.append((t, taus, [(tau.reward, tau.advantage) for tau in taus]))
         return {"loss": float(t)}
 
-    def pace(self, taus):
+    def measure_speed(self, taus):
         return {"time/update": 1.0}
 
 
@@ -101,21 +103,39 @@ class TableOptimizer:
 
 class Recorder:
     """A log that keeps (name, *arguments) of every call, and what it sees of P and B at that
-    moment."""
+    moment.
+
+    A row that is written goes by what it tells: an event's name, or "call", "accepted", "verified".
+    """
 
     def __init__(self, cfg=None):
-        self.cfg, self.events, self.seen = cfg, [], []
+        self.cfg, self.events, self.seen, self.samples = cfg, [], [], []
+        self.run = SimpleNamespace(
+            write_trajectories=lambda *sample: self.samples.append(sample),
+            append=lambda name, row: self.record(next(iter({"scored"} & set(row))), row),
+        )
 
     def __getattr__(self, name):
         def record(*args):
             inspect.signature(getattr(Log, name)).bind(self, *args)
-            self.events.append((name, *args))
-            self.look(name)
+            self.record(name, *args)
 
         return record
 
+    def record(self, name, *args):
+        self.events.append((name, *args))
+        self.look(name)
+
+    def write_row(self, name, row):
+        told = {"call", "accepted", "verified"} & set(row)
+        self.record(row["event"] if name == "population" else told.pop(), row)
+
+    @contextlib.contextmanager
+    def timing(self, phase):
+        yield
+
     def measure(self, taus) -> dict:
-        return step_metrics(self.task, taus, self.cfg.G)
+        return make_step_row(self.task, taus, self.cfg.G)
 
     def look(self, name: str) -> None:
         """Keeps (name, weights, latest step in the buffer)."""
@@ -131,6 +151,10 @@ class Recorder:
     def of(self, name: str) -> list[tuple]:
         """Returns the arguments of the calls with this name."""
         return [args for event, *args in self.events if event == name]
+
+    def rows(self, name: str) -> list[dict]:
+        """Returns the rows that tell this."""
+        return [row for [row] in self.of(name)]
 
 
 class Kept(Checkpoints):
@@ -221,12 +245,16 @@ class Evolved:
     @property
     def joined(self) -> list[list[str]]:
         """What joined, by round."""
-        return [[c.text for c in joining] for *_, joining in self.log.of("verified")]
+        return [
+            [c["text"] for c in row["verified"] if c["joined"]] for row in self.log.rows("verified")
+        ]
 
     @property
     def shortfall(self) -> str:
-        [args] = self.log.of("evolved")
-        return args[-1]
+        [row] = self.log.rows("evolve")
+        return re.search(
+            r"(?:no new instruction|left): (.*?)(?:; P stays as it is|\n|$)", row["text"]
+        )[1]
 
     def shown(self, call: int = 0) -> list[str]:
         """The questions of the failures in a prompt."""
@@ -348,9 +376,8 @@ def test_rounds_and_places_are_limited(replies, knobs, joined):
 
 def test_where_the_parents_fill_the_population_nobody_is_asked():
     e = Evolved({"a": 0.5, "b": 0.4}, {}, N_P=2, N_parent=2)
-    assert (
-        not e.optimizer.prompts and e.P.probabilities()[0] > 0.5 and e.log.of("evolved")[0][3] == []
-    )
+    assert not e.optimizer.prompts and e.P.probabilities()[0] > 0.5
+    assert len(e.log.rows("evolve")[0]["P"]) == 2
 
 
 def test_without_verification_every_candidate_joins_in_the_order_of_the_reply_and_nobody_is_asked():
@@ -389,13 +416,10 @@ def test_parents_are_the_best_by_weight_and_the_others_leave():
         ("c", None),
         ("new", None),
     ]
-    [(t, P, parents, joined, _)] = e.log.of("evolved")
-    assert (t, P, [I.text for I in parents], [I.text for I in joined]) == (
-        T_NOW,
-        e.P,
-        ["b", "c"],
-        ["new"],
-    )
+    [row] = e.log.rows("evolve")
+    assert row["t"] == T_NOW and [I["text"] for I in row["P"]] == ["b", "c", "new"]
+    assert row["text"].startswith("parent #1, #2 (0.50 on D_B); 1 joined\n")
+    assert "#3 " in row["text"] and "+ new" in row["text"]
 
 
 def test_every_round_draws_one_of_the_parents_to_revise():
@@ -420,7 +444,7 @@ def test_no_text_is_proposed_twice_whoever_its_parent_is():
     replies = ["WEAK!", "Strong.", "new"], ["new.", "other"]
     e = Evolved({"strong": 0.8, "weak": 0.3}, right, *replies, N_parent=2, N_P=4, seed=seed)
     assert e.texts == ["strong", "weak", "new", "other"]
-    rejected = [[row["k"] for row in rejected] for *_, rejected in e.log.of("proposed")]
+    rejected = [[c["k"] for c in row["rejected"]] for row in e.log.rows("accepted")]
     assert rejected == [[1, 2], [1]]
 
 
@@ -449,19 +473,22 @@ def test_the_parent_s_own_failures_are_shown_first():
 def test_a_candidate_that_gives_an_answer_away_is_rejected():
     e = Evolved({"old": 0.5}, {"old": 5, "new": 5}, ["it is gold f1", "new"], N_P=3)
     assert e.texts == ["old", "new"]
-    [(*_, accepted, rejected), *_] = e.log.of("proposed")
-    assert accepted == [2] and rejected[0]["reason"] == "contains the gold answer 'gold f1'"
+    row = e.log.rows("accepted")[0]
+    assert (
+        row["accepted"] == [2]
+        and row["rejected"][0]["reason"] == "contains the gold answer 'gold f1'"
+    )
 
 
 def test_no_more_candidates_are_verified_than_were_asked_for():
     many = [f"new {k}" for k in range(500)]
     e = Evolved({"old": 0.5}, {"old": 5} | dict.fromkeys(many, 4), many, N_P=4, rounds=1, D_B=10)
-    [(*_, accepted, rejected)] = e.log.of("proposed")
-    assert accepted == [1, 2, 3] and [(row["k"], row["reason"][:18]) for row in rejected] == [
-        (4, "3 were asked for: ")
-    ]
-    [(*_, verified, _)] = e.log.of("verified")
-    assert len(verified) == 3 and len(e.policy.rollouts[0][2]) == (1 + 3) * 10
+    [row] = e.log.rows("accepted")
+    assert row["accepted"] == [1, 2, 3]
+    assert [(c["k"], c["reason"][:18]) for c in row["rejected"]] == [(4, "3 were asked for: ")]
+    [row] = e.log.rows("verified")
+    assert len(row["verified"]) == 3 and row["rollouts"] == (1 + 3) * 10
+    assert len(e.policy.rollouts[0][2]) == (1 + 3) * 10
 
 
 # --- the verification rollouts
@@ -491,13 +518,12 @@ def test_the_questions_of_the_failures_shown_are_not_verified_on():
 
 def test_D_B_limits_the_questions_verified_on():
     e = Evolved({"old": 0.5}, dict.fromkeys(["old", "a"], 10), ["a"], D_B=3, N_P=2)
-    [(_, _, D_B, verified, joining)] = e.log.of("verified")
-    assert len(D_B) == 3 and {job.question for job in e.policy.rollouts[0][2]} == set(D_B)
-    assert (
-        verified[0].parent == 0
-        and verified == joining
-        and verified[0].r == verified[0].r_parent == 1.0
-    )
+    [row] = e.log.rows("verified")
+    asked = {job.question.id for job in e.policy.rollouts[0][2]}
+    assert len(row["D_B"]) == 3 and asked == set(row["D_B"])
+    assert row["verified"] == [
+        {"text": "a", "parent": 0, "r": 1.0, "r_parent": 1.0, "joined": True}
+    ]
 
 
 def test_the_task_s_reward_verifies():
@@ -506,9 +532,10 @@ def test_the_task_s_reward_verifies():
             return [0.5, 1.0, -2.0, 1.5][: len(taus)]
 
     e = Evolved({"old": 0.5}, {"old": 0, "new": 0}, ["new"], N_P=2, D_B=2, task=Marked, rounds=1)
-    [(_, _, _, [candidate], joining)] = e.log.of("verified")
-    assert (candidate.parent_rewards, candidate.rewards) == ([0.5, 1.0], [-2.0, 1.5])
-    assert (candidate.r, candidate.r_parent, candidate.parent, joining) == (-0.25, 0.75, 0, [])
+    [row] = e.log.rows("verified")
+    # the means of -2 and 1.5, and of 0.5 and 1
+    refused = {"text": "new", "parent": 0, "r": -0.25, "r_parent": 0.75, "joined": False}
+    assert row["verified"] == [refused] and row["r_parent"] == 0.75
     [(_, _, jobs, _)] = e.policy.rollouts
     assert [job.group for job in jobs] == [0, 1, 2, 3]
 
@@ -544,7 +571,7 @@ def test_without_anything_new_P_and_its_weights_stay_as_they_are(
 ):
     e = Evolved(BOTH, {"a": 5, "near": 4, "bad": 0}, *replies, **knobs)
     assert e.texts == ["a", "b"] and [I.w for I in e.P.active] == [0.5, 0.25]
-    assert [I.left for I in e.P.family] == [None, None] and len(e.log.of("evolved")) == 1
+    assert [I.left for I in e.P.family] == [None, None] and len(e.log.rows("evolve")) == 1
     assert e.shortfall == shortfall
     assert (len(e.optimizer.prompts), len(e.policy.rollouts)) == (calls, verifications)
 
@@ -561,19 +588,23 @@ def test_what_replies_that_could_not_be_read_have_cost_is_logged():
     down = OptimizerDown("malformed answer")
     down.call = Call("unread", "prompt", "", 6000, 600, 1.0, False)
     e = Evolved(BOTH, {"a": 5}, down)
-    assert e.log.of("call") == [[T_NOW, 0, e.P.family[0], down.call]] and not e.log.of("proposed")
+    [row] = e.log.rows("call")
+    assert row == {"t": T_NOW, "round": 0, "parent": 0, "call": vars(down.call)}
+    assert not e.log.rows("accepted")
 
 
 def test_a_call_is_logged_before_its_reply_is_read():
     e = Evolved({"old": 0.5}, {"old": 5, "new": 5}, ["new"], N_P=2)
     names = [name for name, *_ in e.log.events]
-    assert names == ["call", "proposed", "played", "verified", "evolved"]
-    [(*when, call)] = e.log.of("call")
-    assert when == [T_NOW, 0, e.P.family[0]] and call.reply == "<ins_1> new </ins_1>"
-    assert e.log.of("proposed") == [[*when, call, [1], []]]
-    [(*played, taus)] = e.log.of("played")
-    [(*verified, _, _, _)] = e.log.of("verified")
-    assert played == when and verified == when[:2] and len(taus) == 20
+    assert names == ["call", "accepted", "verified", "evolve"]
+    when = {"t": T_NOW, "round": 0, "parent": 0}
+    [call], [reply], [verified] = map(e.log.rows, ("call", "accepted", "verified"))
+    assert call["call"]["reply"] == "<ins_1> new </ins_1>"
+    assert reply == when | {"accepted": [1], "rejected": []}
+    assert all(row.items() >= when.items() for row in (call, verified))
+    [(name, sample)] = e.log.samples
+    assert name == f"verify-{T_NOW:06d}-0" and len(sample) == 20
+    assert [row["candidate"] for row in sample] == [0] * 10 + [1] * 10
 
 
 # --- the first population (L2)
@@ -583,7 +614,7 @@ def test_a_call_is_logged_before_its_reply_is_read():
 def first(optimizer, N_P=4):
     cfg, log = Config(N_P=N_P), Recorder()
     evolution = inspo.Evolution(cfg, Exam(cfg, {}), optimizer, inspo.population_of(cfg), log)
-    evolution.begin()
+    evolution.fill_population()
     return evolution.P, log
 
 
@@ -597,7 +628,8 @@ def test_the_first_population_is_the_first_instruction_and_its_paraphrases():
         "Improve the above prompt.\nGive 3 different candidates." in prompt
         and "wrong" not in prompt
     )
-    assert log.of("started") == [[P]] and [args[:2] for args in log.of("call")] == [[0, 0]]
+    [start], [call] = log.rows("start"), log.rows("call")
+    assert [I["text"] for I in start["P"]] == [I.text for I in P.active] and call["t"] == 0
     assert (P.tau_s, P.window) == (0.2, 5)  # App. B
 
 
@@ -626,7 +658,7 @@ def test_an_optimizer_that_does_not_answer_its_first_call_ends_the_run_at_its_st
 def test_the_first_instruction_starts_alone_if_nobody_paraphrases_it():
     for optimizer, N_P in [(None, 4), (TableOptimizer(["x"]), 1)]:
         P, log = first(optimizer, N_P)
-        assert [I.text for I in P.active] == [FIRST] and log.of("started")
+        assert [I.text for I in P.active] == [FIRST] and log.of("start")
         assert not optimizer or not optimizer.prompts
 
 
@@ -686,29 +718,28 @@ def test_a_step_is_taken_in_the_order_of_algorithm_1():
     )
     fresh, learned = {0: 0.0, 1: 0.0}, {0: 1.0, 1: 0.0}
     assert log.seen == [
-        ("begin_step", fresh, 0),
         ("rollout", fresh, 0),
         ("update", fresh, 0),
-        ("step", learned, 0),  # attributed, and nobody has left yet
-        ("pruned", {0: 1.0}, 0),
+        ("keep_step", learned, 0),  # attributed, and nobody has left yet
+        ("prune", {0: 1.0}, 0),
         ("mark", {0: 1.0}, 1),
         ("call", {0: 1.0}, 1),  # the optimizer reads failures of this very step
-        ("proposed", {0: 1.0}, 1),
+        ("accepted", {0: 1.0}, 1),
         ("verify 0", {0: 1.0}, 1),
-        ("played", {0: 1.0}, 1),
         ("verified", {0: 1.0}, 1),
-        ("evolved", {0: 0.0, 2: 0.0}, 1),
+        ("evolve", {0: 0.0, 2: 0.0}, 1),
         ("end_step", {0: 0.0, 2: 0.0}, 1),
         ("mark", {0: 0.0, 2: 0.0}, 1),
         ("save", {0: 0.0, 2: 0.0}, 1),
     ]
-    [(t, taus, P, row)] = log.of("step")
+    [(t, taus, row)] = log.of("keep_step")
     [(_, trained, _)] = policy.updates
-    assert (t, P) == (1, log.P) and taus is trained and log.of("mark") == [[1, False], [1, True]]
-    assert row == step_metrics(Exam(log.cfg, {}), taus, log.cfg.G) | {
-        "loss": 1.0,
-        "time/update": 1.0,
-    }
+    assert t == 1 and taus is trained and log.of("mark") == [[1, False], [1, True]]
+    # the weights as they were before any instruction left
+    weights = {"w": {"0": 1.0, "1": 0.0}, "w_best": 1.0, "best": 0, "P": 2}
+    assert row.items() >= (weights | {"loss": 1.0, "time/update": 1.0}).items()
+    measured = make_step_row(Exam(log.cfg, {}), taus, log.cfg.G)
+    assert row.items() >= measured.items() and set(make_weights_row(log.P)) < set(row)
 
 
 def test_a_run_that_was_stopped_inside_a_step_evolves_and_evaluates_first():
@@ -719,23 +750,22 @@ def test_a_run_that_was_stopped_inside_a_step_evolves_and_evaluates_first():
     knobs = dict(N_P=2, batch=6, T=2, K_p=1, K_e=1, T_e=100, eval_every=1)
     right = {"all": 6, "none": 0, "new": 6}
     _, _, log, _ = run(right, ["new"], restored=(P, B), at=(1, 1), **knobs)
-    evolution = ["call", "proposed", "verify 0", "played", "verified", "evolved"]
+    evolution = ["call", "accepted", "verify 0", "verified", "evolve"]
     done = [name for name, *_ in log.seen]
     rest = [
         *evolution,
-        "evaluated",
-        "evaluated",
+        "add_evaluation",
+        "add_evaluation",
         "end_step",
         "mark",
         "save",
-        "begin_step",
         "rollout",
         "update",
-        "step",
+        "keep_step",
     ]
     assert done[: len(rest)] == rest
-    assert [args[0] for args in log.of("step")] == [2]  # whose own evolution follows
-    assert [args[0] for args in log.of("evolved")] == [1, 2]
+    assert steps_of(log, "keep_step") == [2]  # whose own evolution follows
+    assert [row["t"] for row in log.rows("evolve")] == [1, 2]
 
 
 def test_every_question_is_played_G_times_under_one_instruction():
@@ -788,17 +818,25 @@ def test_pruning_and_evolution_keep_their_schedule():
     replies = [names[k : k + 3] for k in range(0, 40, 3)]
     knobs = dict(T=14, K_p=2, K_e=4, T_e=12, N_P=4, N_parent=1, D_B=2)
     _, _, log, _ = run(dict.fromkeys(names, 0), *replies, **knobs)
-    sizes = [(name, len(weights)) for name, weights, _ in log.seen if name in ("pruned", "evolved")]
-    generation = [("pruned", 2), ("pruned", 1), ("evolved", 4)]
+    sizes = [(name, len(weights)) for name, weights, _ in log.seen if name in ("prune", "evolve")]
+    generation = [("prune", 2), ("prune", 1), ("evolve", 4)]
     assert sizes == [*generation, *generation, *generation[:2]]
-    assert steps_of(log, "pruned") == [2, 4, 6, 8, 10, 12]  # not at 14: |P| = N_parent
-    assert steps_of(log, "evolved") == [4, 8]  # not at 12: t < T_e
-    assert len(log.of("begin_step")) == 14 and steps_of(log, "step") == list(range(1, 15))
+    assert [row["t"] for row in log.rows("prune")] == [
+        2,
+        4,
+        6,
+        8,
+        10,
+        12,
+    ]  # not at 14: |P| = N_parent
+    assert [row["t"] for row in log.rows("evolve")] == [4, 8]  # not at 12: t < T_e
+    assert steps_of(log, "keep_step") == list(range(1, 15))
     marks = [[0, True], *([t, ended] for t in range(1, 15) for ended in (False, True))]
     assert log.of("mark") == marks
     assert sorted({I.left for I in log.P.family} - {None}) == [2, 4, 6, 8, 10, 12]
-    for _, P, dropped in log.of("pruned"):
-        assert P is log.P and dropped and not any(I in P.active for I in dropped)
+    for row in log.rows("prune"):
+        left = {I.id for I in log.P.family if I.left == row["t"]}
+        assert left and left.isdisjoint(I["id"] for I in row["P"])
 
 
 def test_evaluations_and_checkpoints_keep_theirs():
@@ -806,12 +844,12 @@ def test_evaluations_and_checkpoints_keep_theirs():
     first, *others = policy.evaluations
     assert first == (0, FIRST, "test")  # at T `compare` does
     assert others == [(t, FIRST, split) for t in (4, 8) for split in ("valid", "test")]
-    assert [split for split, _ in log.of("evaluated")] == ["valid", "test"] * 2
+    assert [split for split, _ in log.of("add_evaluation")] == ["valid", "test"] * 2
     assert steps_of(log, "save") == [4, 5, 8, 10, 12] and steps_of(log, "end_step") == list(
         range(1, 13)
     )
     _, _, log, _ = run({}, static=True, N_P=1, T=3, eval_every=0)
-    assert not log.of("evaluated") and steps_of(log, "save") == [3]
+    assert not log.of("add_evaluation") and steps_of(log, "save") == [3]
     _, policy, _, _ = run({}, static=True, N_P=1, T=3, eval_every=1)
     assert [t for t, _, split in policy.evaluations if split == "valid"] == [1, 2]
 
@@ -831,7 +869,7 @@ def test_both_policies_are_compared_under_both_instructions():
         "trained policy, I_star",
         "first policy, I_star",
     ]
-    assert [setting for setting, _ in log.of("compared")] == settings
+    assert [setting for setting, _ in log.of("add_result")] == settings
 
 
 def test_after_T_e_the_optimizer_is_not_asked():
@@ -851,7 +889,7 @@ def test_the_result_is_the_policy_and_the_instruction_of_greatest_weight():
 
 
 def test_static_mode_trains_one_instruction_and_never_evolves():
-    calendar = {"started", "begin", "mark", "begin_step", "step", "end_step", "save"}
+    calendar = {"start", "write_start", "mark", "keep_step", "end_step", "save"}
     for T_e in (0, 100):  # whatever T_e is
         (_, I), policy, log, _ = run({}, static=True, N_P=1, N_parent=1, T=6, K_p=1, K_e=1, T_e=T_e)
         assert I.text == FIRST and {name for name, *_ in log.events} == calendar
@@ -863,13 +901,23 @@ def test_a_restored_run_continues_with_its_own_population_and_buffer():
     assert (
         [I.text for I in log.P.active] == ["a", "b"]
         and not optimizer.prompts
-        and not log.of("started")
+        and not log.of("start")
     )
     assert len(log.B.items) == 8 and {job.text for job in policy.rollouts[0][2]} <= {"a", "b"}
     _, _, log, _ = run({"a": 0}, restored=restored("a"), at=(3, 2), T=4)
-    assert steps_of(log, "step") == [3, 4]
+    assert steps_of(log, "keep_step") == [3, 4]
 
 
 def test_a_new_run_starts_with_an_empty_buffer_of_its_capacity():
     _, _, log, _ = run({}, static=True, N_P=1, T=3, buffer=5)
     assert log.B.capacity == 5 and len(log.B.items) == 5
+
+
+def test_groups_that_are_all_right_are_told_from_those_that_are_all_wrong():
+    def group(k, *rewards):
+        return [Trajectory(0, FAILED["f0"], k, [], 0, reward=r, failed=r < 1) for r in rewards]
+
+    taus = [*group(0, 1.0, 1.0), *group(1, 0.0, 0.0), *group(2, 0.5, 0.5), *group(3, 0.0, 0.5)]
+    row = make_step_row(Exam(Config(), {}), taus, 2)
+    shares = row["zero_variance_groups"], row["all_right_groups"], row["all_wrong_groups"]
+    assert shares == (3 / 4, 1 / 4, 2 / 4)

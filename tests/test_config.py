@@ -345,7 +345,7 @@ def test_an_unknown_abbreviated_or_mistyped_flag_is_refused(refuses, argv, said)
 
 REFUSED = """
 --mode evolve|--tracker mlflow|--proposer guess|--device cuda:7|--device tpu|--engine sglang|--recompute 2
---dry_run 8xv100|--dry_run h100
+--dry_run 8xv100|--dry_run 8x|--dry_run 0gb|--dry_run 2x48|--dry_run gb
 --G 1|--K_p 0|--K_e 0|--T 0|--T_e -1|--N_parent 0|--window 0|--D_B -1|--failures 0|--buffer 0
 --save_every 0|--eval_n -1|--seed -1|--lr -1|--lr nan|--tau_s inf|--max_optimizer_tokens -1
 --temperature 0|--tau_s 0|--eps 0|--beta -0.1|--beta nan|--warmup 1|--warmup nan|--vllm 10.0.0.1:8000|--vllm_memory 1
@@ -354,6 +354,17 @@ REFUSED = """
 --rounds 0|--keep 0|--patience 0|--dry_run 0xh100|--temperature 2.1|--instruction /nowhere/i.txt
 --micro_tokens 0|--dither 2|--max_rows 0|--optimizer_retries -1|--search_retries -1
 """
+
+
+@pytest.mark.parametrize(
+    "text, cards",
+    [
+        ("8xH100", (8, "h100", 80)), ("rtx4090", (1, "rtx4090", 24)), ("4xa100", (4, "a100", 80)),
+        ("1x48gb", (1, "48gb", 48)), ("96GB", (1, "96gb", 96)), ("16xH200", (16, "h200", 141)),
+    ],
+)  # fmt: skip
+def test_cards_of_a_dry_run_by_name_or_memory(text, cards):
+    assert config.read_cards(text) == cards
 
 
 @pytest.mark.parametrize("argv", REFUSED.strip().replace("\n", "|").split("|"))

@@ -9,6 +9,7 @@ import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from engines import Engine
 from engines.torch_engine import TorchEngine
-from engines.vllm_engine import VllmEngine, sampling
-from engines.vllm_server import VllmServer
+from engines.vllm_engine import VllmEngine, graph_sizes
+from engines.vllm_server import VllmServer, sampling
 from models.model import export, load_config, load_model, load_tokenizer
 from plumbing.chat import turn_ends
 
@@ -86,7 +87,7 @@ def play(engine, tokens, monkeypatch):
     script = iter(tokens)
 
     def head(h):
-        z = torch.zeros(len(h), len(engine.tokenizer))
+        z = torch.zeros(len(h), engine.model.config.vocab_size)
         z[:, next(script)] = 100.0
         return z
 
@@ -270,7 +271,8 @@ def test_what_ends_a_turn_is_the_same_for_engines_and_for_whoever_loads_an_expor
     assert turn_ends(tokenizer) == tuple(id_of(ends))
     engine = TorchEngine(model, tokenizer, STOP)
     assert [i for i in range(len(tokenizer)) if engine.ended([i])] == sorted(id_of(ends))
-    assert sampling(engine, 10, 1.0)["stop_token_ids"] == id_of(ends)
+    served = SimpleNamespace(tokenizer=tokenizer, stop=STOP)
+    assert sampling(served, 10, 1.0)["stop_token_ids"] == id_of(ends)
     export(load_config(str(path)), model, tokenizer, tmp_path / "exported", torch.float32)
     assert turn_ends(load_tokenizer(str(tmp_path / "exported"))) == tuple(id_of(ends))
     served = GenerationConfig.from_pretrained(tmp_path / "exported").eos_token_id
@@ -323,6 +325,14 @@ def test_a_turn_ends_with_the_first_token_that_completes_any_stop_string(tiny):
         assert next(k for k in range(1, 41) if engine.ended(ids[:k])) == want
         inside += not tokenizer.decode(ids[:want]).endswith(stop)
     assert inside > 10  # a token often contains more than the end of the stop string
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 120, 160, 320, 512])
+def test_a_graph_of_vllm_s_is_at_most_half_larger_than_its_rows(rows):
+    sizes = graph_sizes(rows)
+    assert sizes == sorted(set(sizes)) and sizes[-1] <= 512 and len(sizes) < 20
+    for n in range(1, rows + 1):
+        assert min(size for size in sizes if size >= n) <= 1.5 * n
 
 
 def test_a_turn_has_at_most_max_new_tokens(tiny, small, monkeypatch):

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 import engines.vllm_engine as vllm_engine
 import inspo
 import training.fit as fit
-from config import CARDS, Config, parse_flags
+from config import CARDS, Config, parse_flags, read_cards
 from engines import FinishedTurn
 from grpo import objective
 from kernels import grpo_head
@@ -30,7 +30,7 @@ from models.packing import Packing
 from rollout import rollout
 from tasks import Job, Question
 from tasks.search_qa import SearchQA
-from training.fit import activations, estimate, kv_bytes, with_room
+from training.fit import activations, decide, estimate, find_flags, kv_bytes
 
 ROOT = Path(__file__).parent.parent
 P3, P7 = 3_085_938_688, 7_615_616_512
@@ -125,23 +125,6 @@ def test_the_state_with_lora_by_hand():
     assert fitted.title == "7,616M parameters, LoRA, on 8 x 80 GB"
 
 
-@pytest.mark.parametrize(
-    "argv, verdict",
-    [
-        (["qwen2.5-7b", "--lora_rank", "32"], "a smaller --vllm_memory"),
-        (["qwen2.5-7b", "--lora_rank", "32", "--vllm_memory", "0.7"], "It fits"),
-        (["qwen2.5-1.5b", "--dry_run", "1xrtx4090", "--lora_rank", "32"], "It fits"),
-        (["qwen2.5-0.5b", "--dry_run", "1xrtx4090"], "It fits"),
-        (["qwen2.5-7b"], "--lora_rank 32"),
-        (["qwen2.5-1.5b", "--dry_run", "1xrtx4090"], "--lora_rank 32"),
-    ],
-)
-def test_one_gpu_is_told_when_adapters_make_it_fit(argv, verdict):
-    cfg = parse_flags(["--dry_run", "1xh100", "--model", *argv])
-    fitted = estimate(cfg, fit.shapes(cfg.model), "vllm", 1, CARDS[cfg.dry_run[2:]])
-    assert verdict in (fitted.fault().split("; try ")[-1] or fitted.table())
-
-
 def test_the_kv_cache_by_hand():
     assert kv_bytes(B3) == 2 * 36 * 2 * 128 * 2 and kv_bytes(B7) == 2 * 28 * 4 * 128 * 2
     fitted = estimated()
@@ -153,9 +136,10 @@ def test_the_kv_cache_by_hand():
     graphs = rollout["vLLM (CUDA graphs, an allowance; also while asleep)"]
     assert graphs == 28 * 30e6 == of(fitted)["vLLM (CUDA graphs, an allowance; also while asleep)"]
     tokens = (0.75 * 80e9 - 2 * P7 - work - graphs) / 57344
-    assert rollout["vLLM (KV cache)"] == pytest.approx(
-        57344 * tokens
-    ) and fitted.kv_tokens == pytest.approx(tokens)
+    assert (
+        rollout["vLLM (KV cache)"] == pytest.approx(57344 * tokens)
+        and f"room for {tokens:,.0f} tokens" in fitted.table()
+    )
     assert f"a rank's 320 trajectories can need {320 * 4596:,}" in fitted.table()
     assert f"{tokens // 4596:.0f} of them run at once" in fitted.table()
 
@@ -172,7 +156,7 @@ def test_vllm_has_the_rows_of_whole_groups_up_to_those_that_its_engine_is_given(
     assert "a rank's 855 trajectories" in estimated(CFG3, gpus=3).table()  # 171 of 512 groups of 5
     for cuda, rows, tokens in ((True, 512, 16384), (False, None, None)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
-        given = vllm_engine.settings("m", max_len=9, dtype="bfloat16", memory=0.5, seed=0)
+        given = vllm_engine.settings("m", max_len=9, dtype="bfloat16", memory=0.5)
         assert (given["max_num_seqs"], given["max_num_batched_tokens"]) == (rows, tokens)
 
 
@@ -231,8 +215,8 @@ def test_the_command_prints_the_table_and_refuses_what_cannot_fit(capsys):
     argv = ["--model", "qwen2.5-7b", "--dry_run"]
     inspo.main([*argv, "8xh100"])
     stdout, stderr = capsys.readouterr()
-    _, fitted = with_room(CFG7, B7, "vllm", 8, 80)
-    assert stderr == "" and stdout.startswith(f"{fitted.table()}\n")
+    _, fitted = decide(CFG7, B7, "vllm", 8, 80, 989e12)
+    assert stderr == "" and stdout.startswith(f"{fitted.table()}\n") and "hours" in stdout
     assert "91.4 GB of disk" in stdout  # 7.616e9 x 12 bytes
     with pytest.raises(SystemExit) as end:
         inspo.main([*argv, "1xrtx4090"])
@@ -278,69 +262,65 @@ def test_every_recommended_setting_saves_memory():
     assert estimated(engine="torch", max_rows=8).rollout < estimated(engine="torch").rollout
 
 
+def decided(cfg, config, gpus, gpu_mem, card="h100"):
+    return decide(cfg, config, "vllm", gpus, gpu_mem, 1e12 * CARDS[card][1])[0]
+
+
 @pytest.mark.slow
-def test_activations_are_kept_where_they_fit():
-    """In the largest micro-batches of 8,192 tokens or more for which there is room; what was asked
-    for is kept."""
-    cfg, fit = with_room(CFG3, B3, "vllm", 8, 80)
-    assert cfg == replace(CFG3, recompute=0, micro_tokens=8192)
-    assert fit.table() == estimated(CFG3, recompute=0, micro_tokens=8192).table()
-    assert with_room(CFG3, B3, "vllm", 8, 141)[0] == replace(CFG3, recompute=0, micro_tokens=16384)
-    assert with_room(CFG3, B3, "vllm", 8, 400)[0] == replace(CFG3, recompute=0)
-    for gpu_mem in (80, 141):
-        tokens = 2 * with_room(CFG3, B3, "vllm", 8, gpu_mem)[0].micro_tokens
-        tight = estimate(replace(CFG3, recompute=0, micro_tokens=tokens), B3, "vllm", 8, gpu_mem)
-        assert tight.update > 0.9 * tight.usable
-    cfg, fit = with_room(CFG7, B7, "vllm", 8, 40)
-    assert (
-        cfg == replace(CFG7, recompute=1) and fit.update == estimate(CFG7, B7, "vllm", 8, 40).update
-    )
-    for recompute in (0, 1):
-        asked = replace(CFG3, recompute=recompute, micro_tokens=32768)
-        assert with_room(asked, B3, "vllm", 8, 80)[0] == asked
+def test_activations_are_kept_where_they_fit_and_save_time():
+    """Measured on an H200, tokens/s of 3B: kept 8,192 at a time 19.1k, 16,384 20.4k, 32,768 21.1k,
+    4,096 8.7k; recomputed, 32,768 at a time, 18.1k."""
+    for gpu_mem, tokens in ((80, 8192), (141, 16384), (400, 32768)):
+        cfg = decided(CFG3, B3, 8, gpu_mem)
+        assert cfg == replace(CFG3, recompute=0, micro_tokens=tokens, gather=1)
+        tight = estimate(replace(cfg, micro_tokens=2 * tokens, gather=0), B3, "vllm", 8, gpu_mem)
+        assert tokens == 32768 or tight.update > 0.9 * tight.usable
+    # where only 4,096 tokens would be kept, the host would take longer than recomputing
+    small = replace(CFG3, max_prompt=2000, micro_tokens=8192, vllm_memory=0.4)
+    kept = estimate(replace(small, recompute=0, micro_tokens=4096), B3, "vllm", 8, 48)
+    assert not kept.fault() and kept.update < 0.9 * kept.usable
+    assert decided(small, B3, 8, 48) == replace(small, recompute=1, gather=1)
+    assert decided(CFG7, B7, 8, 40) == replace(CFG7, recompute=1, gather=0)
+    for recompute in (0, 1):  # what was asked for is kept
+        asked = replace(CFG3, recompute=recompute, micro_tokens=32768, gather=0)
+        assert decided(asked, B3, 8, 80) == asked
+
+
+def test_weights_are_gathered_where_they_fit():
+    """Of policy and reference, in bf16, and whole float32 gradients; one rank holds the last two
+    anyway. What was asked for is kept."""
+    blocks = 2 * 36 * 77_076_992  # bytes of the 3B's blocks
+    for gpus, more in (1, 0), (8, 6 * 3_085_938_688):
+        at_a_time, gathered = (
+            estimate(replace(CFG3, gather=gather), B3, "vllm", gpus, 141).update
+            for gather in (0, 1)
+        )
+        assert gathered - at_a_time == pytest.approx(blocks * 34 / 36 + more, rel=1e-6)
+    assert decided(CFG7, B7, 8, 80).gather == 0
+    assert decided(replace(CFG7, gather=1), B7, 8, 80).gather == 1
+    assert decided(replace(CFG3, gather=0), B3, 8, 141).gather == 0
 
 
 @pytest.mark.parametrize(
     "change, where, words",
     [
-        (
-            {},
-            ("vllm", 1, 24),
-            ["largest: moments of AdamW (float32 shards) 60.9", "more GPUs", "--offload_reference"],
-        ),
-        (
-            {"recompute": 0},
-            (),
-            ["largest: activations kept of 32,768 tokens 152.6", "--recompute 1"],
-        ),
-        (
-            {"micro_tokens": 131072},
-            (),
-            ["largest: activations and their gradients in one", "--micro_tokens"],
-        ),
-        ({"vllm_memory": 0.9}, (), ["largest: vLLM (KV cache) 53.8", "--vllm_memory"]),
-        ({"vllm_memory": 0.78}, (), ["largest: vLLM (KV cache)", "--vllm_memory"]),
-        (
-            {"vllm_memory": 0.22},
-            (),
-            ["17.6 GB of vLLM have no room", "CUDA graphs (2.9)", "a larger --vllm_memory"],
-        ),
-        (
-            {},
-            ("torch",),
-            ["largest: torch engine (KV cache of 512 rows, twice) 269.9", "--max_rows"],
-        ),
-        ({"vllm_memory": 0.24}, (), []),  # 19.2 GB: the weights are 15.2
+        ({}, ("vllm", 1, 24), "the update needs largest: moments of AdamW (float32 shards) 60.9"),
+        ({"recompute": 0}, (), "largest: activations kept of 32,768 tokens 152.6"),
+        ({"micro_tokens": 131072}, (), "largest: activations and their gradients in one"),
+        ({"vllm_memory": 0.9}, (), "the rollout needs largest: vLLM (KV cache) 53.8"),
+        ({"vllm_memory": 0.22}, (), "17.6 GB of vLLM have no room CUDA graphs (2.9)"),
+        ({}, ("torch",), "largest: torch engine (KV cache of 512 rows, twice) 269.9"),
+        ({"vllm_memory": 0.24}, (), ""),  # 19.2 GB: the weights are 15.2
     ],
-)
-def test_a_refusal_names_the_largest_part_and_a_cure(change, where, words):
+)  # fmt: skip
+def test_a_refusal_names_the_largest_parts(change, where, words):
     fitted = estimated(CFG7, *where, **change)
     fault = fitted.fault()
     assert "\n" not in fault
     assert (
         bool(fault) == ("do not fit" in fault) == ("It fits" not in fitted.table()) == bool(words)
     )
-    assert all(word in fault for word in words)
+    assert all(word in fault for word in words.split())
 
 
 def test_the_caller_s_config_is_unchanged():
@@ -349,14 +329,40 @@ def test_the_caller_s_config_is_unchanged():
     assert config.to_dict() == before and config._attn_implementation == B3._attn_implementation
 
 
-def test_every_cure_is_a_flag():
-    flags = {f"--{f.name}" for f in fields(Config)}
-    cures = [
-        part.cure
-        for engine in ("vllm", "torch")
-        for part in estimate(CFG7, B7, engine, 8, 80).parts
-    ]
-    assert {word for cure in cures for word in cure.split() if word.startswith("--")} <= flags
+@pytest.mark.parametrize(
+    "argv, flags",
+    [  # the first two and the fourth as newcomers found them by trial
+        ("qwen2.5-3b --dry_run h100", "--vllm_memory"),
+        ("qwen2.5-3b --dry_run 1x24GB", "--vllm_memory --lora_rank"),
+        ("qwen2.5-1.5b --dry_run rtx4090", "--lora_rank"),
+        ("qwen2.5-7b --dry_run 1xH100 --lora_rank 32", "--vllm_memory"),
+        (
+            "qwen2.5-7b --dry_run 8xh100 --vllm_memory 0.22",
+            "--vllm_memory",
+        ),  # no room for its weights
+        ("qwen2.5-7b --dry_run 8xh100 --recompute 0", "--recompute"),
+        ("qwen2.5-7b --dry_run 8xh100 --micro_tokens 131072 --recompute 1", "--micro_tokens"),
+        ("qwen2.5-3b --dry_run 1x62gb --vllm_memory 0.3", "--micro_tokens --offload_reference"),
+        ("qwen2.5-0.5b --dry_run 1x24gb --engine torch", "--max_rows"),
+        ("qwen2.5-7b --dry_run 1x24gb", None),
+    ],
+)
+def test_the_flags_that_a_refusal_names_are_few_and_make_it_fit(argv, flags):
+    argv = ["--model", *argv.split()]
+
+    def place(cfg):
+        gpus, _, memory = read_cards(cfg.dry_run)
+        return fit.shapes(cfg.model), "torch" if cfg.engine == "torch" else "vllm", gpus, memory
+
+    cfg = parse_flags(argv)
+    assert estimate(cfg, *place(cfg)).fault()
+    said = find_flags(cfg, *place(cfg))
+    if flags is None:
+        assert said == "take more GPUs"
+        return
+    found = said.removeprefix("it fits with ").split()
+    assert {word for word in found if word.startswith("--")} == set(flags.split())
+    assert not estimate(parse_flags([*argv, *found]), *place(cfg)).fault()
 
 
 # --- activations: against a formula, and against autograd's on the CPU

@@ -25,7 +25,7 @@ from tiny_model import FIXTURE
 
 import inspo
 from config import PRESETS, Config, read_config
-from journal.summary import count_useless
+from journal.rows import count_useless
 from models.model import load_tokenizer
 from plumbing.faults import Fault, ToolDown
 from tasks import Job

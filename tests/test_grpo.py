@@ -434,13 +434,13 @@ def test_a_step_that_is_not_finite_is_skipped(model, reference, how, bad):
     metrics = learner.update(2, parts)
     assert metrics["skipped_updates"] == 1 and want["skipped_updates"] == 0
     assert metrics == pytest.approx(want | {"skipped_updates": 1}, rel=1e-4)
-    assert learner.memory == ({} if bad == 0 else {"skipped": 1})
+    assert learner.remembered == ({} if bad == 0 else {"skipped": 1})
     torch.testing.assert_close(flat(learner.model), flat(other.model), atol=1e-6, rtol=0)
     assert {int(state["step"]) for state in learner.optimizer.state.values()} == {1}
     before, moments = flat(learner.model), copy.deepcopy(learner.optimizer.state_dict()["state"])
     # nothing was stepped or measured
     assert learner.update(3, [parts[bad]]).keys() == {"lr", "skipped_updates"}
-    assert learner.memory == {"skipped": 1 + bad}
+    assert learner.remembered == {"skipped": 1 + bad}
     assert torch.equal(flat(learner.model), before) and all(
         p.grad is None for p in learner.model.parameters()
     )
@@ -656,3 +656,31 @@ def test_a_learner_restored_from_its_state_continues_bit_by_bit(world):
     resumed.update(2, [taus])
     for p, q in zip(through.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_the_gap_is_told_by_quarter_of_the_depth_with_its_tail(world, sampled):
+    """Against numpy, over two micro-batches or more: gaps that grow with the depth, and one that
+    stands out."""
+    taus = copy.deepcopy(sampled[1.0])
+    longest = max(len(tau.ids) for tau in taus)
+    for tau in taus:
+        tau.advantage = 1.0
+        tau.logps = [lp - 0.1 * k / longest for k, lp in enumerate(tau.logps)]
+    last = max(k for k, acted in enumerate(taus[3].mask) if acted)
+    taus[3].logps[last] -= 2.0
+    learner = learner_of(world[0], world[0], micro_tokens=128)
+    trained = learner.score(taus)[0]
+    places = [(k / longest, lp) for tau in taus for k, lp in enumerate(tau.logps) if tau.mask[k]]
+    depth, engine = np.array(places).T
+    want, found = abs(trained - engine), learner.update(2, [taus])
+    for quarter in range(4):
+        inside = (depth >= quarter / 4) & (depth < (quarter + 1) / 4)
+        name = f"logp_gap/q{quarter + 1}"
+        assert (name in found) == inside.any()
+        assert not inside.any() or found[name] == pytest.approx(want[inside].mean(), rel=1e-3)
+    assert found["logp_gap"] == pytest.approx(want.mean(), rel=1e-3)
+    rank = math.ceil(0.99 * len(want)) - 1  # counted from 0
+    assert found["logp_gap/p99"] == pytest.approx(np.sort(want)[rank], rel=1e-3)
+    assert found["logp_gap/max_ratio"] == pytest.approx(math.exp(want.max()), rel=1e-3)
+    assert found["logp_gap/max_ratio"] > 7
+    assert found["logp_gap/q4"] > 2 * found["logp_gap/q1"] > 0

@@ -129,7 +129,7 @@ def started_with(cfg):
     serve = Mock(return_value="http://127.0.0.1:1")
     assert search.start_server(cfg, serve)[0] == "http://127.0.0.1:1"
     serve.assert_called_once()
-    return serve.call_args.args[1:], serve.call_args.kwargs["deadline"]
+    return serve.call_args.args[2:], serve.call_args.kwargs["deadline"]
 
 
 def test_a_run_waits_for_its_server_as_long_as_its_corpus_takes(elsewhere):

@@ -53,6 +53,7 @@ def imports():
         path
         for path in files
         if not path.parts[0].startswith((".", "runs", "downloads", "mutants"))
+        and path.name != "openenv_server.py"  # it runs in an environment of its own
     ]
     ours = {part for file in files for part in (*file.parts[:-1], file.stem)}
     found = {}

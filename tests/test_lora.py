@@ -298,7 +298,7 @@ def test_a_fault_of_any_rank_is_raised_by_the_first(tmp_path):
             rank=0, size=2, grouped=False, saves=None, gather=lambda mine, _, it=other: [mine, it]
         )
         with pytest.raises(DiskFault, match=match) if match else contextlib.nullcontext():
-            found = Policy.write(SimpleNamespace(ranks=ranks), state, tmp_path)
+            found = Policy.write_share(SimpleNamespace(ranks=ranks), state, tmp_path)
     assert found.keys() == {".metadata", "__0_0.distcp", "__1_0.distcp"}
 
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +10,8 @@ from tokenizers_like import MAKERS, control_ids, made
 
 import ask
 from config import WORLD, Config
-from journal.log import Log
+from journal.rows import make_call_row, make_reply_row
+from journal.screen import Screen
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, plain, printable
 from population import Instruction
@@ -184,24 +184,22 @@ def test_what_the_agent_and_its_passages_say_moves_no_cursor(capsys):
     )
 
 
-def test_a_run_s_notes_move_no_cursor():
-    log, said = object.__new__(Log), []
-    log.row, log.clock = {}, 0.0
-    log.screen = SimpleNamespace(note=lambda text: said.append(printable(text)))
-    log.run = SimpleNamespace(append=lambda *row: None)
-    parent, call = Instruction(3, "x"), Call("k", "p", "r", 1, 1, 0.0, False, cut=True)
-    log.proposed(15, 0, parent, call, [], [])
-    log.proposed(
-        15, 0, parent, call, [], [{"k": 1, "reason": "lost \x1b[2J"}, {"k": 2, "reason": "empty"}]
-    )
-    log.proposed(15, 0, parent, call, [2], [{"k": 1, "reason": "empty"}])
-    begin, end = (
-        "step  15  the optimizer's reply has no candidate, ",
-        "; it was cut off by a length limit",
-    )
-    assert said == [
-        f"{begin}0 were rejected; it has no <ins_k> block{end}",
-        f"{begin}2 were rejected; the first: lost \\x1b[2J{end}",
+def test_a_run_s_notes_move_no_cursor(capsys):
+    screen, parent = Screen(9), Instruction(3, "x")
+    rejected = [{"k": 1, "reason": "lost \x1b[2J"}, {"k": 2, "reason": "empty"}]
+    capsys.readouterr()
+    for accepted, refused in [([], []), ([], rejected), ([2], rejected)]:
+        screen.show_row("reflections", make_reply_row(15, 0, parent, accepted, refused))
+    for call in [
+        Call("k", "p", "r", 1, 1, 0.0, False, cut=True),
+        Call("k", "p", "r", 1, 1, 0.0, False),
+    ]:
+        screen.show_row("reflections", make_call_row(15, 0, parent, call))
+    begin = "step  15  the optimizer's reply"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{begin} has no candidate, 0 were rejected; it has no <ins_k> block",
+        f"{begin} has no candidate, 2 were rejected; the first: lost \\x1b[2J",
+        f"{begin} was cut off by a length limit",
     ]
 
 

@@ -21,7 +21,7 @@ import requests
 import uvicorn
 
 import report
-from journal.summary import lineage
+from journal.summary import trace_lineage
 from page import html, sample
 from page.curves import collect_curves, group_runs
 from page.family import collect_family
@@ -252,7 +252,7 @@ def test_the_tree_says_who_left_when_and_who_was_refused(tmp_path):
     assert told["analysis"] == "Because." and told["failures"] == [
         {"text": "Question: q?\nx", "gold": "g"}
     ]
-    assert lineage({0: None, 1: 0, 2: 1, 3: 1}, 2) == [0, 1, 2]
+    assert trace_lineage({0: None, 1: 0, 2: 1, 3: 1}, 2) == [0, 1, 2]
 
 
 # ---- trajectories

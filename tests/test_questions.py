@@ -450,3 +450,11 @@ def test_without_valid_a_tenth_of_the_training_questions_at_most_500_are_set_asi
     assert any(split(monkeypatch, seed=seed)[1] != chosen for seed in (1, 2))
     for n, sizes in ((9, [9, 0, 1]), (6000, [5500, 500, 1])):
         assert [len(part) for part in split(monkeypatch, n)] == sizes
+
+
+@pytest.mark.parametrize("mark", "?？؟")
+def test_a_question_that_ends_as_its_script_does_stays_as_it_is(tmp_path, mark):
+    row = {"question": f"who{mark}", "golden_answers": ["x"]}
+    (tmp_path / "q.jsonl").write_text(json.dumps(row), "utf-8")
+    [q] = load_questions(tmp_path / "q.jsonl")
+    assert q.text == f"who{mark}"

@@ -4,6 +4,7 @@ any number."""
 import copy
 import gzip
 import json
+import math
 import os
 import pickle
 import random
@@ -121,7 +122,12 @@ def same(found, weights, one, close=5e-5):
     almost 0, Adam divides rounding by rounding (3e-5 was seen).
     """
     for mine, theirs in zip(found, one.metrics[-len(found) :], strict=True):
-        assert mine == pytest.approx(theirs, rel=close, abs=1e-6)
+        # the ranks' highest percentile is between that of all and the largest gap
+        tail, most = mine["logp_gap/p99"], math.log(mine["logp_gap/max_ratio"])
+        assert theirs["logp_gap/p99"] - 1e-4 < tail < most + 1e-4
+        assert mine | {"logp_gap/p99": 0} == pytest.approx(
+            theirs | {"logp_gap/p99": 0}, rel=close, abs=1e-6
+        )
     assert set(weights) == set(one.weights)
     off = torch.cat([(w - one.weights[name]).abs().flatten() for name, w in weights.items()])
     assert (off > 1e-5).float().mean() < 1e-3 and off.max() < 2e-4, (off > 1e-5).sum()
@@ -198,6 +204,18 @@ def test_recomputed_activations_and_a_reference_in_cpu_memory_change_nothing(
     path, batches, tmp_path, one
 ):
     same(*together(2, path, batches, tmp_path / "o", "--recompute", "--offload"), one)
+
+
+@pytest.mark.parametrize("flags", [["--bf16"], ["--bf16", "--recompute"]])
+def test_weights_gathered_for_an_update_change_nothing_on_one_rank(path, batches, tmp_path, flags):
+    found, gathered = together(1, path, batches, tmp_path / "a", *flags, "--gather")
+    metrics, weights = together(1, path, batches, tmp_path / "b", *flags)
+    assert found == metrics
+    assert all(torch.equal(gathered[name], weight) for name, weight in weights.items())
+
+
+def test_nor_on_two_but_for_the_order_of_sums(path, batches, tmp_path, one):
+    same(*together(2, path, batches, tmp_path / "o", "--gather"), one)
 
 
 def test_in_bf16_two_agree_with_one_within_its_rounding(path, batches, tmp_path, one):

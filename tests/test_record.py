@@ -7,13 +7,11 @@ import os
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from config import HERE, PRESETS, Config
 from journal.directory import RunDirectory
-from journal.log import Log
 from journal.record import (
     BLOCK,
     BLOCKS,
@@ -24,6 +22,8 @@ from journal.record import (
     digest,
     digest_file,
 )
+from journal.rows import make_verification_row
+from journal.screen import tell_trouble
 from page.curves import SEED
 from plumbing.faults import Fault
 from population import Candidate
@@ -111,7 +111,9 @@ def test_what_is_imported_from_the_user_s_folder_is_part_of_it_and_no_other_fold
     task = load_task(Config(reward="graded_by:score", tools="none"))
     first = describe(task, {}, "", "")
     own = {f"code of {name}" for name in ("graded_by", "scale_of", "parts_of", "parts_of.deep")}
-    assert {name for name in first if name.startswith("code of") and " tasks" not in name} == own
+    ours = ("code of tasks", "code of extras")
+    code = {name for name in first if name.startswith("code of")}
+    assert {name for name in code if not name.startswith(ours)} == own
     for name in ("scale_of.py", "parts_of/deep.py"):
         (tmp_path / name).write_text("HALF = x = 0.7")
     assert set(differences(first, describe(task, {}, "", ""))) == {
@@ -231,22 +233,12 @@ def test_a_run_is_resumed_on_the_same_questions_golds_and_weights_alone(tmp_path
 # ---- what is printed
 
 
-def said(method, *args):
-    """What a method of Log shows, without a run around it."""
-    texts = []
-    event = lambda t, event, P, text: texts.append(text)  # noqa: E731
-    log = SimpleNamespace(
-        note=texts.append, run=SimpleNamespace(append=lambda *_: None), event=event
-    )
-    getattr(Log, method)(log, *args)
-    return texts
-
-
 @pytest.mark.parametrize("r, r_parent, line", [
-    ([0, 0], [0, 0], "step  15  verified nothing: all rewards on D_B are 0.00, the parent's too"),
-    ([1, 1], [1, 1], "step  15  verified nothing: all rewards on D_B are 1.00, the parent's too"),
+    ([0, 0], [0, 0], "verified nothing: on D_B all revisions and their parent earn 0.00"),
+    ([1, 1], [1, 1], "verified nothing: on D_B all revisions and their parent earn 1.00"),
     ([1, 0], [1, 1], ""), ([1, 1], [0, 0], ""), ([], [], ""),
 ])  # fmt: skip
 def test_a_line_says_when_all_rewards_are_alike_and_nothing_was_verified(r, r_parent, line):
     verified = [Candidate("I", 0, r, r_parent)]
-    assert said("verified", 15, 0, [], verified, verified) == ([line] if line else [])
+    D_B = [Question(str(k), "?") for k in range(len(r))]
+    assert tell_trouble(make_verification_row(15, 0, D_B, verified, verified)) == line

@@ -110,7 +110,7 @@ class Policy:
         self.calls, self.task, self.cfg, self.weight, self.t = calls, task, task.cfg, 1.0, 0
         self.ranks, self.seconds, self.writer = Ranks("cpu", 1), {}, ThreadPoolExecutor(1)
         self.learner = SimpleNamespace(
-            memory={},
+            remembered={},
             set_advantages=self.set_advantages,
             model=torch.nn.Linear(1, 1),
             state_dict=lambda: {"w": self.weight, "optimizer": {"lr": 0.1}},
@@ -118,7 +118,7 @@ class Policy:
         )
 
     def set_advantages(self, taus):
-        memory = self.learner.memory
+        memory = self.learner.remembered
         for tau in taus:
             tau.advantage = tau.reward - memory.get(tau.question.id, 0.0)
             memory[tau.question.id] = tau.reward
@@ -150,12 +150,12 @@ class Policy:
         self.weight += t * sum(tau.advantage * tau.group for tau in taus) + 1
         return {"loss": self.weight, "kl": 0.0}
 
-    def pace(self, taus):
+    def measure_speed(self, taus):
         return {"time/rollout": 0.1, "time/update": 0.1}
 
-    def write(self, state, path):
+    def write_share(self, state, path):
         self.calls.look(f"write {path.name}")
-        digests = policy.Policy.write(self, state, path)
+        digests = policy.Policy.write_share(self, state, path)
         self.calls.look(f"wrote {path.name}")
         return digests
 
@@ -353,7 +353,7 @@ def test_without_room_for_a_copy_training_waits_until_a_checkpoint_is_written(mo
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     mine = Policy(Calls(), Judged(CFG, Calls()))
     mine.learner.model = torch.nn.Linear(10, 80, bias=False)
-    mine.write = lambda state, path: time.sleep(0.2) or {"__0_0": "digest"}
+    mine.write_share = lambda state, path: time.sleep(0.2) or {"__0_0": "digest"}
     # 4 on this node,
     mine.ranks = SimpleNamespace(rank=0, size=8, broadcast=lambda x=None: x, gather=lambda x: [x])
     # and so half of the 9,600 bytes

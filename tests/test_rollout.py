@@ -422,8 +422,9 @@ def test_an_engine_waits_for_searches_if_it_has_no_row_or_is_in_lockstep(tokeniz
     search, texts = Slow(), [[SLOW, ANSWER], [FAST, ANSWER]]
     threading.Timer(0.1, search.answer).start()
     if lockstep:
-        engine = Script(tokenizer, *texts)
-        roll(engine, tokenizer, search, jobs(2))
+        engine, task = Script(tokenizer, *texts), Plain(search)
+        roll(engine, tokenizer, task, jobs(2))
+        assert 0 < task.waited < 10  # seconds in which nothing was generated
         assert [list(rows) for rows in engine.contexts] == [[0, 1], [0, 1]]
     else:
         engine = Free(tokenizer, *texts)

@@ -10,7 +10,6 @@ import termios
 from pathlib import Path
 
 from journal.screen import Screen
-from journal.summary import line
 
 ROOT = Path(__file__).parent.parent
 ROW = {
@@ -25,15 +24,15 @@ ROW = {
 
 
 def test_without_a_terminal_lines_are_plain(capsys):
-    screen = Screen(100)
+    screen = Screen(100, ["searches"])
     screen.note("a note\x1b[2J")
     for t in range(1, 11):
-        screen.step(t, line(ROW, ["searches"]))
+        screen.show_row("metrics", ROW | {"t": t, "time/rollout": 1.5, "time/update": 2})
     screen.close()
     assert capsys.readouterr().out.splitlines() == [
         "a note\\x1b[2J",
         *(
-            f"step {t:3d}  reward 0.25  searches 1.50  KL 0.0100  |P| 4  best w 0.40"
+            f"step {t:3d}  reward 0.25  searches 1.50  KL 0.0100  |P| 4  best w 0.40  3.5 s/step"
             for t in (5, 10)
         ),
     ]
@@ -44,7 +43,9 @@ def test_in_a_real_terminal_a_bar_is_drawn_below_the_lines_and_left_standing():
         "from journal.screen import Screen\n"
         "screen = Screen(3)\n"
         "screen.note('Name [bold]one[/bold] entity.\\x1b[2J')\n"
-        "for t in (1, 2, 3): screen.rollouts('verify 0', 7, 9); screen.step(t, 'reward 0.5')\n"
+        "for t in (1, 2, 3):\n"
+        "    screen.show_rollouts('verify 0', 7, 9)\n"
+        "    screen.show_row('metrics', {'t': t, 'reward': 0.5})\n"
         "screen.close()\n"
         "print('the end')"
     )
@@ -67,5 +68,5 @@ def test_in_a_real_terminal_a_bar_is_drawn_below_the_lines_and_left_standing():
     os.close(ours)
     assert process.wait() == 0
     out = text.decode()
-    assert "Name [bold]one[/bold] entity.\\x1b[2J" in out and "step   3  reward 0.5" in out
+    assert "Name [bold]one[/bold] entity.\\x1b[2J" in out and "step   3  reward 0.50" in out
     assert "3/3" in out and out.rstrip().endswith("the end")

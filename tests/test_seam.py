@@ -619,7 +619,8 @@ def test_a_state_that_cannot_be_sent_to_rank_0_is_named(monkeypatch, state, says
         progress=None,
         engine=None,
         tokenizer=None,
-        task=None,
+        task=SimpleNamespace(waited=0.0),
+        seconds={},
     )
 
     def play():

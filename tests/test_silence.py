@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +10,9 @@ from safetensors.torch import load_file, save_file
 import inspo
 from config import PRESETS
 from grpo import Learner
-from journal.log import Ledger, Log
 from journal.silence import Silence
 from models.model import load_model
 from plumbing.faults import Fault
-from population import Population
 from reflect import read_blocks
 from tasks.loading import read_instruction
 from tasks.questions import load_questions
@@ -139,13 +136,15 @@ MUTE = FINE | {"valid_actions": 0.0, "answered": 0.0, "zero_variance_groups": 1.
 def heard(rows) -> list[tuple[int, str]]:
     """Returns (step, warning) of a run with these rows."""
     silence = Silence()
-    return [(t, text) for t, row in enumerate(rows, 1) for text in silence.step({"t": t} | row)]
+    return [(t, text) for t, row in enumerate(rows, 1) for text in silence.hear({"t": t} | row)]
 
 
 @pytest.mark.parametrize("row, what", [
     (MUTE, "no turn called a tool or answered"), (FINE | {"answered": 0.0}, "no trajectory ended in an answer"),
     (FINE | {"searches/empty": 1.0}, "every result was empty"),
     (FINE | {"zero_variance_groups": 1.0}, "rewards of every group were alike"),
+    (FINE | {"zero_variance_groups": 1.0, "failed": 0.4}, "rewards of every group were alike"),
+    (FINE | {"zero_variance_groups": 1.0, "failed": 0.0}, "every rollout was right: the task is solved"),
 ])  # fmt: skip
 def test_steps_that_come_to_nothing_are_warned_of_at_the_fifth(row, what):
     warnings = heard([FINE] * 3 + [row] * 22)
@@ -182,12 +181,38 @@ NONE, SAME, TOOL = "no trajectory ended", "every group were alike", "all forecas
 def test_signs_are_counted_apart_and_one_with_its_cause_is_not_told(rows, told, lasting):
     silence = Silence()
     for row in rows:
-        silence.step(row)
-    ended = [text for _, _, text in silence.lasting()]
+        silence.hear(row)
+    ended = [text for _, text in silence.lasting()]
     assert [
         (t, next(x for x in (NONE, SAME, TOOL) if x in text)) for t, text in heard(rows)
     ] == told
     assert len(ended) == len(lasting) and all(any(x in text for text in ended) for x in lasting)
+
+
+def evaluated(*pairs, metric="em"):
+    """Rows of a run that evaluates every second step: (mean training reward, held-out score)."""
+    rows = [{"metrics": [metric, "f1"], f"test/{metric}": 0.0}]
+    for reward, score in pairs:
+        rows += [
+            FINE | {"reward": reward - 0.01},
+            FINE | {"reward": reward + 0.01, f"valid/{metric}": score},
+        ]
+    return rows
+
+
+@pytest.mark.parametrize("pairs, warned", [
+    ([(0.1, 0.1), (0.2, 0.1), (0.3, 0.08), (0.4, 0.1), (0.5, 0.1)], True),
+    ([(0.1, 0.1), (0.2, 0.2), (0.3, 0.3), (0.4, 0.4), (0.5, 0.5)], False),  # the held-out score follows
+    ([(0.1, 0.1), (0.2, 0.1), (0.3, 0.1), (0.4, 0.5), (0.5, 0.5)], False),  # late
+    ([(0.5, 0.3), (0.55, 0.2), (0.5, 0.2), (0.55, 0.2), (0.5, 0.2)], False),  # the reward does not rise
+    ([(0.8, 0.9), (0.85, 0.88), (0.9, 0.89), (0.95, 0.9), (0.95, 0.9)], False),  # both are at their end
+    ([(-3.0, 0.5), (-2.0, 0.4), (-1.0, 0.4), (-0.5, 0.4)], True),  # any unit
+])  # fmt: skip
+def test_a_reward_that_the_held_out_score_does_not_follow_is_warned_of(pairs, warned):
+    told = [text for _, text in heard(evaluated(*pairs, metric="won"))]
+    assert len(told) == warned and all("for 3 evaluations in a row the training" in x for x in told)
+    # the score of another metric is none
+    assert not heard(evaluated(*pairs, metric="won")[1:])
 
 
 def test_evolutions_without_a_candidate_are_counted_by_evolutions():
@@ -219,27 +244,3 @@ def test_a_run_whose_policy_writes_no_tag_says_so(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count("WARNING") == 2 and "for 5 steps in a row no turn called a tool" in out
     assert "until the end, for 6 steps" in out.splitlines()[-2]
-
-
-# ---- seconds
-
-
-def test_measuring_the_rollouts_is_no_part_of_the_reward_s_seconds(monkeypatch):
-    order, logged = [], []
-    monkeypatch.setattr("journal.log.step_metrics", lambda *args: order.append("metrics") or {})
-    monkeypatch.setattr(
-        "journal.log.time", SimpleNamespace(perf_counter=lambda: order.append("clock") or 6.0)
-    )
-    log = object.__new__(Log)
-    log.ledger, log.task, log.cfg, log.clock = (
-        Ledger(),
-        SimpleNamespace(tools=[]),
-        SimpleNamespace(G=2),
-        1.5,
-    )
-    log.updated, log.metrics = lambda *args: logged.append(args), []
-    P = Population(0.5, 5)
-    P.join("x", None, 0)
-    Log.step(log, 3, [], P, log.measure([]) | {"time/rollout": 4.0, "time/update": 3.5})
-    [(t, taus, row)] = logged
-    assert order == ["clock", "metrics"] and (t, taus, row["time/reward"]) == (3, [], 0.5)

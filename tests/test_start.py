@@ -26,7 +26,7 @@ from tasks import Question
 from tasks.search import Search, try_search
 from tasks.search_qa import SEARCH_R1, SearchQA
 from training import checks
-from training.checks import check, check_device, check_disk, disk
+from training.checks import check_device, check_disk, check_machine, disk
 from world.optimizer import reply_to
 
 QWEN = Qwen2Config(  # 0.5B's, with 2 of its 24 blocks
@@ -124,13 +124,31 @@ def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start
         len(task.make_format(tokenizer).encode_prompt(task.instruction, q))
         for q in task.questions("train")[:64]
     )
-    assert check(replace(cfg, max_prompt=shortest), "cpu", task)[0].engine == "torch"
+    assert check_machine(replace(cfg, max_prompt=shortest), "cpu", task)[0].engine == "torch"
     with pytest.raises(
         Fault, match=f"--max_prompt 10: .* are {shortest} tokens at least, .*; raise it"
     ):
-        check(replace(cfg, max_prompt=10), "cpu", task)
+        check_machine(replace(cfg, max_prompt=10), "cpu", task)
     with pytest.raises(Fault, match="--max_prompt 1000 .*: the model ends at 1024"):
-        check(replace(cfg, max_prompt=1000), "cpu", task)
+        check_machine(replace(cfg, max_prompt=1000), "cpu", task)
+
+
+def test_small_micro_batches_are_a_cpu_s_alone_unless_the_user_asks(monkeypatch):
+    cfg = parse_flags(["--mode", "static", "--engine", "torch"])
+    task = SearchQA(cfg)
+
+    def decided(device, **asked):
+        given = replace(cfg, **asked)
+        found = check_machine(given, device, task)[0]
+        return found.micro_tokens, found.recompute
+
+    assert decided("cpu") == (1024, 0)
+    assert decided("cpu", recompute=1) == (1024, 1)
+    assert decided("cpu", micro_tokens=300) == (300, 1)
+    card = SimpleNamespace(total_memory=80e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
+    assert decided("cuda")[0] == 32768
 
 
 def test_a_large_model_is_not_trained_on_a_cpu_that_nobody_asked_for():
@@ -141,7 +159,7 @@ def test_a_large_model_is_not_trained_on_a_cpu_that_nobody_asked_for():
     check_device(replace(cfg, device="cpu"))
     check_device(parse_flags([]))
     with pytest.raises(Fault, match="the hub cannot be reached|no causal LM can be loaded"):
-        check(replace(cfg, device="cpu"), "cpu", SearchQA(cfg))
+        check_machine(replace(cfg, device="cpu"), "cpu", SearchQA(cfg))
 
 
 @pytest.mark.ranks
@@ -201,7 +219,7 @@ def test_a_gpu_that_is_full_when_vllm_wakes_is_out_of_memory():
     def wake_up(parts):
         raise RuntimeError(f"CUDA Error: {reason} at cumem_allocator.cpp:62")
 
-    engine = SimpleNamespace(engine=SimpleNamespace(wake_up=wake_up))
+    engine = SimpleNamespace(core=SimpleNamespace(wake_up=wake_up))
     for reason, fault in ("out of memory", torch.OutOfMemoryError), ("unknown error", RuntimeError):
         with pytest.raises(RuntimeError) as e:
             VllmEngine.wake(engine, "weights")
@@ -211,7 +229,7 @@ def test_a_gpu_that_is_full_when_vllm_wakes_is_out_of_memory():
 def test_servers_of_vllm_are_not_left_out_without_a_word():
     cfg = parse_flags(["--vllm", "http://ann:Geheim42@127.0.0.1:9"])
     with pytest.raises(Fault, match="the engine would be torch .*; add --engine vllm") as e:
-        check(replace(cfg, device="cpu"), "cpu", SearchQA(cfg))
+        check_machine(replace(cfg, device="cpu"), "cpu", SearchQA(cfg))
     assert "Geheim" not in str(e.value)
 
 

@@ -62,7 +62,7 @@ PROGRAMS = {
     "compare": ["evaluate.py", "--compare", "OUT", "OUT"], "ask": ["ask.py", "why?", "--run", "OUT"],
     "index": ["-m", "retrieval.build", "--corpus", "OUT", "--encoder", "bm25", "--index", "OUT"],
     "campaign": ["-m", "extras.campaign", "real", "--runs", "OUT"],
-    "conventions": ["-m", "extras.real.conventions"], "world": ["-m", "extras.world.warm_start", "--out", "OUT"],
+    "world": ["-m", "extras.world.warm_start", "--out", "OUT"],
 }  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def test_without_a_terminal_rollouts_are_a_line_now_and_then(capsys):
     screen = Screen(9)
     screen.printed -= 31
     for done in (1, 2, 300):
-        screen.rollouts("verify 1", done, 300)
+        screen.show_rollouts("verify 1", done, 300)
     assert capsys.readouterr().out == "verify 1/300\n"
 
 
@@ -243,7 +243,7 @@ def test_a_signal_at_any_moment_is_resumed_to_the_bit(whole, tmp_path, moment):
         said,
         stderr,
     )
-    mark = RunDirectory(out).load_state(RunDirectory(out).checkpoints()[-1])
+    mark = RunDirectory(out).load_mark(RunDirectory(out).checkpoints()[-1])
     assert (mark["t"], mark["ended"]) == saved
     code, _, stderr = run_here("--out", out, "--resume")
     assert code == 0, (code, stderr)

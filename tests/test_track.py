@@ -12,16 +12,14 @@ from journal.track import Tracker
 from plumbing import stop
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
-from tasks import Question, Trajectory
 
 assert no_page  # a fixture
 
 
 @pytest.fixture(params=["wandb", "trackio"])
 def tracker(request, monkeypatch):
-    """A tracker's name and a module in its place, which notes its calls; only trackio has
-    traces."""
-    api = Mock(spec=["init", "log", "Table", *["Trace"] * (request.param == "trackio")])
+    """A tracker's name and a module in its place, which notes its calls."""
+    api = Mock(spec=["init", "log", "Table"])
     api.Table = lambda columns, data: [dict(zip(columns, row, strict=True)) for row in data]
     monkeypatch.setitem(sys.modules, request.param, api)
     return request.param, api
@@ -59,19 +57,6 @@ def test_a_tracker_has_every_number_and_instruction_in_one_run_however_often_it_
     assert final == {
         f"final/{name}/{k}": v for name, row in held_out.items() for k, v in row.items()
     }
-
-
-def test_trackio_has_the_watched_trajectories_as_traces(tracker, tmp_path):
-    name, api = tracker
-    taus = [
-        Trajectory(3, Question("q1", "Who?", ("y",)), 5, [], 0, response=f"{k} y", prediction="y")
-        for k in (0, 1)
-    ]
-    taus[1].tokens = {"logp": [-0.5]}
-    Tracker(name, tmp_path, "id", {}).trajectories(taus, 7)
-    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "1 y"}]
-    traced = [call.Trace(chat, taus[1].record()), call.log({"trajectory": ANY}, step=7)]
-    assert api.mock_calls[1:] == traced * (name == "trackio")
 
 
 def test_tensorboard_has_numbers_and_texts(tmp_path, monkeypatch):

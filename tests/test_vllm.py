@@ -28,6 +28,7 @@ from tiny_model import STOP
 import engines.vllm_engine as vllm_engine
 import engines.vllm_server as vllm_server
 from config import WORLD
+from engines import watch_ends
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import StaleWeights, VllmEngine, check_vllm, vllm_version
 from engines.vllm_server import VllmServer
@@ -120,9 +121,7 @@ def pair(request, tiny_path):
     path = {"world": str(WORLD / "policy"), "tiny": tiny_path}[request.param]
     model, tokenizer = load_policy(path)
     assert model.config.tie_word_embeddings == (request.param == "world")
-    engine = VllmEngine(
-        path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0
-    )
+    engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02)
     engine.load(weights(model))
     yield engine, model, tokenizer
     engine.close()
@@ -133,7 +132,7 @@ def engine(pair):
     """With the policy's weights; restored after each test."""
     engine, model, tokenizer = pair
     yield engine
-    engine.stop, engine.tokenizer = STOP, tokenizer
+    engine.ended = watch_ends(tokenizer, STOP)
     engine.load(weights(model))
 
 
@@ -142,14 +141,15 @@ def test_greedy_turns_are_the_torch_engine_s_token_by_token(pair, engine):
     contexts = contexts_of(tokenizer)
     # Its text contains no stop string, so use pieces of the text as stop strings.
     texts = [tokenizer.decode(ids) for ids, _ in turns(engine, contexts, 30, 0.0).values()]
-    engine.stop = stop = tuple(
-        {text[k : k + 3] for text, k in zip(texts, (8, 14, 20, 30, 40), strict=False)}
-    )
+    stop = tuple({text[k : k + 3] for text, k in zip(texts, (8, 14, 20, 30, 40), strict=False)})
+    engine.ended = watch_ends(tokenizer, stop)
     twin = TorchEngine(model, tokenizer, stop)
     engine.begin(0)
     lengths = set()
     for turn in range(3):
         ours, theirs = more(engine, contexts, 20, 0.0), more(twin, contexts, 20, 0.0)
+        # vLLM goes on with no turn that a stop string has ended
+        assert not engine.core.engine_core.scheduler.has_unfinished_requests()
         assert {key: ids for key, (ids, _) in ours.items()} == {
             key: ids for key, (ids, _) in theirs.items()
         }
@@ -182,10 +182,10 @@ def test_tokens_are_drawn_from_the_softmax_at_the_temperature(pair, engine):
 def test_what_ends_a_turn_ends_it_and_is_kept_and_nothing_else_does(pair, engine):
     tokenizer, contexts = pair[2], dict.fromkeys(range(24), contexts_of(pair[2])[0])
     engine.load(weights(changed(pair[1], factor=0.0)))  # any token is as likely
-    engine.stop = ("never" * 3,)
     for eos in (tokenizer.eos_token, "the", "of"):
-        other = engine.tokenizer = copy.deepcopy(tokenizer)
+        other = copy.deepcopy(tokenizer)
         other.eos_token, other.name_or_path = eos, ""  # its model's own files declare none
+        engine.ended = watch_ends(other, ("never" * 3,))
         ends = set(turn_ends(other))
         ended = [ids for ids, _ in turns(engine, contexts, 200, 1.0, seed=len(eos)).values()]
         assert other.eos_token_id in ends and all(not ends & {*ids[:-1]} for ids in ended)
@@ -207,7 +207,7 @@ def test_samples_are_a_function_of_the_seed(pair, engine):
 
 
 def test_new_turns_begin_while_others_run(pair, engine):
-    engine.stop = ("never" * 3,)
+    engine.ended = watch_ends(pair[2], ("never" * 3,))
     contexts = contexts_of(pair[2])
     alone = turns(engine, contexts, 30, 0.0)
     engine.begin(0)
@@ -229,6 +229,13 @@ def test_begin_forgets_running_rows(pair, engine):
     list(engine.generate(contexts, 30, 1.0))
     ended = turns(engine, {3: contexts[3]}, 30, 0.0)
     assert list(ended) == [3] and off(pair[1], contexts, ended, 0.0) < 1e-4
+
+
+def test_a_vllm_that_lacks_a_switch_is_refused(pair, monkeypatch):
+    settings = vllm_engine.settings
+    monkeypatch.setattr(vllm_engine, "settings", lambda *a, **how: settings(*a, **how) | {"x": 1})
+    with pytest.raises(Fault, match=r"has no x; pip install vllm==0\.32\.0"):
+        VllmEngine(str(WORLD / "policy"), pair[2], (), max_len=9, dtype="float32", memory=0.02)
 
 
 # ---- its weights
@@ -312,7 +319,7 @@ def test_a_weight_without_a_known_place_is_named(pair, engine, renamed):
             for name, tensor in pairs
         )
     )
-    [model] = engine.engine.collective_rpc("get_model")
+    [model] = engine.core.collective_rpc("get_model")
     with pytest.raises(
         StaleWeights, match=f"^elsewhere.{renamed or pairs[0][0]} was sent and not found"
     ):
@@ -322,9 +329,7 @@ def test_a_weight_without_a_known_place_is_named(pair, engine, renamed):
 @pytest.mark.parametrize("pair", ["tiny"], indirect=True)
 def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeypatch):
     _, model, tokenizer = pair
-    engine = VllmEngine(
-        tiny_path, tokenizer, STOP, max_len=MAX_LEN, dtype="bfloat16", memory=0.02, seed=0
-    )
+    engine = VllmEngine(tiny_path, tokenizer, STOP, max_len=MAX_LEN, dtype="bfloat16", memory=0.02)
     try:
         engine.load(weights(model))
         contexts = contexts_of(tokenizer)
@@ -354,9 +359,7 @@ def test_a_family_with_a_logit_scale_weights_that_it_packs_itself_or_windows(
 ):
     path = make_family(family, settings, tiny_path, tmp_path / family)
     model, tokenizer = load_model(path), load_tokenizer(path, STOP)
-    engine = VllmEngine(
-        path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0
-    )
+    engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02)
     try:
         for factor in (1.0, 1.2):
             current = changed(model, factor)
@@ -384,7 +387,7 @@ def test_experts_that_the_engine_does_not_find_end_the_start_in_a_line(
         family, EXPERTS | {"moe_intermediate_size": 64}, tiny_path, tmp_path / family
     )
     engine = VllmEngine(
-        path, load_tokenizer(path), STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0
+        path, load_tokenizer(path), STOP, max_len=MAX_LEN, dtype="float32", memory=0.02
     )
     try:
         with pytest.raises(StaleWeights, match=says) as fault:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from config import CARDS, Config
+from config import Config, read_cards
 from engines.choose import choose_engine, device_of, without_cuda
 from models import lora
 from models.model import load_config, load_tokenizer, skeleton
@@ -20,24 +20,28 @@ from plumbing.outside import printable, without_secrets
 from plumbing.status import status
 from tasks import Task
 from tasks.formats import encode
-from training.fit import shapes, with_room
+from training.duration import describe_time, flops_of
+from training.fit import decide, find_flags, shapes
 
 WIDE = 896  # hidden units of a model whose step takes a CPU hours: the 0.5B's
+CPU_TOKENS = 1024  # of a micro-batch there, unless --micro_tokens says otherwise
 
 
 def print_memory(cfg: Config) -> None:
-    """Prints the memory that a run needs on the GPUs of --dry_run; Fault if they have too
-    little."""
-    gpus, _, card = cfg.dry_run.partition("x")
+    """Prints the memory and the time that a run needs on the GPUs of --dry_run; Fault if they have
+    too little memory."""
+    gpus, card, memory = read_cards(cfg.dry_run) or (0, "", 0)
     config, engine = shapes(cfg.model), "torch" if cfg.engine == "torch" else "vllm"
-    cfg, fit = with_room(cfg, config, engine, int(gpus), CARDS[card])
+    place = config, engine, gpus, memory
+    fitted, fit = decide(cfg, *place, flops_of(card))
     status("")
     print(fit.table(), flush=True)
     if fault := fit.fault():
-        raise Fault(fault)
+        raise Fault(f"{fault}; {find_flags(cfg, *place)}")
     size, most = disk(cfg, config)
     print(
-        f"\nA checkpoint takes {size:.1f} GB of disk, the run at most {most:.0f}, and its trajectories.\n"
+        f"\n{describe_time(fitted, config, gpus, card)}\n"
+        f"A checkpoint takes {size:.1f} GB of disk, the run at most {most:.0f}, and its trajectories.\n"
         f"Where {size:.1f} GB of the CPUs' memory are free for a copy, it is written while training goes on.",
         flush=True,
     )
@@ -97,19 +101,19 @@ def find_doubts(task: Task, tokenizer: Any) -> Iterator[str]:
             yield f"{unknown / len(ids):.0%} of the tokens of the {what} are unknown to --model {task.cfg.model}"
 
 
+def is_wide(model: str) -> bool:
+    return bool(shapes(model).get_text_config().hidden_size >= WIDE)
+
+
 def check_device(cfg: Config) -> None:
     """Raises Fault if a CPU that the user did not ask for would have to train a large model."""
-    if (
-        not cfg.device
-        and device_of(cfg) == "cpu"
-        and shapes(cfg.model).get_text_config().hidden_size >= WIDE
-    ):
+    if not cfg.device and device_of(cfg) == "cpu" and is_wide(cfg.model):
         raise Fault(
             f"--model {cfg.model}: {without_cuda()}; fix that, or take weeks with --device cpu"
         )
 
 
-def check(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
+def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
     """Returns `cfg` with --engine and --recompute decided, and why this engine; Fault if the run
     cannot work.
 
@@ -122,6 +126,9 @@ def check(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
         raise Fault(
             f"--vllm {without_secrets(cfg.vllm)}: the engine would be torch ({why}); add --engine vllm, or leave it out"
         )
+    if device == "cpu" and cfg.micro_tokens == Config.micro_tokens and not is_wide(cfg.model):
+        # a CPU has room for their activations
+        cfg = dataclasses.replace(cfg, micro_tokens=CPU_TOKENS, recompute=max(0, cfg.recompute))
     if device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
         # torch's layers keep more than Liger's
@@ -129,10 +136,13 @@ def check(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
             cfg, fused_layers=cfg.fused_layers * bool(importlib.util.find_spec("liger_kernel"))
         )
         gpus = int(os.environ.get("WORLD_SIZE", 1))
-        used, fit = with_room(used, shapes(cfg.model), engine, gpus, memory)
+        place = shapes(cfg.model), engine, gpus, memory
+        used, fit = decide(used, *place, flops_of(torch.cuda.get_device_name()))
         if fault := fit.fault():
-            raise Fault(fault)
-        cfg = dataclasses.replace(cfg, recompute=used.recompute, micro_tokens=used.micro_tokens)
+            raise Fault(f"{fault}; {find_flags(used, *place)}")
+        cfg = dataclasses.replace(
+            cfg, recompute=used.recompute, micro_tokens=used.micro_tokens, gather=used.gather
+        )
     longest = getattr(load_config(cfg.model), "max_position_embeddings", None)
     if longest and cfg.max_prompt + cfg.max_response > longest:
         raise Fault(

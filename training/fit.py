@@ -1,10 +1,11 @@
 """Will it fit? Estimates the memory of one GPU, part by part, from shapes alone, without weights or
-a GPU.
+a GPU, and finds the flags with which it fits.
 
 A rollout needs the engine's weights and KV cache besides the trainer's state. An update needs
 activations and gradients besides that state, while vLLM sleeps. The larger of the two has to fit.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 from config import Config
 from engines.vllm_engine import MAX_BATCHED_TOKENS, MAX_SEQS
 from models import lora
-from models.layers import fuse_shapes
+from models.layers import FAMILIES
 from models.model import blocks, load_config, skeleton
+from training.duration import update_seconds
 
 # share of a GPU that shapes cannot predict: CUDA context, NCCL buffers, fragmentation
 RESERVE = 0.06
@@ -24,8 +26,6 @@ GRAPHS = 30e6  # bytes of vLLM's CUDA graphs, a layer: an allowance
 # fewer
 SAMPLER = 4
 SURE = 0.9  # share of what is usable up to which an estimate decides alone: it has been 7 % off
-# tokens of a micro-batch that is worth the smaller size if its activations are then kept
-KEPT = 8192
 CHUNK = 4096  # rows of logits that kernels/head.py allocates at a time
 KNOWN = {  # the presets' models, so that estimating needs no hub
     "Qwen/Qwen2.5-0.5B": dict(
@@ -63,7 +63,6 @@ class Part:
     name: str
     update: float  # bytes at the peak of the update
     rollout: float  # bytes during a rollout
-    cure: str = ""  # a setting that shrinks it
 
 
 @dataclass
@@ -74,7 +73,6 @@ class Fit:
     usable: float  # bytes
     parts: list[Part]
     notes: list[str]
-    kv_tokens: float = 0.0  # room in vLLM's KV cache
     starved: str = ""  # why vLLM's share is too small, if the sum fits
 
     @property
@@ -87,50 +85,30 @@ class Fit:
 
     def table(self) -> str:
         """Returns parts, sums and notes as text of at most 100 columns."""
-
-        def row(name: str, *columns: float) -> str:
-            return f"{name:<72}" + "".join(
-                f"{x / 1e9:10.1f}" if x else f"{'-':>10}" for x in columns
-            )
-
         lines = [f"{self.title}: GB on each GPU, computed from shapes", ""]
         lines += [f"{'part':<72}{'update':>10}{'rollout':>10}"]
-        lines += [
-            row(part.name, part.update, part.rollout)
-            for part in self.parts
-            if part.update or part.rollout
-        ]
-        lines += ["-" * 92, row("sum", self.update, self.rollout)]
-        lines += [
-            row(
-                f"usable (all but {RESERVE:.0%}: CUDA, NCCL, fragmentation)",
-                self.usable,
-                self.usable,
-            ),
-            "",
-        ]
-        lines += self.notes
+        rest = f"usable (all but {RESERVE:.0%}: CUDA, NCCL, fragmentation)"
+        sums = [Part("sum", self.update, self.rollout), Part(rest, self.usable, self.usable)]
+        for part in self.parts + sums:
+            if part.update or part.rollout:
+                lines.append(f"{part.name:<72}{part.update / 1e9:10.1f}{part.rollout / 1e9:10.1f}")
+        lines += ["", *self.notes]
         if not self.fault():
-            lines.append(
-                f"It fits, with {(self.usable - max(self.update, self.rollout)) / 1e9:.1f} GB to spare."
-            )
+            spare = self.usable - max(self.update, self.rollout)
+            lines.append(f"It fits, with {spare / 1e9:.1f} GB to spare.")
         return "\n".join(lines)
 
     def fault(self) -> str:
-        """Returns one line with the reason why it does not fit and what to change; "" if it
-        fits."""
-        phase = max("update", "rollout", key=lambda phase: getattr(self, phase))
-        need = getattr(self, phase)
+        """Returns one line with the reason why it does not fit; "" if it fits."""
+        need = max(self.update, self.rollout)
         if need <= self.usable:
             return self.starved
-        parts = sorted(
-            ((getattr(part, phase), part) for part in self.parts), key=lambda pair: -pair[0]
-        )
-        largest = ", ".join(f"{part.name} {size / 1e9:.1f}" for size, part in parts[:3])
-        cures = dict.fromkeys(part.cure for size, part in parts if part.cure and size > need / 20)
+        phase = "update" if need == self.update else "rollout"
+        sizes = sorted(((getattr(part, phase), part.name) for part in self.parts), reverse=True)
+        largest = ", ".join(f"{name} {size / 1e9:.1f}" for size, name in sizes[:3])
         return (
             f"{self.title} do not fit: the {phase} needs {need / 1e9:.1f} GB on each,"
-            f" {self.usable / 1e9:.1f} are usable; largest: {largest}; try {', '.join(cures)}"
+            f" {self.usable / 1e9:.1f} are usable; largest: {largest}"
         )
 
 
@@ -140,9 +118,12 @@ def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -
     cfg = replace(cfg, dtype=cfg.dtype or "bfloat16")
     model = lora.add(skeleton(config, getattr(torch, cfg.dtype)), cfg.lora_rank, cfg.lora_alpha)
     moment, working = of_update(cfg, model, gpus)
-    title = f"{parameters(model) / 1e6:,.0f}M parameters{', LoRA,' * bool(cfg.lora_rank)} on {gpus} x {gpu_mem:.0f} GB"
+    method = ", LoRA," if cfg.lora_rank else ""
+    title = f"{parameters(model) / 1e6:,.0f}M parameters{method} on {gpus} x {gpu_mem:.0f} GB"
     note = f"The update is largest in {moment}."
     fit = Fit(title, (1 - RESERVE) * gpu_mem * 1e9, [*of_state(cfg, model, gpus), *working], [note])
+    if cfg.gather == 1:
+        fit.parts.append(of_gathering(cfg, model, gpus))
     if engine == "torch":
         fit.parts += of_torch_engine(cfg, model)
     elif cfg.vllm == "colocate":
@@ -158,32 +139,19 @@ def parameters(model: Any) -> int:
 
 def of_state(cfg: Config, model: Any, gpus: int) -> list[Part]:
     """Returns what a rank holds all the time; FSDP2 pads dim 0 of what it cuts."""
-    share, frozen = (
-        sum(
-            math.ceil(len(p) / gpus) * (p.numel() // len(p))
-            for p in model.parameters()
-            if p.requires_grad == trained
-        )
-        for trained in (True, False)
-    )
-    size = model.dtype.itemsize
-    more, trained = "more GPUs", "adapters" if cfg.lora_rank else "policy"
+    count = {True: 0, False: 0}  # trained, frozen
+    for p in model.parameters():
+        count[p.requires_grad] += math.ceil(len(p) / gpus) * (p.numel() // len(p))
+    size, share = model.dtype.itemsize, count[True]
+    frozen, trained = size * count[False], "adapters" if cfg.lora_rank else "policy"
     parts = [
-        Part(f"policy (frozen, {cfg.dtype} shards)", size * frozen, size * frozen, more),
-        Part(f"{trained} (float32 shards)", 4 * share, 4 * share, more),
-        Part(
-            "moments of AdamW (float32 shards)",
-            8 * share,
-            8 * share,
-            more if cfg.lora_rank else "--lora_rank 32",
-        ),
-        Part("gradients (float32 shards)", 4 * share, 0, more),
+        Part(f"policy (frozen, {cfg.dtype} shards)", frozen, frozen),
+        Part(f"{trained} (float32 shards)", 4 * share, 4 * share),
+        Part("moments of AdamW (float32 shards)", 8 * share, 8 * share),
+        Part("gradients (float32 shards)", 4 * share, 0),
     ]
-    if cfg.beta and not cfg.lora_rank:
-        reference = 0 if cfg.offload_reference else size * share
-        parts.append(
-            Part(f"reference ({cfg.dtype} shards)", reference, reference, "--offload_reference")
-        )
+    if cfg.beta and not cfg.lora_rank and not cfg.offload_reference:
+        parts.append(Part(f"reference ({cfg.dtype} shards)", size * share, size * share))
     return parts
 
 
@@ -191,73 +159,79 @@ def of_update(cfg: Config, model: Any, gpus: int) -> tuple[str, list[Part]]:
     """Returns when the update needs most, and what it needs then."""
     # A turn may start at max_prompt and be followed by its observation. A trajectory longer than
     # micro_tokens is packed alone.
-    longest = cfg.max_prompt + cfg.max_response + cfg.max_observation
-    tokens = max(cfg.micro_tokens, longest)
-    fewer = "a smaller --micro_tokens" if cfg.micro_tokens > longest else "a smaller --max_prompt"
-    per_block = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
-    block, root = max(per_block), sum(p.numel() for p in model.parameters()) - sum(per_block)
-    # Of a block, of the root (embedding, last norm and head) and of the head: what has a gradient,
-    # with LoRA adapters.
-    V, H = model.get_output_embeddings().weight.shape
-    d_block = max(
-        sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks(model)
-    )
-    d_root, d_head = (0, 0) if cfg.lora_rank else (root, V * H)
+    tokens = max(cfg.micro_tokens, cfg.max_prompt + cfg.max_response + cfg.max_observation)
     kept, in_block = activations(model.to(model.dtype), tokens, cfg.recompute, cfg.fused_layers)
 
-    # Candidates for the peak, with the bytes of: gathered weights, gradients being reduced,
-    # activations, activations of one block, the head. bfloat16 has 2 bytes, float32 4. FSDP2
-    # reduces in float32; it has one block prefetched and one still in reduction. The reference runs
-    # earlier and needs less.
+    # Parameters of a block, of the root (embedding, last norm and head) and of the head, and how
+    # many of them have a gradient.
+    V, H = model.get_output_embeddings().weight.shape
+    root = sum(p.numel() for p in model.parameters())
+    block, d_block = 0, 0
+    for each in blocks(model):
+        size = sum(p.numel() for p in each.parameters())
+        root, block = root - size, max(block, size)
+        d_block = max(d_block, sum(p.numel() for p in each.parameters() if p.requires_grad))
+    d_root, d_head = (0, 0) if cfg.lora_rank else (root, V * H)
+
+    # Candidates for the peak, in bytes. FSDP2 reduces in float32; it has one block prefetched and
+    # one still in reduction. The reference runs earlier and needs less.
     size = model.dtype.itemsize
-    moments = {
-        "the forward pass of the head": (
-            size * (root + block), 0, kept, 0, 4 * min(CHUNK, tokens) * V + 4 * d_head + (size + 4) * tokens * H,
-        ),
-        "the backward pass of the head": (
-            size * (root + block), 0, kept, 0, (4 + size) * d_head + (size + 4) * tokens * H,
-        ),
+    states, reduced = (size + 4) * tokens * H, size + 4 + 4 / gpus
+    logits = 4 * min(CHUNK, tokens) * V
+    moments = {  # gathered weights, gradients being reduced, activations kept, those of one block, the head
+        "the forward pass of the head": (size * (root + block), 0, kept, 0, logits + 4 * d_head + states),
+        "the backward pass of the head": (size * (root + block), 0, kept, 0, (4 + size) * d_head + states),
         "the backward pass of a block": (
-            size * (root + 2 * block), size * d_head + (size + 4 + 4 / gpus) * d_block, kept, in_block, 0,
+            size * (root + 2 * block), size * d_head + reduced * d_block, kept, in_block, 0,
         ),
-        "the end, when the gradients of embedding and head are reduced": (0, (size + 4 + 4 / gpus) * d_root, 0, 0, 0),
+        "the end, when the gradients of embedding and head are reduced": (0, reduced * d_root, 0, 0, 0),
     }  # fmt: skip
     peak = max(moments, key=lambda name: sum(moments[name]))
-    gathered, reduced, kept, in_block, head = moments[peak]
-    return peak, [
-        Part(f"policy (embedding, head and two blocks, gathered in {cfg.dtype})", gathered, 0),
-        Part("gradients being reduced", reduced, 0),
-        Part(
-            f"activations kept of {tokens:,} tokens",
-            kept,
-            0,
-            fewer if cfg.recompute else "--recompute 1",
-        ),
-        Part("activations and their gradients in one block", in_block, 0, fewer),
-        Part("the head's logits and gradients", head, 0),
-    ]
+    names = (
+        f"policy (embedding, head and two blocks, gathered in {cfg.dtype})",
+        "gradients being reduced",
+        f"activations kept of {tokens:,} tokens",
+        "activations and their gradients in one block",
+        "the head's logits and gradients",
+    )
+    return peak, [Part(name, need, 0) for name, need in zip(names, moments[peak], strict=True)]
+
+
+def of_gathering(cfg: Config, model: Any, gpus: int) -> Part:
+    """Returns what --gather 1 adds: the weights that are not gathered anyway, those of the reference
+    and whole gradients, where these are not shares of one rank."""
+    per_block = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    gathered = sum(per_block) - 2 * max(per_block)
+    if cfg.beta and not cfg.lora_rank and (gpus > 1 or cfg.offload_reference):
+        gathered += parameters(model)
+    size = model.dtype.itemsize * gathered + 4 * trained * (gpus > 1)
+    return Part("all weights gathered, gradients not yet reduced (--gather)", size, 0)
+
+
+def gather_with_room(
+    cfg: Config, fit: Fit, config: Any, engine: str, gpus: int, gpu_mem: float
+) -> tuple[Config, Fit]:
+    """Returns `cfg` with --gather -1 decided, and its estimate; `fit` is that of a block at a
+    time."""
+    if cfg.gather < 0:
+        kept = replace(cfg, gather=1)
+        larger = estimate(kept, config, engine, gpus, gpu_mem)
+        if larger.update < SURE * larger.usable:
+            return kept, larger
+    return replace(cfg, gather=max(cfg.gather, 0)), fit
 
 
 def of_torch_engine(cfg: Config, model: Any) -> list[Part]:
     # Remaining rows are copied before the old cache is freed. A logit's probability is summed in
     # float64, out of place.
     size = model.dtype.itemsize
-    cache = 2 * kv_bytes(model.config, size) * (cfg.max_prompt + cfg.max_response) * cfg.max_rows
-    logits = 21 * len(model.get_output_embeddings().weight) * cfg.max_rows
+    cache = 2 * kv_bytes(model.config, size) * (cfg.max_prompt + cfg.max_response)
+    logits, served = 21 * len(model.get_output_embeddings().weight), size * parameters(model)
     return [
-        Part(
-            "torch engine (weights)",
-            size * parameters(model),
-            size * parameters(model),
-            "--engine vllm",
-        ),
-        Part(
-            f"torch engine (KV cache of {cfg.max_rows} rows, twice)",
-            0,
-            cache,
-            "a smaller --max_rows",
-        ),
-        Part("torch engine (logits)", 0, logits, "a smaller --max_rows"),
+        Part("torch engine (weights)", served, served),
+        Part(f"torch engine (KV cache of {cfg.max_rows} rows, twice)", 0, cache * cfg.max_rows),
+        Part("torch engine (logits)", 0, logits * cfg.max_rows),
     ]
 
 
@@ -271,69 +245,87 @@ def add_vllm(fit: Fit, cfg: Config, model: Any, gpus: int, share: float) -> None
     widest = max(len(p) for block in blocks(model) for p in block.parameters() if p.ndim == 2)
     size = model.dtype.itemsize
     served, graphs = size * parameters(model), GRAPHS * len(blocks(model))
-    work = max(
-        # residual, hidden states, gate and up, their product
-        size * (2 * H + 3 * widest) * MAX_BATCHED_TOKENS,
-        SAMPLER * 4 * V * MAX_SEQS,
-    )
+    # residual, hidden states, gate and up, their product
+    work = max(size * (2 * H + 3 * widest) * MAX_BATCHED_TOKENS, SAMPLER * 4 * V * MAX_SEQS)
     room = max(0, share - served - work - graphs)
     fit.parts += [
-        Part("vLLM (weights)", 0, served, "a smaller --vllm_memory"),
+        Part("vLLM (weights)", 0, served),
         Part("vLLM (activations, or the sampler's logits)", 0, work),
-        Part("vLLM (KV cache)", 0, room, "a smaller --vllm_memory"),
+        Part("vLLM (KV cache)", 0, room),
         Part("vLLM (CUDA graphs, an allowance; also while asleep)", graphs, graphs),
     ]
     kv, row = kv_bytes(model.config, size), cfg.max_prompt + cfg.max_response  # the longest row
-    fit.kv_tokens = room / kv
     if room < kv * row:
         fit.starved = (
             f"{fit.title} do not fit: the {share / 1e9:.1f} GB of vLLM have no room for its weights"
             f" ({served / 1e9:.1f}), activations and CUDA graphs ({(work + graphs) / 1e9:.1f}) and one context of"
-            f" {row:,} tokens; try a larger --vllm_memory"
+            f" {row:,} tokens"
         )
     mine = math.ceil(cfg.batch / gpus) * cfg.G  # a rank plays whole groups
     fit.notes.append(
-        f"vLLM's cache has room for {fit.kv_tokens:,.0f} tokens of {kv / 1e3:.1f} kB; a rank's {mine:,} trajectories"
+        f"vLLM's cache has room for {room / kv:,.0f} tokens of {kv / 1e3:.1f} kB; a rank's {mine:,} trajectories"
         f" can need {mine * row:,}.\n"
-        f"{min(mine, MAX_SEQS, int(fit.kv_tokens / row)):,} of them run at once, however long they are."
+        f"{min(mine, MAX_SEQS, int(room / kv / row)):,} of them run at once, however long they are."
     )
 
 
-def with_room(
-    cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float
+def decide(
+    cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float, flops: float
 ) -> tuple[Config, Fit]:
-    """Returns `cfg` with --recompute -1 decided, and its estimate: activations are kept where they
-    fit.
+    """Returns `cfg` with --recompute and --gather -1 decided, and its estimate: activations are kept where there
+    is room, if need be in smaller micro-batches, and the update takes less time so, as computed for
+    a card of that many FLOP/s."""
+    best, model = replace(cfg, recompute=abs(cfg.recompute)), skeleton(config)
+    fit = estimate(best, config, engine, gpus, gpu_mem)
+    for halvings in range(3 if cfg.recompute < 0 else 0):
+        kept = replace(cfg, recompute=0, micro_tokens=cfg.micro_tokens >> halvings)
+        room = estimate(kept, config, engine, gpus, gpu_mem)
+        if not room.fault() and room.update < SURE * room.usable:
+            seconds = update_seconds(kept, model, gpus, flops)
+            if seconds <= update_seconds(best, model, gpus, flops):
+                return gather_with_room(kept, room, config, engine, gpus, gpu_mem)
+    return gather_with_room(best, fit, config, engine, gpus, gpu_mem)
 
-    If need be in smaller micro-batches, down to KEPT tokens: their products still take longer than
-    FSDP2's traffic.
-    """
-    tokens = cfg.micro_tokens
-    while cfg.recompute < 0 and tokens >= KEPT:
-        kept = replace(cfg, recompute=0, micro_tokens=tokens)
-        fit = estimate(kept, config, engine, gpus, gpu_mem)
-        if not fit.fault() and fit.update < SURE * fit.usable:
-            return kept, fit
-        tokens //= 2
-    cfg = replace(cfg, recompute=abs(cfg.recompute))
-    return cfg, estimate(cfg, config, engine, gpus, gpu_mem)
+
+def find_flags(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -> str:
+    """Says with which flags it fits: less memory for the engine, then smaller micro-batches, the
+    reference in CPU memory, adapters."""
+    ways: list[dict[str, Any]] = [{}, {"offload_reference": True}, {"lora_rank": 32}]
+    for way, halvings in itertools.product(ways, range(4)):
+        tokens = cfg.micro_tokens >> halvings
+        tried = replace(cfg, recompute=cfg.recompute or 1, micro_tokens=tokens, **way)
+        tried = replace(tried, gather=min(cfg.gather, 0))
+        fit = estimate(tried, config, engine, gpus, gpu_mem)
+        over = fit.rollout - fit.usable
+        if engine == "torch" and over > 0:
+            rows = fit.parts[-1].rollout + fit.parts[-2].rollout
+            tried = replace(tried, max_rows=max(1, int(cfg.max_rows * (1 - over / rows))))
+        elif over > 0 or fit.starved:
+            free = fit.usable - sum(part.rollout for part in fit.parts[:-4])  # less vLLM's
+            tried = replace(tried, vllm_memory=max(1, math.floor(20 * free / gpu_mem / 1e9)) / 20)
+        if not estimate(tried, config, engine, gpus, gpu_mem).fault():
+            changed = sorted(vars(tried).items() - vars(cfg).items())
+            flags = " ".join(f"--{name} {value}" for name, value in changed)
+            return f"it fits with {flags}".replace(" True", "")
+    return "take more GPUs"
 
 
 def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[float, float]:
     """Returns two numbers of bytes: what the forward pass keeps, and what a block's backward pass
     needs besides.
 
-    Runs the model on the meta device, with the shapes of Liger's layers if `fused`, and adds up the
-    tensors that autograd would save.
+    Runs the model on the meta device and adds up the tensors that autograd would save, less what
+    Liger's layers spare.
     """
     from transformers import AttentionInterface
 
-    in_place = fused and "SwiGLU" in fuse_shapes(model)
-
     AttentionInterface.register("shapes", attention_of_shapes)
     model.set_attn_implementation("shapes")
+    config, size = model.config.get_text_config(), model.dtype.itemsize
+    fused = fused and config.model_type in FAMILIES
+    swiglu = fused and getattr(config, "hidden_act", "") == "silu"
     weights = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
-    saved: dict[int, int] = {}  # storage -> bytes
+    saved: dict[Any, int] = {}  # storage, or a module that saves less -> bytes
     ends = [0]  # bytes saved up to the end of each block
 
     def keep(t: torch.Tensor) -> torch.Tensor:
@@ -341,37 +333,38 @@ def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[fl
             saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
         return t
 
-    for block in blocks(model):
-        block.register_forward_hook(lambda *_: ends.append(sum(saved.values())))
+    def watch(module: Any, _: Any, out: Any) -> None:
+        name = type(module).__name__
+        if fused and name.endswith("RMSNorm"):
+            # a float32 copy; where the norm is frozen, its input instead
+            saved[module] = -(4 if module.weight.requires_grad else 4 - size) * out.numel()
+        elif swiglu and name.endswith("MLP"):
+            saved[module] = -size * tokens * config.intermediate_size  # silu's output
+        elif module in units:
+            ends.append(sum(saved.values()))
+
+    units = list(blocks(model))
+    for module in model.modules():
+        module.register_forward_hook(watch)
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        stream = (
-            model.train()
-            .base_model(input_ids=ids, position_ids=ids, use_cache=False)
-            .last_hidden_state
-        )
+        model.train().base_model(input_ids=ids, position_ids=ids, use_cache=False)
     total, of_block = sum(saved.values()), max(b - a for a, b in zip(ends, ends[1:], strict=False))
     # Of the block's output and of, say, gate and up projection; Liger's go where gate and up are,
     # from their product's.
-    gradients = stream.nbytes + (1 if in_place else 2) * max(saved.values())
+    stream = size * tokens * config.hidden_size
+    gradients = stream + (1 if swiglu else 2) * max(saved.values())
     if recompute:
-        return len(blocks(model)) * stream.nbytes + total - ends[-1], of_block + gradients
+        return len(units) * stream + total - ends[-1], of_block + gradients
     return total, gradients
 
 
-def attention_of_shapes(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+def attention_of_shapes(_: Any, q: Any, k: Any, v: Any, *__: Any, **___: Any) -> Any:
     """Returns the shapes of models.model.packed_attention on a GPU; SDPA on meta would save
     matrices (T, T)."""
-    if query.dtype == torch.float32:  # as there, for a kernel that takes no fewer heads
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+    if q.dtype == torch.float32:  # as there, for a kernel that takes no fewer heads
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
     return torch.cat([out], dim=2).transpose(1, 2), None
 
 

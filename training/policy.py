@@ -46,7 +46,7 @@ from models.model import (
 from plumbing import stop
 from plumbing.faults import DiskFault, Diverged, Fault
 from population import Instruction
-from rollout import rollout, space_evenly
+from rollout import STORED, rollout, space_evenly
 from tasks import Job, Task, Trajectory
 from tasks.metrics import set_rewards
 from tasks.sampling import rng_of, take_subset
@@ -57,10 +57,14 @@ S = ParamSpec("S")
 A = TypeVar("A")
 R = TypeVar("R")
 
-STORED = 24  # questions of an evaluation whose trajectories the run stores
 WATCHED = 10  # trajectories of a step, rounded up to whole groups, whose tokens the run stores
+# FLOP/s of dense bfloat16 products, by a part of the card's name; the first that fits counts
+PEAK = {
+    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
+    "4090": 165e12,
+}  # fmt: skip
 # what saves memory in it
-UPDATE = "--recompute 1, a smaller --micro_tokens, --offload_reference or more GPUs"
+UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens, --offload_reference or more GPUs"
 ROLLOUT = "a smaller --vllm_memory, or --max_rows of the torch engine"
 
 
@@ -159,10 +163,15 @@ def fsdp(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
             print(f"fused layers: {fused[0]}", flush=True)
     trained, *frozen = models
     trained = fill(
-        shard(trained, ranks.device, compute=compute), first, choose_dither_seed(cfg, ranks)
+        shard(trained, ranks.device, compute=compute, gather=cfg.gather == 1),
+        first,
+        choose_dither_seed(cfg, ranks),
     )
     frozen = [
-        shard(model, ranks.device, frozen=True, offload=cfg.offload_reference) for model in frozen
+        shard(
+            model, ranks.device, frozen=True, offload=cfg.offload_reference, gather=cfg.gather == 1
+        )
+        for model in frozen
     ]
     return trained, fill(frozen[0], first) if frozen else None
 
@@ -183,7 +192,7 @@ def vllm(policy: Policy, first: Any) -> Engine:
             max_len=max_len,
             dtype=policy.ranks.dtype,
             memory=cfg.vllm_memory,
-            seed=cfg.seed + policy.ranks.rank,
+            rows=math.ceil(max(cfg.batch * cfg.G, cfg.eval_n) / policy.ranks.size),
         )
     remote: type[Engine] = importlib.import_module("engines.vllm_server").VllmServer
     return remote(cfg.vllm, policy.tokenizer, policy.ends, model=cfg.model, max_len=max_len)  # type: ignore[call-arg]
@@ -260,6 +269,7 @@ class Policy:
         progress = lambda done: self.progress(purpose, min(done * size, len(jobs)), len(jobs))  # noqa: E731
         groups = set(list(dict.fromkeys(job.group for job in jobs))[rank::size])
         mine = [k for k, job in enumerate(jobs) if job.group in groups]
+        waited = self.task.waited
         with stop.may_stop():
             played = rollout(
                 self.engine,
@@ -271,6 +281,7 @@ class Policy:
                 seed=seed + rank,
                 progress=progress,
             )
+        self.seconds["tools"] = self.task.waited - waited
         for tau in played if size > 1 else ():
             try:
                 pickle.dumps(tau.state)
@@ -317,33 +328,53 @@ class Policy:
         for noted in self.ranks.gather({k: tau.tokens for k, tau in enumerate(taus) if tau.tokens}):
             for k, tokens in noted.items():
                 taus[k].tokens = tokens
-        if (n := self.learner.memory.get("skipped", 0)) >= MAX_SKIPPED:
+        if (n := self.learner.remembered.get("skipped", 0)) >= MAX_SKIPPED:
             raise Diverged(
                 f"\nstep {t}: loss or gradient were not finite in {n} optimizer steps in a row, all of them skipped;"
                 " start a new run with a lower --lr, or look at the rewards of this one (trajectories/)"
             )
         return metrics
 
-    def pace(self, taus: Sequence[Trajectory]) -> dict[str, float]:
+    def measure_speed(self, taus: Sequence[Trajectory]) -> dict[str, float]:
         """Returns columns about the speed of the step that was taken with these trajectories.
 
         Tokens are those that all ranks sampled per second of the rollouts, and those that they
-        trained on (prompts and observations too) per second of the update; GB (1e9 bytes) are the
-        most that rank 0 has taken so far: of its GPU, less what vLLM gives back asleep, or without
-        one of its process. Columns of time/ are what a resumed run does not repeat.
+        trained on (prompts and observations too) per second of the update; tools: seconds of the
+        rollouts in which all of rank 0's trajectories waited for one. GB (1e9 bytes) are the most
+        that rank 0 has taken so far: of its GPU, less what vLLM gives back asleep, or without one
+        of its process. Columns of time/ are what a resumed run does not repeat.
         """
         rollout, update = self.seconds["rollout"], self.seconds["update"]
+        trained_per_s = sum(len(tau.ids) for tau in taus) / update
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if self.ranks.device == "cuda":
             peak = torch.cuda.max_memory_allocated() - getattr(self.engine, "asleep", 0)
         return {
             "time/rollout": rollout,
+            "time/tools": self.seconds["tools"],
             "time/update": update,
             "time/sampled_per_s": sum(sum(tau.mask) for tau in taus) / rollout,
-            "time/trained_per_s": sum(len(tau.ids) for tau in taus) / update,
+            "time/trained_per_s": trained_per_s,
+            **self.compute_mfu(trained_per_s),
             "time/peak_gb": peak / 1e9,
             "search/faults": self.faults(),
         }
+
+    def compute_mfu(self, tokens_per_s: float) -> dict[str, float]:
+        """Returns the share of the cards' peak that an update of so many tokens a second takes; {}
+        for a card whose peak is not known.
+
+        A token takes 6 FLOPs for each trained parameter and 4 for a frozen one: attention and what
+        is recomputed do not count.
+        """
+        if self.ranks.device != "cuda" or self.ranks.dtype != "bfloat16":
+            return {}
+        name = torch.cuda.get_device_name(0)
+        peaks = [flops for part, flops in PEAK.items() if part in name]
+        flops = sum(
+            (6 if p.requires_grad else 4) * p.numel() for p in self.learner.model.parameters()
+        )
+        return {"time/mfu": flops * tokens_per_s / peaks[0] / self.ranks.size} if peaks else {}
 
     @on_all_ranks(sum)
     def faults(self) -> int:
@@ -381,11 +412,11 @@ class Policy:
         state = self.learner.state_dict()
         if copied:
             state = BlockingAsyncStager().stage(state)
-        self.written = self.writer.submit(self.write, state, path)
+        self.written = self.writer.submit(self.write_share, state, path)
         if not copied:
             wait([self.written])
 
-    def write(self, state: dict[str, Any], path: Path) -> dict[str, str]:
+    def write_share(self, state: dict[str, Any], path: Path) -> dict[str, str]:
         """Writes this rank's shares; on rank 0 it returns the digests of all files and raises a
         fault of any rank."""
         answer: dict[str, str] | Exception

@@ -59,7 +59,7 @@ def prepare(
     import torch
 
     from engines.choose import device_of, dtype_of
-    from training.checks import check, print_memory
+    from training.checks import check_machine, print_memory
     from training.ranks import Ranks
 
     if cfg.dry_run:
@@ -72,7 +72,7 @@ def prepare(
     if leads:
         # a resumed run and an export take the run's, on any machine
         cfg = replace(cfg, dtype=dtype_of(cfg, device))
-        fitted, why = check(cfg, device, task)
+        fitted, why = check_machine(cfg, device, task)
     return cfg, fitted, why, task, Ranks(device, cfg.patience, cfg.dtype)
 
 

@@ -1,26 +1,53 @@
 """vLLM in this process, with a random policy of Qwen2.5-3B's shape: its memory against the
-estimate; JSON last.
+estimate, or where the time of rollouts goes; JSON last.
 
     python -m extras.bench.colocated
+    python -m extras.bench.colocated --rollouts
 
 vLLM starts, gets the weights, plays rows, sleeps, wakes with other weights, plays again. Each load
 is proven layer by layer. What vLLM takes of the GPU is compared with training/fit.py's estimate;
 asleep, CUDA graphs only. Weights are bfloat16, drawn on the device. Without a GPU the model is a
 toy, and no memory is read.
+
+--rollouts plays 32 groups of 5 trajectories: a prompt of 300 tokens, five turns of 120 sampled
+tokens, 500 tokens read after each but the last. First with vLLM alone, then with log-probs, a seed
+for each row and vLLM's stop strings one after the other; with our engine, which looks for them
+itself; in rollout.py's loop; and there with turns of 60 to 180 tokens, which end one by one.
+
+us        microseconds of all rollouts / sampled tokens, that is, for a row and token step
+prefill   seconds of the forward passes that read more than a token of some row; decode: of the others
+wait      seconds in which vLLM waits for the device, of prefill and decode; the other columns are Python's:
+          schedule, forward, sample, collect (vLLM's scheduler and its passes), text (its frontend: tokens to text,
+          stop strings), add (new turns), ours (all outside vLLM, which includes what our engine does of that)
+busy      the device's share of a part of the time, in which a profiler listed its kernels
 """
 
+import argparse
+import contextlib
+import dataclasses
 import json
+import random
 import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-from transformers import Qwen2Config
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import Qwen2Config, Qwen2Tokenizer
 
+import engines.vllm_engine as vllm_engine
 from config import PRESETS, Config
 from engines.vllm_engine import VllmEngine
 from extras.bench.harness import parser_of, play_turns, timed
-from extras.bench.update import TOY, randomize
+from extras.bench.update import TOY, randomize, wait
 from models.model import empty, load_tokenizer, weights
-from plumbing.faults import Fault, one_line
+from plumbing.faults import Fault, first_line, one_line
+from rollout import rollout
+from tasks import Job, Question, Task, Trajectory
+from tasks.formats import Action, Tags
+from tasks.tools import Function
 from training.fit import KNOWN, estimate
 
 SMALL = TOY | {"num_attention_heads": 2}  # 32 wide, the least that vLLM takes on a CPU
@@ -47,18 +74,19 @@ def find_missed(x: dict) -> list[str]:
     )
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    cuda = parser.parse_args().device == "cuda"
-    if cuda and not torch.cuda.is_available():
-        raise Fault("torch finds no GPU here; --device cpu tries it on a toy")
-    config = Qwen2Config(
-        **(KNOWN["Qwen/Qwen2.5-3B"] if cuda else SMALL), architectures=["Qwen2ForCausalLM"]
-    )
+def start(config: Qwen2Config, tokenizer: Any, stop: Sequence[str], memory: float, max_len: int):
+    """Returns an engine of a model of this shape."""
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return VllmEngine(
+            folder, tokenizer, tuple(stop), max_len=max_len, dtype="bfloat16", memory=memory
+        )
+
+
+def measure_memory(config: Qwen2Config, model: Any, cuda: bool) -> dict[str, Any]:
+    """Returns what vLLM takes of the GPU, awake and asleep, and what was estimated."""
     tokenizer = load_tokenizer(PRESETS["world"]["model"], ())
-    model = empty(config, torch.bfloat16, "cuda" if cuda else "cpu")
-    randomize(model, 0)
     total = torch.cuda.get_device_properties(0).total_memory / 1e9 if cuda else 24.0
     before = used(cuda)  # the weights, with the CUDA context
     memory = (total - before - SPARE / 1e9) / total if cuda else 0.05
@@ -68,13 +96,8 @@ def main() -> None:
         for part in estimate(cfg, config, "vllm", 1, total).parts
         if part.name.startswith("vLLM")
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        max_len = cfg.max_prompt + cfg.max_response if cuda else 1024
-        engine = VllmEngine(
-            folder, tokenizer, (), max_len=max_len, dtype="bfloat16", memory=memory, seed=0
-        )
+    max_len = cfg.max_prompt + cfg.max_response if cuda else 1024
+    engine = start(config, tokenizer, (), memory, max_len)
     prompts = dict(enumerate(torch.randint(min(1000, config.vocab_size), (ROWS, PROMPT)).tolist()))
     engine.load(weights(model))
     play_turns(engine, prompts, TURN, 1.0)
@@ -89,7 +112,374 @@ def main() -> None:
     x["estimate_awake_gb"] = sum(part.rollout for part in parts) / 1e9
     x["estimate_asleep_gb"] = sum(part.update for part in parts) / 1e9
     engine.close()
-    print(json.dumps(x | {"missed": find_missed(x)}))
+    return x | {"missed": find_missed(x)}
+
+
+# ---- where the time of rollouts goes
+
+
+def make_tokenizer(size: int) -> Qwen2Tokenizer:
+    """Returns a byte-level BPE of `size` tokens, of one to three characters as random text has
+    them."""
+    world = load_tokenizer(PRESETS["world"]["model"], ())
+    special = list(dict.fromkeys(["<|endoftext|>", world.eos_token, "<|im_start|>", "<|im_end|>"]))
+    printable = [chr(k) for k in range(33, 127)]
+    random.Random(0).shuffle(printable)
+    texts, merges = sorted(ByteLevel.alphabet()), []
+    for before in [*printable, *(a + b for a in printable for b in printable)]:
+        for character in printable:
+            if len(texts) < size - len(special):
+                texts.append(before + character)
+                merges.append((before, character))
+    vocabulary = {text: k for k, text in enumerate(texts)}
+    template = world.chat_template
+    return Qwen2Tokenizer(
+        vocab=vocabulary, merges=merges, extra_special_tokens=special, chat_template=template
+    )
+
+
+class Nothing(Function):
+    """A tool, for its tags: random text never calls it."""
+
+    tag, noun, argument = "search", "a search", "query"
+    plural, result_tag = "searches", "information"
+
+    def run(self, argument: str) -> str:
+        return ""
+
+
+class Speed(Task):
+    """A task whose work is fixed: no turn calls or answers, and each is followed by `read` random
+    tokens."""
+
+    tools = [Nothing()]
+    words, prompt_tokens, read = 1000, 300, 500
+
+    def questions(self, split: str) -> list[Question]:
+        return []
+
+    def reward(self, taus: Sequence[Trajectory]) -> list[float]:
+        return [0.0] * len(taus)
+
+    @property
+    def format(self) -> type[Tags]:
+        class Paced(Tags):
+            def prompt(self, instruction: str, question: Question) -> list[int]:
+                return draw_ids(question.id, self.task.words, self.task.prompt_tokens)
+
+            def invalid(self, action: Action) -> list[int]:
+                return draw_ids(action.text[:50], self.task.words, self.task.read)
+
+        return Paced
+
+
+def draw_ids(seed: Any, words: int, n: int) -> list[int]:
+    return random.Random(seed).choices(range(words - 3), k=n)
+
+
+class Clock:
+    """Times vLLM's parts: seconds by name, without those of the parts within them; and each forward
+    pass.
+
+    `client`: of vLLM's core, in this process; `frontend`: vLLM's OutputProcessor.
+    """
+
+    def __init__(self, client: Any, frontend: Any):
+        # without a device a thread's own time, as other processes take turns with it
+        self.now = time.perf_counter if torch.cuda.is_available() else time.thread_time
+        core = client.engine_core
+        self.inner = [0.0]  # seconds of timed calls within the running ones, outermost first
+        self.reset()
+        self.wrap(client, "add_request", "add")
+        self.wrap(frontend, "process_outputs", "text")
+        self.wrap(core, "step_fn", "wait")
+        self.wrap(core.scheduler, "schedule", "schedule")
+        self.wrap(core.model_executor, "execute_model", "forward")
+        self.wrap(core.model_executor, "sample_tokens", "sample")
+        collect = core.scheduler.update_from_output
+
+        def note(output: Any, *args: Any) -> Any:
+            collected, now = collect(output, *args), self.now()
+            rows, tokens = len(output.num_scheduled_tokens), output.total_num_scheduled_tokens
+            if tokens:
+                kind = "prefill" if tokens > rows else "decode"
+                self.passes[kind] += now - self.last
+                self.passes[f"{kind}_passes"] += 1
+                self.passes[f"{kind}_tokens"] += tokens
+                self.last = now
+            return collected
+
+        core.scheduler.update_from_output = note
+        self.wrap(core.scheduler, "update_from_output", "collect")
+
+    def reset(self) -> None:
+        self.parts, self.passes = Counter(), Counter()
+        self.began = self.last = self.now()
+
+    def wrap(self, owner: Any, name: str, part: str) -> None:
+        call = getattr(owner, name)
+
+        def timed_call(*args: Any, **kwargs: Any) -> Any:
+            self.inner.append(0.0)
+            began = self.now()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                seconds = self.now() - began
+                self.parts[part] += seconds - self.inner.pop()
+                self.inner[-1] += seconds
+
+        setattr(owner, name, timed_call)
+
+    def read(self, sampled: int) -> dict[str, Any]:
+        """Returns the figures since `reset`."""
+        seconds = self.now() - self.began
+        parts = dict(self.parts) | {"ours": seconds - sum(self.parts.values())}
+        row = {"seconds": seconds, "us": 1e6 * seconds / sampled, "sampled": sampled}
+        return row | dict(self.passes) | parts
+
+
+def play_plainly(
+    engine: VllmEngine,
+    frontend: Any,
+    task: Speed,
+    prompts: list[list[int]],
+    turns: int,
+    params: dict[str, Any],
+    seeds: bool,
+) -> int:
+    """Plays trajectories with vLLM's core and frontend alone, as its LLMEngine does; returns how
+    many tokens were sampled."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine import EngineCoreRequest
+
+    params = params | {"output_kind": RequestOutputKind.FINAL_ONLY}
+    core, ids, played, sampled = engine.core, [list(ids) for ids in prompts], Counter(), 0
+    engine.begin(0)
+
+    def add(k: int) -> None:
+        own = {"seed": hash((k, len(ids[k]))) % 2**63} if seeds else {}
+        request = EngineCoreRequest(
+            request_id=f"{k} {played[k]}",
+            external_req_id=str(k),
+            prompt_token_ids=ids[k],
+            sampling_params=SamplingParams(**params, **own),
+            arrival_time=0,
+            mm_features=None,
+            pooling_params=None,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        frontend.add_request(request, None)
+        core.add_request(request)
+
+    for k in range(len(ids)):
+        add(k)
+    while frontend.has_unfinished_requests():
+        done = frontend.process_outputs(core.get_output().outputs)
+        core.abort_requests(done.reqs_to_abort)
+        for request in done.request_outputs:
+            k, turn = int(request.request_id), list(request.outputs[0].token_ids)
+            played[k], sampled = played[k] + 1, sampled + len(turn)
+            ids[k] += turn + draw_ids(k, task.words, task.read)
+            if played[k] < turns:
+                add(k)
+    return sampled
+
+
+def play_engine(
+    engine: VllmEngine, task: Speed, prompts: list[list[int]], turns: int, max_new: int
+) -> int:
+    """Plays trajectories with our engine; returns how many tokens were sampled."""
+    ids, played, sampled = [list(ids) for ids in prompts], Counter(), 0
+    engine.begin(0)
+    contexts = dict(enumerate(ids))
+    while contexts or len(played) < len(ids) or min(played.values()) < turns:
+        ended = list(engine.generate(contexts, max_new, 1.0))
+        contexts = {}
+        for turn in ended:
+            played[turn.key], sampled = played[turn.key] + 1, sampled + len(turn.ids)
+            ids[turn.key] += turn.ids + draw_ids(turn.key, task.words, task.read)
+            if played[turn.key] < turns:
+                contexts[turn.key] = ids[turn.key]
+    return sampled
+
+
+def play_ours(engine: VllmEngine, tokenizer: Any, task: Speed, groups: int, cfg: Config) -> int:
+    """Plays the task's trajectories in our loop; returns how many tokens were sampled."""
+    questions = [Question(id=str(k // 5), text="") for k in range(5 * groups)]
+    jobs = [Job(None, "", question, k // 5) for k, question in enumerate(questions)]
+    taus = rollout(engine, tokenizer, task, jobs, cfg, temperature=1.0, seed=0)
+    return sum(sum(tau.mask) for tau in taus)
+
+
+def profile_device(work: Callable[[], Any]) -> dict[str, Any]:
+    """Returns the seconds of the work, those in which the device was busy, and its kernels by their
+    time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        _, seconds = timed(lambda: wait(work))
+    spans, kernels, calls = [], Counter(), Counter()
+    for event in profiler.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA:
+            spans.append((event.start_ns(), event.end_ns()))
+            kernels[event.name()[:90]] += (event.end_ns() - event.start_ns()) / 1e9
+            calls[event.name()[:90]] += 1
+    busy, last = 0, 0
+    for begin, end in sorted(spans):
+        busy += max(0, end - max(begin, last))
+        last = max(last, end)
+    most = [(name, calls[name], s) for name, s in kernels.most_common(18)]
+    return {"seconds": seconds, "busy": busy / 1e9, "kernels": most}
+
+
+@contextlib.contextmanager
+def softly(name: str, found: dict[str, Any]) -> Iterator[None]:
+    """Notes and prints what prevents a measurement; the others go on."""
+    try:
+        yield
+    except Exception as e:
+        found[name] = {"failed": f"{type(e).__name__}: {first_line(e)}"}
+        print(f"{name:14} failed: {found[name]['failed']}", flush=True)
+
+
+COLUMNS = ("seconds", "us", "prefill", "decode", "wait", "schedule", "forward", "sample", "collect",
+           "text", "add", "ours")  # fmt: skip
+
+
+def measure_rollouts(
+    config: Qwen2Config, model: Any, cuda: bool, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Returns the seconds of each part of rollouts, under each of our settings; prints them as they
+    come."""
+    size = 1 if cuda else 6  # a toy's lengths are divided by it
+    sampled = args.sampled or 120 // size
+    cfg = Config(max_response=sampled, max_turns=args.turns - 1, max_prompt=4096)
+    task = Speed(cfg)
+    task.words, task.prompt_tokens, task.read = config.vocab_size, 300 // size, 500 // size
+    tokenizer = make_tokenizer(config.vocab_size)
+    stop = task.make_format().stop_strings()
+    found: dict[str, Any] = {"settings": {}}
+    max_len = 4096 + 500 if cuda else 1024
+    memory = args.memory if cuda else 0.05
+    settings = vllm_engine.settings
+    others = json.loads(args.vllm)
+    if not cuda:  # vLLM's CPU build crashes on seeds in chunked prefills
+        others |= {"enable_chunked_prefill": False}
+    vllm_engine.settings = lambda *a, **how: settings(*a, **how) | others
+    engine, found["start_s"] = timed(lambda: start(config, tokenizer, stop, memory, max_len))
+    _, found["load_s"] = timed(lambda: engine.load(weights(model)))
+    vllm_config = engine.core.engine_core.vllm_config
+    graphs = vllm_config.compilation_config.cudagraph_capture_sizes
+    found["vllm"] = {
+        "asynchronous": vllm_config.scheduler_config.async_scheduling,
+        "runner": 2 if vllm_config.use_v2_model_runner else 1,
+        "batched_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
+        "rows": vllm_config.scheduler_config.max_num_seqs,
+        "graphs": f"{len(graphs or [])}: {graphs}",
+        "graph_mode": str(vllm_config.compilation_config.cudagraph_mode),
+        "prefix_caching": vllm_config.cache_config.enable_prefix_caching,
+        "compile_s": vllm_config.compilation_config.compilation_time,
+    }
+    print(f"start {found['start_s']:.1f} s, load {found['load_s']:.1f} s, {found['vllm']}")
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    frontend = OutputProcessor(tokenizer, log_stats=False)
+    clock = Clock(engine.core, frontend)
+
+    # One more of our settings at a time.
+    bare = {"max_tokens": sampled, "temperature": 1.0, "ignore_eos": True, "detokenize": False}
+    logprobs = bare | {"logprobs": 0, "flat_logprobs": True}
+    stops = logprobs | {"detokenize": True, "skip_special_tokens": False}
+    stops |= {"stop": list(stop), "include_stop_str_in_output": True}
+    plain: dict[str, tuple[dict[str, Any], bool]] = {
+        "bare": (bare, False),
+        "+ log-probs": (logprobs, False),
+        "+ seeds": (logprobs, True),
+        "+ stops": (stops, True),
+    }
+    rows = range(5 * args.groups)
+    prompts = [draw_ids(k // 5, task.words, task.prompt_tokens) for k in rows]
+    with softly("warm-up", found):
+        play_plainly(engine, frontend, task, prompts[:10], 2, stops | {"max_tokens": 4}, True)
+        play_plainly(engine, frontend, task, prompts, 1, bare | {"max_tokens": 4}, False)
+    print(" " * 12 + "".join(f"{name:>9}" for name in COLUMNS))
+    for name in (*plain, "our engine", "our loop", "one by one"):
+        with softly(name, found["settings"]):
+            if not engine.core.reset_prefix_cache():
+                raise Fault("rows are still running")
+            clock.reset()
+            if name == "our engine":
+                n = play_engine(engine, task, prompts, args.turns, sampled)
+            elif name == "our loop":
+                n = play_ours(engine, tokenizer, task, args.groups, cfg)
+            elif name == "one by one":
+                engine.ended = lambda ids: len(ids) > sampled // 2 + ids[0] % (sampled + 1)
+                longest = dataclasses.replace(cfg, max_response=2 * sampled)
+                n = play_ours(engine, tokenizer, task, args.groups, longest)
+            else:
+                params, seeds = plain[name]
+                n = play_plainly(engine, frontend, task, prompts, args.turns, params, seeds)
+            row = found["settings"][name] = clock.read(n)
+            figures = "".join(f"{row.get(column, 0):9.2f}" for column in COLUMNS)
+            print(f"{name:12}{figures}", flush=True)
+
+    # A prefill alone, by the tokens of a forward pass.
+    scheduler = engine.core.engine_core.scheduler
+    configured = scheduler.max_num_scheduled_tokens
+    for limit in (configured // 8, configured // 2, configured):
+        with softly(f"prefill {limit}", found):
+            scheduler.max_num_scheduled_tokens = limit
+            engine.core.reset_prefix_cache()
+            clock.reset()
+            n = play_plainly(engine, frontend, task, prompts, 2, bare | {"max_tokens": 1}, False)
+            row = found[f"prefill {limit}"] = clock.read(n)
+            tokens, seconds = row["prefill_tokens"], row["seconds"]
+            print(f"{limit} tokens a pass: {tokens} read in {seconds:.3f} s", flush=True)
+    scheduler.max_num_scheduled_tokens = configured
+
+    # The device: reading 1,600 tokens of each row, then 20 token steps of them.
+    long = [draw_ids(k, task.words, 1600) for k in rows]
+    works = {"read": (bare, 1), "read, 20 steps": (bare, 21), "the same": (logprobs, 21)}
+    for name, (params, n) in works.items() if cuda else ():
+        with softly(name, found):
+            engine.core.reset_prefix_cache()
+            params = params | {"max_tokens": n}
+            row = found[name] = profile_device(
+                lambda params=params: play_plainly(engine, frontend, task, long, 1, params, False)
+            )
+            print(f"{name}: {row['seconds']:.3f} s, device busy {row['busy']:.3f} s", flush=True)
+            for kernel, calls, seconds in row["kernels"]:
+                print(f"  {seconds:8.4f} s {calls:6} x {kernel}")
+    engine.close()
+    return found
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--rollouts", action="store_true", help="where their time goes")
+    parser.add_argument("--groups", type=int, default=32, help="of 5 trajectories (--rollouts)")
+    parser.add_argument("--turns", type=int, default=5, help="of a trajectory (--rollouts)")
+    parser.add_argument("--sampled", type=int, help="tokens of a turn (--rollouts)")
+    parser.add_argument("--memory", type=float, default=0.3, help="vLLM's share (--rollouts)")
+    parser.add_argument("--vllm", default="{}", help="other arguments of its engine (--rollouts)")
+    args = parser.parse_args()
+    cuda = args.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        raise Fault("torch finds no GPU here; --device cpu tries it on a toy")
+    config = Qwen2Config(
+        **(KNOWN["Qwen/Qwen2.5-3B"] if cuda else SMALL), architectures=["Qwen2ForCausalLM"]
+    )
+    model = empty(config, torch.bfloat16, "cuda" if cuda else "cpu")
+    randomize(model, 0)
+    if args.rollouts:
+        print(json.dumps(measure_rollouts(config, model, cuda, args)))
+    else:
+        print(json.dumps(measure_memory(config, model, cuda)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Does it work on this GPU? Ten parts in at most 22 minutes (`make gpu`): a line for each, then
+"""Does it work on this GPU? Eleven parts in at most 24 minutes (`make gpu`): a line for each, then
 rows for the table of reported runs in docs/gpus.md, JSON last.
 
 `--only card`, `--only run` and `--only engine` take at most nine minutes each:
@@ -7,6 +7,7 @@ card    kernels  the tests that need a GPU: the Triton kernel in every setting, 
         update   an update of a random model of Qwen2.5-3B's shape: tokens/s, MFU, memory: extras/bench/update.py
         head     the GRPO head and Liger's, where that is installed: kernels/bench.py
         wide     the same at the shape of TRL's pull request 7244: 8,192 tokens, 4,096 wide, 151,936 words
+        peer     the update beside TRL's, same model and trajectories: extras/bench/trl.py
 run     world    a run of the embedded world (FSDP2, NCCL, torch engine), killed and resumed: extras/bench/resume.py
         ranks    the world's run over two cards, killed and resumed
         url      the world's run with a `vllm serve` on the second of two cards, weights over NCCL, killed and resumed
@@ -138,9 +139,9 @@ ON_GPU = (
     " or on_a_gpu or triton- or triton] or fused_layers"
 )
 WORLD, TOY = "-m extras.bench.resume", "--device cpu --steps 3 --kill_at 2"
-HEAD = "-m kernels.bench --seconds 0.5 --peers ours Liger torch, three rows"
+HEAD = "-m kernels.bench --seconds 0.5 --peers ours Liger torch, three"
 STAGES = {
-    "card": ("kernels", "update", "head", "wide"),
+    "card": ("kernels", "update", "head", "wide", "peer"),
     "run": ("world", "ranks", "url"),
     "engine": ("vllm", "beside", "lora"),
 }
@@ -160,6 +161,10 @@ PARTS = [
     Part(
         "wide", 80, "torch triton", f"{HEAD} --tokens 8192 --shapes 4096x151936", "--tokens 16 --shapes 64x512",
         read_head,
+    ),
+    Part(
+        "peer", 120, "torch transformers triton liger_kernel trl datasets",
+        "-m extras.bench.trl --shape Qwen/Qwen2.5-3B --repeat 2", "--shape toy --trajectories 10 --repeat 1",
     ),
     Part("world", 110, RUN, WORLD, TOY),
     Part("ranks", 110, RUN, f"{WORLD} --ranks 2", TOY, cards=2),

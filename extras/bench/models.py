@@ -152,9 +152,7 @@ def measure(folder: str) -> list[str]:
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
     def vllm() -> str:
-        engine = VllmEngine(
-            folder, tokenizer, (), max_len=128, dtype="float32", memory=0.02, seed=0
-        )
+        engine = VllmEngine(folder, tokenizer, (), max_len=128, dtype="float32", memory=0.02)
         with contextlib.closing(engine):
             engine.load(weights(model))
             return same(greedy(engine, contexts) == ours)

@@ -19,11 +19,12 @@ from typing_extensions import TypedDict
 
 from config import PRESETS, Config
 from plumbing.faults import Fault, first_line
+from plumbing.outside import without_secrets
 from tasks import Message, Question, Task, Trajectory
 from tasks.functions import TypedFunction
 from tasks.plugs import wait_for
 from tasks.questions import read_json_lines
-from tasks.tools import Failure
+from tasks.tools import Failure, Tool
 
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods that the policy cannot call
 # where `reset` owns the data
@@ -74,34 +75,40 @@ class EnvironmentTask(Task):
     """
 
     environment: ClassVar[type[Any]]
+    unmade: ClassVar[str] = "it cannot be made"
     instruction: str = "Do what is asked with the tools that you have. When it is done, write <answer> done </answer>."
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        where = f"--task {cfg.task}"
+        where = without_secrets(f"--task {cfg.task}")
+        self.idle = list[Any]()  # those that wait for an episode
         try:
-            self.idle = [episode := self.environment()]  # those that wait for an episode
+            self.idle.append(self.environment())
+            self.tools = self.offer(self.idle[0])
+        except Fault:
+            raise
         except Exception as e:
-            raise Fault(
-                f"{where}: it cannot be made ({first_line(e)}); it takes no arguments"
-            ) from e
-        names = [
-            name
-            for name, _ in inspect.getmembers(self.environment, inspect.isroutine)
-            if name not in NO_TOOLS
-        ]
-        methods = {name: getattr(episode, name) for name in names if not name.startswith("_")}
-        self.tools = [
-            Method(m, f"{where}: its method {name}")
-            for name, m in methods.items()
-            if inspect.ismethod(m)
-        ]
+            raise Fault(f"{where}: {self.unmade} ({first_line(e)})") from e
         if not self.tools:
             raise Fault(
                 f"{where}: it has no method to call; a tool is a public, typed, documented method"
             )
         self.opening: dict[str, str] = {}  # what `reset` returned for a row
-        weakref.finalize(self, _close, self.idle)  # at the end of the program, too
+        weakref.finalize(self, close, self.idle)  # at the end of the program, too
+
+    def offer(self, episode: Any) -> Sequence[Tool]:
+        """Returns the tools of an environment: its methods."""
+        names = [
+            name
+            for name, _ in inspect.getmembers(self.environment, inspect.isroutine)
+            if name not in NO_TOOLS and not name.startswith("_")
+        ]
+        methods = {name: getattr(episode, name) for name in names}
+        return [
+            Method(m, f"--task {self.cfg.task}: its method {name}")
+            for name, m in methods.items()
+            if inspect.ismethod(m)
+        ]
 
     def questions(self, split: str) -> list[Question]:
         """Returns the rows of a split. Raises Fault if a file is missing or a row has nothing to
@@ -178,7 +185,7 @@ class EnvironmentTask(Task):
         tau.state = wait_for(score())
         # a call that took too long may still change it
         if any(isinstance(turn.result, Failure) for turn in tau.turns):
-            _close([episode])
+            close([episode])
         else:
             self.idle.append(episode)
 
@@ -191,7 +198,7 @@ class EnvironmentTask(Task):
         return [tau.state for tau in taus]
 
 
-def _close(episodes: list[Any]) -> None:
+def close(episodes: list[Any]) -> None:
     for episode in episodes:
         wait_for(getattr(episode, "close", lambda: None)())
 

@@ -43,7 +43,7 @@ def tools_of(target: str, where: str) -> Sequence[ServerTool | Fault]:
     """
     where = without_secrets(where)
     try:
-        import jsonschema_rs
+        import jsonschema_rs  # noqa: F401
         import mcp  # noqa: F401
     except ImportError as e:
         raise Fault(
@@ -53,34 +53,14 @@ def tools_of(target: str, where: str) -> Sequence[ServerTool | Fault]:
     logging.getLogger("mcp").setLevel(logging.CRITICAL + 1)
     server, found = Server(target, where), list[ServerTool | Fault]()
     for tool in server.start():
-        parameters, name = tool.input_schema, tool.name
         try:
-            # Not Python's jsonschema: its regular expressions can take hours, in which no other
-            # thread runs.
-            validator = jsonschema_rs.validator_for(parameters, retriever=_refuse)
-            if parameters.get("type") != "object":
-                raise ValueError("its type is not object")
-        except ValueError as e:
-            found.append(Fault(f"{where}: the schema of its tool {name} is invalid ({_first(e)})"))
+            offered = ServerTool(where, tool.name, tool.description, tool.input_schema)
+        except Fault as e:
+            found.append(e)
             continue
-        if not (tool.description or "").strip():
-            found.append(
-                Fault(
-                    f"{where}: its tool {name} has no description, so the policy cannot know what it does"
-                )
-            )
-            continue
-        # A few references can unfold to billions of checks: such arguments are the server's to
-        # check.
-        refers = re.search(r'"\$\w*[rR]ef"', json.dumps(parameters))
-        properties = parameters.get("properties", {})
-        # true
-        parameters |= {
-            "properties": {key: p if isinstance(p, dict) else {} for key, p in properties.items()}
-        }
-        schema = {"name": name, "description": tool.description, "parameters": parameters}
-        server.tools.append(ServerTool(schema, server, None if refers else validator))
-        found.append(server.tools[-1])
+        offered.server = server
+        server.tools.append(offered)
+        found.append(offered)
     if not found:
         raise Fault(f"{where}: the server has no tools")
     return found
@@ -102,20 +82,53 @@ def _begun(work: Coroutine[Any, Any, Any]) -> Future[Any]:
     return asyncio.run_coroutine_threadsafe(work, _loop())
 
 
-class ServerTool(SchemaTool):
-    """One tool of a server."""
+class CheckedTool(SchemaTool):
+    """A tool with a JSON schema of its arguments, which are checked here before they are sent.
 
-    grace = 3600.0  # its calls wait while the server is replaced, which takes minutes
+    Raises Fault, which begins with `where`, if the policy could not call it.
+    """
 
-    def __init__(self, schema: dict[str, Any], server: Server, validator: Any):
-        super().__init__(schema)
-        self.server, self.validator, self.unserved, self.rounds = server, validator, 0, 0
+    def __init__(self, where: str, name: str, description: str | None, parameters: dict[str, Any]):
+        import jsonschema_rs
+
+        try:
+            # Not Python's jsonschema: its regular expressions can take hours, in which no other
+            # thread runs.
+            validator = jsonschema_rs.validator_for(parameters, retriever=_refuse)
+            if parameters.get("type") != "object":
+                raise ValueError("its type is not object")
+        except ValueError as e:
+            raise Fault(
+                f"{where}: the schema of its tool {name} is invalid ({_first(e)})"
+            ) from None
+        if not (description or "").strip():
+            raise Fault(
+                f"{where}: its tool {name} has no description, so the policy cannot know what it does"
+            )
+        # A few references can unfold to billions of checks: such arguments are the server's to
+        # check.
+        refers = re.search(r'"\$\w*[rR]ef"', json.dumps(parameters))
+        self.validator = None if refers else validator
+        properties = parameters.get("properties", {})
+        # true
+        parameters |= {
+            "properties": {key: p if isinstance(p, dict) else {} for key, p in properties.items()}
+        }
+        super().__init__({"name": name, "description": description, "parameters": parameters})
 
     def read_arguments(self, arguments: str) -> dict[str, Any]:
         given = decoded(arguments)
         for error in self.validator.iter_errors(given) if self.validator else ():
             raise ValueError(": ".join([*map(str, error.instance_path), error.message[:200]]))
         return given  # type: ignore[no-any-return]  # the SDK sends nothing but an object
+
+
+class ServerTool(CheckedTool):
+    """One tool of a server."""
+
+    grace = 3600.0  # its calls wait while the server is replaced, which takes minutes
+    server: Server
+    unserved, rounds = 0, 0
 
     def call(self, arguments: dict[str, Any]) -> str:
         """Raises Failed if there is no result, and ToolDown if the server is gone, or serves no

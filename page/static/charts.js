@@ -7,13 +7,16 @@ const PANELS = [
   { id: "logp", title: "Log-prob per token of the demonstrations", keys: { logp: "mean" } },
   { id: "entropy", title: "Entropy per token, nats", keys: { entropy: "entropy" } },
   { id: "clip_fraction", title: "Clipped tokens", keys: { clip_fraction: "share" } },
-  { id: "logp_gap", title: "Engine against trainer, nats per token", keys: { logp_gap: "log-prob gap" } },
-  { id: "zero_variance_groups", title: "Groups with rewards all alike", keys: { zero_variance_groups: "share" } },
+  { id: "logp_gap", title: "Engine against trainer, nats per token; by quarter of the longest context", keys: { logp_gap: "mean", "logp_gap/q1": "1st", "logp_gap/q2": "2nd", "logp_gap/q3": "3rd", "logp_gap/q4": "4th" } },
+  { id: "logp_gap_tail", title: "Its tail: 99th percentile, nats, and largest ratio", keys: { "logp_gap/p99": "99 %", "logp_gap/max_ratio": "ratio" } },
+  { id: "zero_variance_groups", title: "Groups with rewards all alike", keys: { zero_variance_groups: "all", all_right_groups: "all right", all_wrong_groups: "all wrong" } },
   { id: "grad_norm", title: "Gradient norm before clipping", keys: { grad_norm: "norm" } },
   {
     id: "seconds", title: "Seconds per step",
-    keys: { "time/rollout": "rollouts", "time/update": "update", "time/evolve": "evolution" },
+    keys: { "time/rollout": "rollouts", "time/tools": "of them waiting for tools", "time/reward": "rewards", "time/update": "update", "time/evolve": "evolution" },
   },
+  { id: "speed", title: "Tokens per second", keys: { "time/sampled_per_s": "sampled, of rollouts", "time/trained_per_s": "trained on, of updates" } },
+  { id: "mfu", title: "MFU of the update: 6 FLOPs a parameter and token, attention apart", keys: { "time/mfu": "share of the card's peak" } },
 ];
 const charts = [];
 

@@ -1,6 +1,6 @@
 // What a run has cost: calls, tokens, money at a price, verification against training, seconds by phase; its settings.
 
-const PHASES = { rollout: "rollouts", reward: "rewards", update: "update", verify: "verification", evolve: "optimizer and rest of evolution", evaluate: "evaluation", other: "the rest: start, final evaluation, checkpoints" };
+const PHASES = { rollout: "rollouts", tools: "waiting for tools", reward: "rewards", update: "update", verify: "verification", evolve: "optimizer and rest of evolution", evaluate: "evaluation", other: "the rest: start, final evaluation, checkpoints" };
 
 function drawCost(k) {
   const { cost } = DATA.runs[k];
@@ -11,7 +11,15 @@ function drawCost(k) {
       h("h3", {}, "Rollouts"),
       definitions([["Training", num(cost.training)], ["Verification", num(cost.verification)], ["Tool calls", num(cost.tool_calls)], ["Failed requests", num(cost.faults)]]),
       overheadBar(cost)),
-    h("div", {}, h("h3", {}, `Time: ${duration(cost.seconds)}`), phaseBar(cost.phases, false), phaseTable(cost))));
+    h("div", {}, h("h3", {}, `Time: ${duration(cost.seconds)}`), phaseBar(cost.phases, false), phaseTable(cost),
+      h("h3", {}, "Speed of the middle step"), definitions(speedFacts(cost.speed)),
+      "mfu" in cost.speed ? h("p", { class: "note" }, "MFU: FLOPs of the update by the card's peak, 6 a parameter and token (4 where frozen); attention and recomputing do not count.") : null)));
+}
+
+// Returns [[name, text], ...] of the speeds that were measured.
+function speedFacts(speed) {
+  const facts = [["Sampled", "sampled_per_s"], ["Trained on", "trained_per_s"]].filter(([, key]) => key in speed).map(([name, key]) => [name, `${num(Math.round(speed[key]))} tokens a second`]);
+  return "mfu" in speed ? [...facts, ["MFU", percent(speed.mfu)]] : facts;
 }
 
 // Dollars for a million tokens, of prompts and of replies: from the address.

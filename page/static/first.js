@@ -85,6 +85,7 @@ function winnerCard(run, k) {
   const finished = run.status.state === "finished", why = run.tree.instructions.length + run.tree.refused.length > 1 ? reasons(won, I, run) : [];
   return card("winner", finished ? "Which instruction won?" : "Which instruction leads?",
     h("p", { class: "headline" }, line),
+    run.vain ? h("p", { class: "sentence" }, run.vain) : null,
     diffText(first.text, I.text, false),
     h("p", { class: "note" }, I.id === first.id ? "It is the first instruction." : ["Marked: what the first instruction does not say."]),
     why.length ? [h("h3", {}, "Why"), h("ul", { class: "why" }, why.map((text) => h("li", {}, text)))] : null);
@@ -114,6 +115,7 @@ function costCard(run) {
   const share = cost.training ? cost.verification / cost.training : null;
   const facts = [
     ["Time", `${duration(cost.seconds)}${run.status.t ? `, ${num(cost.seconds / run.status.t, 2)} s a step` : ""}`],
+    ...speedFacts(cost.speed),
     cost.calls && ["Optimizer", `${plural(cost.calls, "call")}, ${plural(cost.prompt_tokens + cost.completion_tokens, "token")}`],
     share && ["Verification", h("span", {}, `${percent(share, 1)} of the training rollouts `, h("span", { class: "muted" }, "(the paper: 1.4–7 %)"))],
   ];
@@ -131,7 +133,7 @@ function troubleCard(run) {
     const show = warning.panel === "tree" ? h("a", { href: "#instructions" }, "see") : panel && h("button", { class: "link", onclick: jump }, "see the curve");
     return h("li", {}, warning.text, " ", show);
   });
-  const quiet = "Nothing that this page looks for: entropy, answers, groups all alike, engine against trainer, tools, reward.";
+  const quiet = "Nothing that this page looks for: entropy, answers, groups all alike, engine against trainer, tools, reward, held-out score.";
   const missing = run.missing.map((text) => h("li", { class: "muted" }, text));
   return card(list.length ? "trouble warned" : "trouble", "What went wrong?",
     list.length ? h("ul", { class: "warnings" }, list) : h("p", {}, quiet),

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,7 +35,7 @@ from extras.espl import ESPLConfig, Pool, crossover_prompt, mate, mutation_promp
 from extras.fst import Front, FSTConfig, feedback_prompt, instance_wins
 from extras.objectives import ObjectiveLearner
 from journal.directory import RunDirectory
-from journal.log import Ledger
+from journal.rows import count_costs
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown
 from plumbing.files import read_jsonl
@@ -77,11 +76,9 @@ def run(name, right, *replies, restored=None, at=(1, 0), policy=FlakyPolicy, **k
     cfg = type(usual)(**vars(usual) | knobs)
     policy = policy({FIRST: 0} | right)
     policy.learner = object.__new__(ObjectiveLearner)  # for its rule of the advantages
-    policy.learner.cfg, policy.learner.memory = cfg, {}
+    policy.learner.cfg, policy.learner.remembered = cfg, {}
     log, optimizer, task = Recorder(cfg), TableOptimizer(*replies), Exam(cfg, questions("q", 6))
     log.task = task
-    log.ledger, log.rows = Ledger(), []
-    log.run = SimpleNamespace(append=lambda name, row: log.rows.append(row))
     policy.log, evolution = log, kind(cfg, task, optimizer, population(cfg), log)
     checkpoints = Kept(evolution.P, evolution.B, log, restored, at)
     return inspo.inspo(cfg, task, policy, evolution, checkpoints, log), policy, log, optimizer
@@ -188,8 +185,8 @@ def test_espl_mutates_after_every_step_but_the_last_and_ends_with_the_newest():
     assert policy is made and I.text == children[2] and I.born == 3
     assert optimizer.whens == ["t1 r1", "t2 r1", "t3 r1"]
     assert (
-        [args[0] for args in log.of("joined")] == [1, 2, 3]
-        and not log.of("pruned")
+        [row["t"] for row in log.rows("evolve")] == [1, 2, 3]
+        and not log.of("prune")
         and not log.of("verified")
     )
     # of the batch's best
@@ -223,8 +220,11 @@ def test_a_mutation_is_shown_a_right_and_a_wrong_attempt_at_the_same_question():
     # never both: nothing to compare
     _, _, log, optimizer = run("espl", {}, T=2, policy=WatchedPolicy)
     assert not optimizer.prompts
-    [(_, _, joined, text)] = log.of("joined")
-    assert joined == [] and "none joined: no question that #0 got both right and wrong" in text
+    [row] = log.rows("evolve")
+    assert (
+        len(row["P"]) == 1
+        and "none joined: no question that #0 got both right and wrong" in row["text"]
+    )
 
 
 def test_the_queue_forgets_the_oldest():
@@ -235,11 +235,11 @@ def test_the_queue_forgets_the_oldest():
 
 def test_an_optimizer_that_is_down_or_writes_nonsense_costs_a_child():
     _, _, log, optimizer = run("espl", {}, OptimizerDown("503"), ["no tags"], ["x"], T=4)
-    texts = [text for *_, text in log.of("joined")]
+    texts = [row["text"] for row in log.rows("evolve")]
     assert (
         "the optimizer gave no reply (503)" in texts[0] and "no well-formed candidate" in texts[1]
     )
-    assert len(log.P) == 1 and len(log.of("step")) == 4
+    assert len(log.P) == 1 and len(log.of("keep_step")) == 4
 
 
 def test_a_crossover_has_the_program_that_alone_won_most():
@@ -291,16 +291,13 @@ def test_a_run_that_was_stopped_inside_a_step_continues_there(name):
         name, {child: 6}, [child], restored=(P, B), at=(2, 2), T=3, eval_every=2, save_every=5
     )
     before = [event for event, *_ in log.events]
-    before = before[: before.index("begin_step")]
-    assert "joined" in before and "started" not in before
-    assert (
-        before[-5:] == ["evaluated", "evaluated", "end_step", "mark", "save"]
-        and "step" not in before
-    )
-    assert [args[0] for args in log.of("step")] == [3] and [args[0] for args in log.of("save")] == [
-        2,
-        3,
-    ]
+    before = before[: before.index("keep_step")]
+    assert "evolve" in before and "start" not in before
+    evaluated = ["add_evaluation"] * 2
+    assert before[before.index("evolve") + 1 :] == [*evaluated, "end_step", "mark", "save"]
+    assert [args[0] for args in log.of("keep_step")] == [3] and [
+        args[0] for args in log.of("save")
+    ] == [2, 3]
     assert all(when.startswith("t2 r") for when in optimizer.whens)
 
 
@@ -335,7 +332,7 @@ def test_a_question_s_rollouts_go_round_the_prompts():
 def test_fst_evolves_every_K_e_steps():
     good, bad = names(2)
     _, policy, log, _ = run("fst", {good: 6, bad: 0}, [good], [bad], policy=WatchedPolicy, T=5)
-    assert [args[0] for args in log.of("joined")] == [2, 4] and log.P.active[-1].text == good
+    assert [row["t"] for row in log.rows("evolve")] == [2, 4] and log.P.active[-1].text == good
     assert {job.text for job in policy.rollouts[-1][2]} == {I.text for I in log.P.active}
 
 
@@ -347,12 +344,16 @@ def test_a_revision_passes_if_it_is_strictly_better_on_what_was_shown_and_joins_
     assert optimizer.whens == ["t2 r0", "t2 r1"] and all(
         "gold q" in prompt for prompt in optimizer.prompts
     )
-    [first, second] = log.of("verified")
-    assert first[-1] == [] and [c.text for c in second[-1]] == [good]  # a tie does not pass
-    front, passed = log.rows
+    [first, second] = log.rows("verified")
+    passes = [[(c["text"], c["joined"]) for c in row["verified"]] for row in (first, second)]
+    assert passes == [[(same, False)], [(good, True)]]  # a tie does not pass
+    front, passed = log.rows("scored")
     assert front["scored"] == [FIRST] and passed["scored"] == [good] and len(front["D_B"]) == 3
-    assert front["D_B"] == passed["D_B"] and log.ledger.verification_rollouts == 6
-    tried = {q.id for q in first[2]}
+    assert front["D_B"] == passed["D_B"] and [front["rollouts"], passed["rollouts"]] == [3, 3]
+    costs = count_costs([], [front, passed], log.rows("evolve"), [])
+    assert costs["verification_rollouts"] == 6
+    assert (costs["evolutions"], costs["evolutions_in_vain"]) == (1, 0)
+    tried = set(first["D_B"])
     assert tried and not tried & set(front["D_B"])  # nothing is chosen by what was shown
     # the first prompt wins nothing that the new one does not
     assert log.P.ids == [1] and log.P.family[0].left == 2
@@ -373,7 +374,7 @@ def test_at_most_N_P_prompts_stay():
     """Each child knows what was shown, and one question of D_B that no other knows."""
     good = names(3)
     _, _, log, _ = run("fst", {}, T=3, policy=SetPolicy)
-    [row] = log.rows
+    [row] = log.rows("scored")
     others = set(questions("q", 6)) - set(row["D_B"])
     right = {child: others | {q} for child, q in zip(good, row["D_B"], strict=True)}
     for N_P in (2, 3):
@@ -389,8 +390,8 @@ def test_at_most_N_P_prompts_stay():
 ])  # fmt: skip
 def test_without_a_new_prompt_all_stay(right, reply, why):
     _, _, log, optimizer = run("fst", right, reply, policy=WatchedPolicy, T=3)
-    [(_, _, joined, text)] = log.of("joined")
-    assert log.P.ids == [0] and joined == [] and why in text
+    [row] = log.rows("evolve")
+    assert log.P.ids == [0] and len(row["P"]) == 1 and why in row["text"]
 
 
 # ---- flags and prompts
@@ -511,7 +512,7 @@ def test_stopped_inside_an_evolution_and_resumed_it_is_bit_identical_and_everyth
     monkeypatch.setattr(inspo.Evolution, "ask", ask)
     with pytest.raises((Fault, SystemExit), match="--resume"):
         script.main([*flags, "--out", str(out)])
-    assert not RunDirectory(out).load_state(RunDirectory(out).checkpoints()[-1])["ended"]
+    assert not RunDirectory(out).load_mark(RunDirectory(out).checkpoints()[-1])["ended"]
     monkeypatch.undo()
     script.main([*flags, "--out", str(out), "--resume"])
     assert metrics(out) == metrics(whole)

@@ -90,7 +90,7 @@ class Case:
 
     def __init__(self, first=False, seed=0, memory=None, rows=None):
         self.rows = drawn(seed) if rows is None else rows
-        self.memory = {} if memory is None else memory
+        self.remembered = {} if memory is None else memory
         N = sum(row["L"] for row in self.rows)
         g = np.random.default_rng(seed)
         old = -3 * g.random(N) - 0.02
@@ -128,7 +128,7 @@ def ours(name, case):
     """
     learner, taus = object.__new__(ObjectiveLearner), trajectories(case.rows, case.columns)
     learner.cfg = ObjectiveConfig(objective=name, max_turns=4, max_response=LIMIT // 5)
-    learner.memory, case.passes = case.memory, 0
+    learner.remembered, case.passes = case.remembered, 0
 
     def score(part):
         case.passes += 1
@@ -296,7 +296,7 @@ def reinforce_baseline(case):
 
 
 def spo(case):
-    table, A = case.memory.setdefault("reference", {}), {}
+    table, A = case.remembered.setdefault("reference", {}), {}
     for members in case.groups("q"):
         r = [row["r"] for row in members]
         a, b = table.get(members[0]["q"], (0.5, 0.5))
@@ -467,10 +467,10 @@ def riskpo(case):
                 ith = [members[i] for members in bundle if i < len(members)]
                 score |= {row["k"]: 5 * mean([row["r"] for row in ith]) for row in ith}
     s = list(score.values())
-    if "reference" not in case.memory:
-        case.memory["reference"] = [float(np.quantile(s, a)) for a in (0.2, 0.8)]
-    lo, hi = case.memory["reference"]
-    case.memory["reference"] = [
+    if "reference" not in case.remembered:
+        case.remembered["reference"] = [float(np.quantile(s, a)) for a in (0.2, 0.8)]
+    lo, hi = case.remembered["reference"]
+    case.remembered["reference"] = [
         q + 0.1 * (a - mean([float(x < q) for x in s])) for q, a in ((lo, 0.2), (hi, 0.8))
     ]
     A = {}
@@ -523,7 +523,7 @@ def empo(case):
 
 
 def hapo_history(case):
-    known = case.memory.setdefault("reference", {})
+    known = case.remembered.setdefault("reference", {})
     for row in case.rows:
         h, bonus = known.get(row["q"]), 0
         if h:

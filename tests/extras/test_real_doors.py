@@ -382,9 +382,7 @@ def test_demonstrations_have_the_ids_of_a_rollout(real):
 def test_vllm_says_what_the_torch_engine_says(real):
     model, tokenizer = real
     length = CFG.max_prompt + CFG.max_response
-    vllm = VllmEngine(
-        str(SMOLLM), tokenizer, STOP, max_len=length, dtype="float32", memory=0.03, seed=0
-    )
+    vllm = VllmEngine(str(SMOLLM), tokenizer, STOP, max_len=length, dtype="float32", memory=0.03)
     try:
         vllm.load(weights(model))
         twin = TorchEngine(model, tokenizer, STOP)

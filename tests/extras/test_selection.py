@@ -261,7 +261,7 @@ def test_algorithm_1_runs_with_pairs_in_place_of_the_paper_s_draw():
             for q in {job.question for job in jobs}
         ]
         assert [len(ids) for ids in asked] == [2, 2, 2]
-    assert log.of("evolved") and log.of("pruned") and log.P.family[0].left is None
+    assert log.of("evolve") and log.of("prune") and log.P.family[0].left is None
 
 
 # ---- who joins

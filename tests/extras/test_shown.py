@@ -36,7 +36,7 @@ SMALL = {
     "extras/objectives.py": RUN, "extras/table1.py train": RUN.replace("--G 2", "--G 5"),
     "extras/cold_start.py": RUN, "extras/collect.py": "--least 0", "extras.real.demos": "--n 20",
     "extras/table1.py": "--n 4", "evaluate.py": "--n 4", "evaluate.py --compare": "", "ask.py": "", "export.py": "",
-    "report.py": "", "extras.bench.step": "--repeat 1", "extras/drift.py": "--runs 2",
+    "report.py": "", "extras.bench.step": "--repeat 1",
     "extras.bench.models": "--only Lfm2", "extras.campaign default": f"--extra '{RUN}' --seeds 0",
 }  # fmt: skip
 ELSEWHERE = {
@@ -45,7 +45,7 @@ ELSEWHERE = {
     "extras.real.model": "tests/extras/test_real.py", "extras.real": "tests/extras/test_real_run.py",
     "extras.campaign": "tests/extras/test_campaign.py", "extras.campaign real": "tests/extras/test_campaign.py",
     "labs": "tests/labs/test_labs.py", "marimo": "tests/labs/test_labs.py",
-    "pytest": "itself", "ruff": "make lint", "mypy": "make lint", "pip": ".ci/run",
+    "pytest": "itself", "ruff": "make lint", "mypy": "make lint", "pip": ".ci/run", "venv": "make setup",
     "extras.bench.chaos": "tests/extras/bench/test_chaos.py", "extras.bench.mutants": "it runs these tests",
     "extras.bench.gpu": "it wants a GPU", "extras.bench.resume": "it wants a GPU",
     "extras.bench.update": "it wants a GPU",
@@ -138,7 +138,7 @@ def test_the_pages_show_commands():
 def file_of(program: str) -> Path | None:
     """Returns the file of a program; None if it is not ours."""
     script = program.split()[0]
-    if script in ("pytest", "ruff", "mypy", "pip", "marimo"):
+    if script in ("pytest", "ruff", "mypy", "pip", "venv", "marimo"):
         return None
     path = ROOT / (script if script.endswith(".py") else script.replace(".", "/"))
     return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")

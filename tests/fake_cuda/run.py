@@ -49,7 +49,8 @@ from kernels import rows_triton  # noqa: E402
 from models.model import skeleton  # noqa: E402
 from tasks import Question, Trajectory  # noqa: E402
 from tasks.formats import Tags  # noqa: E402
-from training.fit import shapes, with_room  # noqa: E402
+from training.duration import flops_of  # noqa: E402
+from training.fit import decide, shapes  # noqa: E402
 
 OURS = {str(path) for part in ("*.py", "[!t]*/*.py", "training/*.py") for path in HERE.glob(part)}
 LENGTH, PROMPT, TURN = 2272, 449, 161  # tokens of every trajectory
@@ -260,7 +261,7 @@ def policy_of(cfg, ranks):
     policy.weights = lambda *args, **kwargs: iter(())
     # fake tensors may not leave their
     policy.BlockingAsyncStager = lambda: SimpleNamespace(stage=lambda state: state)
-    policy.Policy.write = lambda self, state, path: {}  # thread, and are not written
+    policy.Policy.write_share = lambda self, state, path: {}  # thread, and are not written
     policy.checkpoint.load = lambda *args, **kwargs: None
     policy.vllm = policy.plain_torch = lambda *args: Nothing()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -329,9 +330,8 @@ def main():
     cfg = replace(
         cfg, dtype=choose.dtype_of(cfg, "cuda"), engine=choose.choose_engine(cfg, "cuda")[0]
     )
-    cfg, fit = with_room(
-        cfg, shapes(cfg.model), cfg.engine, ranks, config.CARDS[cfg.dry_run.partition("x")[2]]
-    )
+    _, card, memory = config.read_cards(cfg.dry_run)
+    cfg, fit = decide(cfg, shapes(cfg.model), cfg.engine, ranks, memory, flops_of(card))
     # trajectories in one full micro-batch of every rank
     full = 2 * ranks * (cfg.micro_tokens // PAIR)
     cfg = replace(cfg, G=2, mini=full)  # two of these in a mini-batch

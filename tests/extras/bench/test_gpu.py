@@ -9,11 +9,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from extras.bench import gpu, update
+from extras.bench import gpu, trl, update
 
 ROOT = Path(__file__).parents[3]
 COMMAND = [sys.executable, "-m", "extras.bench.gpu"]
@@ -26,9 +27,33 @@ def test_trajectories_are_as_long_as_the_docstring_says():
     assert all(len(tau.ids) == len(tau.mask) == len(tau.logps) for tau in taus)
 
 
-def test_the_parts_take_at_most_22_minutes():
+def test_a_row_holds_whole_trajectories_or_five_shorter_ones():
+    for tokens, n in (1000, 5), (8000, 5), (32768, 11):
+        for shared in True, False:
+            taus = update.draw_row(tokens, shared, 99)
+            assert len(taus) == n
+            assert 0.9 * tokens - 2900 * (n > 5) < sum(len(tau.ids) for tau in taus) <= tokens
+            assert len({tuple(tau.ids[: tau.prompt_tokens]) for tau in taus}) == (
+                -(-n // 5) if shared else n
+            )
+    whole = update.draw_row(32768, True, 99)[0]
+    assert (whole.prompt_tokens, sum(whole.mask), len(whole.ids)) == (300, 600, 2900)
+
+
+def test_micro_batches_are_measured_one_at_a_time():
+    command = [sys.executable, "-m", "extras.bench.update", "--micro", "100", "300"]
+    command += ["--shape", "toy", "--device", "cpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert not [row for row in rows if "faults" in row]
+    ways = {(row["way"], row["recompute"], row["shared"]) for row in rows}
+    assert len(ways) == 7 and len(rows) == 14
+    assert all(0 < row["wall_ms"] for row in rows)
+
+
+def test_the_parts_take_at_most_24_minutes():
     limits = {part.name: part.limit for part in gpu.PARTS}
-    assert sum(limits.values()) <= 1320
+    assert sum(limits.values()) <= 1440
     assert sorted(name for names in gpu.STAGES.values() for name in names) == sorted(limits)
     for names in gpu.STAGES.values():
         assert sum(limits[name] for name in names) <= 540
@@ -198,3 +223,31 @@ def test_the_part_of_make_gpu_with_vllm_alone_runs_on_a_toy(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     [beside] = json.loads(done.stdout.splitlines()[-1])["parts"]
     assert beside["status"] == "PASS"
+
+
+@pytest.mark.parametrize("gb, layers", [(141, 36), (80, 18), (24, 2)])
+def test_an_h200_takes_the_whole_model_beside_trl_and_a_smaller_card_fewer_layers(
+    gb, layers, monkeypatch
+):
+    card = SimpleNamespace(total_memory=gb * 1e9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    config, _ = trl.choose_shape("Qwen/Qwen2.5-3B", steps=4, questions=4)
+    assert config.num_hidden_layers == layers
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("trl"), reason="TRL is not installed")
+def test_the_part_of_make_gpu_beside_trl_takes_the_same_update_on_a_toy(tmp_path):
+    """The gradient's norm is the same to float32's rounding and TRL's 1e-4 in the advantages."""
+    flags = ["--device", "cpu", "--only", "peer", "--out", tmp_path]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*COMMAND, *flags], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [peer] = json.loads(done.stdout.splitlines()[-1])["parts"]
+    x = peer["figures"]
+    assert peer["status"] == "PASS" and x["ours_tokens_per_s"] > 0
+    assert x["ratio"] == pytest.approx(x["ours_tokens_per_s"] / x["trl_tokens_per_s"])
+    assert x["ours_grad_norm"] == pytest.approx(x["trl_grad_norm"], rel=1e-3)

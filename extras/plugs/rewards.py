@@ -1,0 +1,223 @@
+"""`--reward`: functions that score in place of the task, `a:f` or a weighted sum, `a:f,0.2*b:g`.
+
+The parameters of a function tell its form; each may be `async`:
+
+    f(taus) -> a number for each, or None where it does not apply        ours
+    f(completions, **columns) -> the same                                TRL's
+    f(data_source, solution_str, ground_truth, extra_info) -> a number,
+        or a dictionary with `score`                                     verl's
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from plumbing.faults import Fault
+from plumbing.outside import decoded
+from tasks import Question, Task, Trajectory
+from tasks.plugs import import_named, wait_for
+
+Columns = dict[str, Any]
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+# what TRL's trainer gives besides the columns; the last two fill tables that are not kept here
+TRL = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
+
+
+class Score(NamedTuple):
+    """A function of --reward; `needs` are the columns that it cannot be called without."""
+
+    item: str
+    weight: float
+    function: Callable[..., Any]
+    form: str
+    needs: Sequence[str] = ()
+
+    def call(self, arguments: Columns) -> Any:
+        """Calls the function with those arguments that it takes."""
+        parameters = inspect.signature(self.function).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            arguments = {name: x for name, x in arguments.items() if name in parameters}
+        return self.function(**arguments)
+
+
+def read_score(item: str) -> Score:
+    """Returns what an item of --reward names. Raises Fault if it is no function of a known form."""
+    factor, _, spec = item.rpartition("*")
+    where = f"--reward {item}"
+    try:
+        weight = float(factor or 1)
+    except ValueError:
+        raise Fault(f"{where}: {factor} is no number; write 0.5*module:function") from None
+    function = import_named(where, spec, "function")
+    parameters = inspect.signature(function).parameters
+    needs = [name for name, p in parameters.items() if p.default is p.empty and p.kind in NAMED]
+    if "solution_str" in parameters and {*needs} <= {*VERL}:
+        return Score(item, weight, function, "verl's")
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or {*TRL} & {*parameters}:
+        return Score(item, weight, function, "TRL's", [name for name in needs if name not in TRL])
+    if len(needs) == 1 and parameters[needs[0]].kind is not inspect.Parameter.KEYWORD_ONLY:
+        return Score(item, weight, function, "ours")
+    raise Fault(
+        f"{where}: {inspect.signature(function)} is no known form; write f(taus), TRL's"
+        f" f(completions, **columns) or verl's f({', '.join(VERL)})"
+    )
+
+
+class Rewarded(Task):
+    """What --reward changes of a task."""
+
+    scores: Sequence[Score]
+    keeps_rows = True  # of the files, by search QA: their columns
+    apart: Sequence[Trajectory] = ()  # those to which no function applied
+
+    def start(self, serve: Callable[..., str]) -> str:
+        forms = [f"{score.item} ({score.form})" for score in self.scores]
+        return f"{super().start(serve)}\nreward: {' + '.join(forms)}".strip()
+
+    def questions(self, split: str) -> list[Question]:
+        """Raises Fault if a question lacks a column that a function needs."""
+        asked = list(super().questions(split) or ())  # type: ignore[safe-super]
+        for score in self.scores:
+            for q in asked if score.needs else ():
+                if missing := {*score.needs} - {*(columns := columns_of(q))}:
+                    raise Fault(
+                        f"--reward {score.item}: it takes {', '.join(missing)}, and {split} question"
+                        f" {q.id} has {', '.join(columns)}; add what is missing"
+                    )
+        return asked
+
+    def reward(self, taus: Sequence[Trajectory]) -> list[float]:
+        """Returns the weighted sum of what applies. Raises Fault if a function does not score each.
+
+        A trajectory to which nothing applies has the mean of its group's others, or else of all: it
+        moves neither the policy nor its instruction's weight, and is no failure.
+        """
+        sums = [list[float]() for _ in taus]
+        for score in self.scores:
+            part = self.call(score, taus)
+            if np.shape(part) != (len(taus),):
+                count = len(part) if np.ndim(part) else part
+                raise Fault(
+                    f"--reward {score.item}: the reward returned {count!r:.80} for {len(taus)}"
+                    " trajectories; return a list with a number, or None, for each"
+                )
+            for terms, r in zip(sums, part, strict=True):
+                terms += [] if r is None else [score.weight * r]
+
+        self.apart = [tau for tau, terms in zip(taus, sums, strict=True) if not terms]
+        if not self.apart:
+            return list(map(sum, sums))
+        print(f"note: no reward applies to {len(self.apart)} of {len(taus)} trajectories")
+        groups = dict[int, list[float]]()
+        for tau, terms in zip(taus, sums, strict=True):
+            groups.setdefault(tau.group, []).extend([sum(terms)] if terms else [])
+        every = sum(groups.values(), []) or [0.0]
+        return [
+            sum(terms) if terms else float(np.mean(groups[tau.group] or every))
+            for tau, terms in zip(taus, sums, strict=True)
+        ]
+
+    def failed(self, tau: Trajectory) -> bool:
+        return not any(tau is other for other in self.apart) and super().failed(tau)
+
+    def call(self, score: Score, taus: Sequence[Trajectory]) -> Any:
+        """Returns what a function says of each trajectory."""
+        if score.form == "ours":
+            return wait_for(score.function(list(taus)))
+        if score.form == "TRL's":
+            return wait_for(score.call(self.completed(taus)))
+        results = [score.call(self.solved(tau)) for tau in taus]
+        if results and inspect.isawaitable(results[0]):
+            results = wait_for(gather(results))
+        return [result["score"] if isinstance(result, dict) else result for result in results]
+
+    # ---- a trajectory as TRL and verl have it
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from models.model import load_tokenizer  # here: torch takes seconds to import
+
+        return load_tokenizer(self.cfg.model)
+
+    def plain(self, text: str) -> str:
+        """Returns a text without the policy's special tokens."""
+        return re.sub("|".join(map(re.escape, self.tokenizer.all_special_tokens)), "", text)
+
+    def completed(self, taus: Sequence[Trajectory]) -> Columns:
+        """Returns TRL's arguments: the columns of the rows, and a message for each turn and result.
+
+        An evaluation drops the ids of most trajectories, whose text is then encoded again.
+        """
+        rows = [columns_of(tau.question) for tau in taus]
+        names = dict.fromkeys(name for row in rows for name in row)
+        encode: Any = lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+        ignore: Any = lambda *_: None  # noqa: E731
+        return {
+            **{name: [row.get(name) for row in rows] for name in names},
+            "prompts": [[{"role": "user", "content": tau.question.text}] for tau in taus],
+            "completions": [self.messages(tau) for tau in taus],
+            "completion_ids": [
+                tau.ids[tau.prompt_tokens :] or encode(tau.response) for tau in taus
+            ],
+            "log_extra": ignore,
+            "log_metric": ignore,
+        }
+
+    def messages(self, tau: Trajectory) -> list[Columns]:
+        tools, messages = {tool.tag: tool for tool in self.tools}, list[Columns]()
+        for turn in tau.turns:
+            messages.append({"role": "assistant", "content": self.plain(turn.text)})
+            if tool := tools.get(turn.tool):
+                call = {"name": turn.tool, "arguments": arguments_of(turn.argument, tool.argument)}
+                messages[-1]["tool_calls"] = [{"type": "function", "function": call}]
+                if turn.result is not None:
+                    result = {"role": "tool", "name": turn.tool, "content": tool.show(turn.result)}
+                    messages.append(result)
+        return messages
+
+    def solved(self, tau: Trajectory) -> Columns:
+        """Returns verl's arguments: the text of all that follows the prompt, results too."""
+        row = columns_of(tau.question)
+        results = sum(turn.result is not None for turn in tau.turns)
+        truth = row.get("reward_model") or {"ground_truth": row["golden_answers"]}
+        info = {**(row.get("extra_info") or {}), "num_turns": 1 + len(tau.turns) + results}
+        values = row["data_source"], self.plain(tau.response), truth["ground_truth"], info
+        return dict(zip(VERL, values, strict=True))
+
+
+def columns_of(q: Question) -> Columns:
+    """Returns what every question has, and the columns of its file or environment."""
+    own = {"question": q.text, "golden_answers": list(q.golds), "data_source": q.source, "id": q.id}
+    row = own | q.data if isinstance(q.data, dict) else own
+    return {name: x for name, x in row.items() if name not in ("prompt", "completion")}
+
+
+def arguments_of(text: str, name: str) -> Columns:
+    """Returns the arguments of a call: the JSON object that it wrote, or else its text by name."""
+    try:
+        arguments = decoded(text)
+    except ValueError:
+        arguments = text
+    return arguments if isinstance(arguments, dict) else {name: text}
+
+
+async def gather(results: Sequence[Any]) -> list[Any]:
+    return await asyncio.gather(*results)
+
+
+def rewarded(kind: type[Task], spec: str) -> type[Task]:
+    """Returns the task with the reward of --reward; the first `best_reward` that one of its
+    functions has replaces the task's. Raises Fault."""
+    scores = [read_score(item.strip()) for item in spec.split(",")]
+    best = [getattr(score.function, "best_reward", None) for score in scores]
+    least = next((r for r in best if r is not None), kind.best_reward)
+    own = {"scores": scores, "best_reward": least, "__module__": kind.__module__}
+    return type(kind.__name__, (Rewarded, kind), own)

@@ -1,0 +1,98 @@
+"""The model card of an exported policy, as the Hugging Face hub shows it: what was trained, under
+which instruction, with what result."""
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from config import ABOUT, PRESETS, Config, preset_of
+from journal.directory import RunDirectory
+from journal.record import Row
+from journal.summary import final_table
+from plumbing.files import read_jsonl
+from plumbing.outside import without_secrets
+from rollout import space_evenly
+
+POINTS = 12  # of the curve, at most
+
+
+def card(run: RunDirectory, cfg: Config, step: int, instruction: str, library: str) -> str:
+    """Returns the README.md of the policy after a step; the license is said to be the base
+    model's."""
+    from huggingface_hub import ModelCardData  # here: few runs are exported
+
+    file = run.path / "summary.json"
+    summary: Row = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    base = cfg.model if not Path(cfg.model).exists() else None
+    about = ModelCardData(
+        base_model=base,
+        library_name=library,
+        license="other",
+        license_name="that-of-the-base-model",
+        model_name=run.path.name,
+        pipeline_tag="text-generation",
+        tags=["inspo", "grpo", "reinforcement-learning"],
+    )
+    table = final_table(summary) if summary else ["the run has not ended"]
+    return f"""---
+{about.to_yaml()}
+---
+
+# {run.path.name}
+
+{base or Path(cfg.model).name} after step {step} of {cfg.T} of INSPO ([arXiv 2512.01945](https://arxiv.org/abs/2512.01945)):
+reinforcement learning of an agent whose instruction evolves with its policy.
+
+## Instruction
+
+It was trained to act under this one, `I_star.txt`:
+
+```text
+{instruction}
+```
+
+## Held-out questions at the end of the run, greedy
+
+```text
+{chr(10).join(table)}
+```
+
+## Curve
+
+{chr(10).join(curve(read_jsonl(run.path / "metrics.jsonl")))}
+
+## Command
+
+```sh
+{command(run.record)}
+```
+
+Commit {run.record["commit"]}.
+"""
+
+
+def curve(rows: list[Row]) -> Iterator[str]:
+    """Yields a table of the reward and the first metric on held-out questions, by step."""
+    first = next(row["metrics"][0] for row in rows if "metrics" in row)
+    names = ("t", "reward", f"test/{first}", f"valid/{first}")
+    yield f"| step | reward | {first}, test | {first}, validation |"
+    yield "|---" * len(names) + "|"
+    measured = {k for k, row in enumerate(rows) if names[2] in row or names[3] in row}
+    for k in sorted(measured | set(space_evenly(len(rows), POINTS))):
+        cells = [f"{rows[k][name]:.4g}" if name in rows[k] else "" for name in names]
+        yield f"| {' | '.join(cells)} |"
+
+
+def command(record: Row) -> str:
+    """Returns the command of a run by its config.json: what its preset does not say, of files
+    their names."""
+    name = preset_of(record["model"])
+    preset = Config(**PRESETS.get(name, {}) | {"model": record["model"]})
+    words = ["python", record["program"], "--model", name if name in PRESETS else record["model"]]
+    for knob, value in record.items():
+        known = value == getattr(preset, knob, None) or knob in ("out", "resume", "model", *ABOUT)
+        if not known:
+            text = without_secrets(str(value))
+            words += [f"--{knob}", Path(text).name if text.startswith("/") else text]
+    return shlex.join(words)

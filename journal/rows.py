@@ -1,0 +1,206 @@
+"""The rows that a run writes, a function each: what happened in, the dict of a line out."""
+
+import re
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from journal.summary import Row, many
+from population import Candidate, Instruction, Population, mean_rewards
+from reflect import Call
+from rollout import STORED, space_evenly
+from tasks import Question, Task, Trajectory
+from tasks.metrics import average_by_source, compute_metrics
+from tasks.tools import Failure, Tool
+
+# ---- metrics.jsonl
+
+
+def make_step_row(task: Task, taus: Sequence[Trajectory], G: int, names: Sequence[str] = ()) -> Row:
+    """Returns what the rewarded rollouts of a step show; `names`: of the task's metrics, if they
+    are known."""
+    n = len(taus)
+    groups = [taus[k : k + G] for k in range(0, n, G)]
+    alike = [group for group in groups if len({tau.reward for tau in group}) == 1]
+    turns = max(1, sum(len(tau.turns) for tau in taus))
+    row = {
+        **average_by_source(taus, [{"reward": tau.reward} for tau in taus]),
+        **average_by_source(taus, compute_metrics(task, taus, names)),
+    }
+    for tool in task.tools:
+        row[tool.plural] = sum(tau.served(tool.tag) for tau in taus) / n
+    for tool in task.tools:
+        row |= count_useless(taus, tool)
+    return row | {
+        "answered": sum(tau.stop == "answer" for tau in taus) / n,
+        "failed": sum(tau.failed for tau in taus) / n,
+        "valid_actions": 1 - sum(tau.invalid for tau in taus) / turns,
+        "prompt_tokens": sum(tau.prompt_tokens for tau in taus) / n,
+        "response_tokens": sum(sum(tau.mask) for tau in taus) / n,
+        "context_tokens": sum(len(tau.ids) for tau in taus) / n,
+        "zero_variance_groups": len(alike) / len(groups),
+        "all_right_groups": sum(not any(tau.failed for tau in g) for g in alike) / len(groups),
+        "all_wrong_groups": sum(all(tau.failed for tau in g) for g in alike) / len(groups),
+        "n": {str(j): n for j, n in sorted(Counter(tau.instruction for tau in taus).items())},
+        "r_bar": {str(j): round(r, 4) for j, r in sorted(mean_rewards(taus).items())},
+    }
+
+
+def count_useless(taus: Sequence[Trajectory], tool: Tool) -> Row:
+    """Returns the shares of a tool's results that hold nothing, and that say why a call failed, if
+    one did."""
+    turns = [turn for tau in taus for turn in tau.turns if turn.tool == tool.tag]
+    results = [turn.result for turn in turns if turn.result is not None]
+    failed = sum(isinstance(result, Failure) for result in results)
+    if not results:
+        return {}
+    empty = {f"{tool.plural}/empty": sum(not any(result) for result in results) / len(results)}
+    return empty | ({f"{tool.plural}/failed": failed / len(results)} if failed else {})
+
+
+def make_weights_row(P: Population) -> Row:
+    """Returns the weights of a population, and by which instruction it would be evaluated."""
+    best, p = P.best(), P.probabilities()
+    return {
+        "P": len(P),
+        "best": best.id,
+        "w_best": best.w,
+        "w": {str(I.id): round(I.w, 4) for I in P.active},
+        "p": {str(id): round(float(x), 4) for id, x in zip(P.ids, p, strict=True)},
+    }
+
+
+def make_evaluation_row(task: Task, taus: Sequence[Trajectory], scores: Sequence[Row]) -> Row:
+    """Returns the means of the task's metrics (`scores`, of each trajectory), by source too, and of
+    tool calls."""
+    row: Row = average_by_source(taus, scores)
+    for tool in task.tools:
+        row[tool.plural] = statistics.fmean(tau.served(tool.tag) for tau in taus)
+    return row
+
+
+# ---- population.jsonl
+
+
+def make_event_row(t: int, event: str, P: Population, text: str) -> Row:
+    """Returns what happened to the population, with the population."""
+    return {"t": t, "event": event, "text": text, "P": [asdict(I) for I in P.active]}
+
+
+def make_start_row(P: Population) -> Row:
+    variations = f" and {many(len(P) - 1, 'variation')}" * (len(P) > 1)
+    return make_event_row(0, "start", P, f"|P| {len(P)}: the first instruction{variations}")
+
+
+def make_prune_row(t: int, P: Population, pruned: Sequence[Instruction]) -> Row:
+    why = {I.id: f"w {I.w:.2f}" if I.rewards else "no question drew it" for I in pruned}
+    names = ", ".join(f"#{id} ({text})" for id, text in why.items()) or "none"
+    text = f"|P| {len(P) + len(pruned)} -> {len(P)}: pruned {names}"
+    return make_event_row(t, "prune", P, text)
+
+
+def make_evolution_row(t: int, P: Population, outcome: str) -> Row:
+    """Returns an evolution: its outcome in a line, and below it the instructions that joined."""
+    text = outcome
+    for I in P.active:
+        if I.born == t:
+            parent = P.family[I.parent].text if I.parent is not None else ""
+            score = f"{I.verified:.2f}" if I.verified is not None else ""
+            text += f"\n{'':18}#{I.id:<3d} {score:4s}  + {find_added(I.text, parent)}"
+    return make_event_row(t, "evolve", P, text)
+
+
+def tell_succession(
+    P_parent: Sequence[Instruction], P_new: Sequence[Candidate], left: int, shortfall: str
+) -> str:
+    """Returns the outcome of Alg.1 L17 to L23; `left`: places that nobody took, `shortfall`: why
+    not."""
+    if not P_new:
+        return f"no new instruction: {shortfall}; P stays as it is"
+    parents = ", ".join(f"#{I.id}" for I in P_parent)
+    text = f"parent {parents} ({P_new[-1].r_parent:.2f} on D_B); {len(P_new)} joined"
+    return text + (f"; {many(left, 'place')} left: {shortfall}" if left else "")
+
+
+def find_added(text: str, parent: str, width: int = 90) -> str:
+    """Returns the sentences of an instruction that its parent does not have, on one line."""
+    sentences = [x for x in re.split(r"(?<=[.!?])\s+", text) if x not in parent]
+    # the sentence about tags comes last
+    added = " ".join(sorted(sentences, key=lambda x: "<" in x)).replace("\n", " ")
+    if len(added) > width:
+        return added[: width - 5] + "[...]"
+    return added or "(other order)"
+
+
+# ---- reflections.jsonl
+
+
+def make_call_row(t: int, round: int, parent: Instruction, call: Call) -> Row:
+    return {"t": t, "round": round, "parent": parent.id, "call": asdict(call)}
+
+
+def make_reply_row(
+    t: int, round: int, parent: Instruction, accepted: list[int], rejected: list[Row]
+) -> Row:
+    """Returns which blocks of a reply are candidates, by their place in it, and why the others are
+    not."""
+    about = {"t": t, "round": round, "parent": parent.id}
+    return about | {"accepted": accepted, "rejected": rejected}
+
+
+def make_verification_row(
+    t: int,
+    round: int,
+    D_B: Sequence[Question],
+    verified: Sequence[Candidate],
+    joining: Sequence[Candidate],
+) -> Row:
+    """Returns the rewards of revisions and of their parent on D_B, and who joins."""
+    parent = {"parent": verified[0].parent, "r_parent": verified[0].r_parent}
+    rows = [
+        {"text": c.text, "parent": c.parent, "r": c.r, "r_parent": c.r_parent, "joined": c in joining}
+        for c in verified
+    ]  # fmt: skip
+    rollouts = (1 + len(verified)) * len(D_B)
+    asked = {"D_B": [q.id for q in D_B], "rollouts": rollouts}
+    return {"t": t, "round": round} | parent | asked | {"verified": rows}
+
+
+def sample_verification(parent: Instruction, taus: Sequence[Trajectory]) -> list[Row]:
+    """Returns some of a verification's trajectories: the same questions under a parent and its
+    revisions.
+
+    `candidate` is 0 for the parent and k for the k-th accepted revision of the round.
+    """
+    ids = list(dict.fromkeys(tau.question.id for tau in taus))
+    chosen = {ids[k] for k in space_evenly(len(ids), STORED)}
+    return [
+        tau.record() | {"parent": parent.id, "candidate": k // len(ids)}
+        for k, tau in enumerate(taus)
+        if tau.question.id in chosen
+    ]
+
+
+# ---- summary.json
+
+
+def count_costs(
+    steps: Sequence[Row], reflections: Sequence[Row], events: Sequence[Row], tools: Sequence[str]
+) -> Row:
+    """Returns what evolution cost in addition to training (App. C), from the rows of the three
+    .jsonl files."""
+    played = [(row, sum(row["n"].values())) for row in steps if "n" in row]
+    calls = [row["call"] for row in reflections if "call" in row]
+    evolutions = [row for row in events if row["event"] == "evolve"]
+    joined = [any(I["born"] == row["t"] for I in row["P"]) for row in evolutions]
+    return {
+        "training_rollouts": sum(n for _, n in played),
+        "verification_rollouts": sum(row.get("rollouts", 0) for row in reflections),
+        "optimizer_calls": len(calls),
+        "optimizer_tokens": sum(x["prompt_tokens"] + x["completion_tokens"] for x in calls),
+        "optimizer_seconds": sum((x["seconds"] for x in calls), 0.0),
+        "tool_calls": round(sum(row[tool] * n for row, n in played for tool in tools)),
+        "evolutions": len(evolutions),
+        "evolutions_in_vain": joined.count(False),  # that left P as it was
+    }

@@ -1,0 +1,263 @@
+"""`--task openenv:URL` against OpenEnv's own servers, where the package can be had (OPENENV_PYTHON:
+the interpreter of an environment that has it; its requirements exclude ours), and servers that are
+none."""
+
+import contextlib
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hermes_like import small
+from json_server import JsonServer
+from scripted import Says
+from test_rollout import roll
+from test_seam import refused
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+from websockets.sync.server import serve
+
+from config import Config
+from plumbing.faults import ToolDown
+from tasks import Job
+from tasks.loading import load_task
+from tasks.metrics import set_rewards
+from tasks.tools import Failure
+
+PYTHON = os.environ.get("OPENENV_PYTHON", sys.executable)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A function that starts OpenEnv's server of an environment, and returns its URL."""
+    if subprocess.run([PYTHON, "-c", "import openenv, fastmcp"], capture_output=True).returncode:
+        pytest.skip("the package openenv is not installed")
+    started = []
+
+    def start(kind, sessions):
+        port = free_port()
+        script = str(Path(__file__).with_name("openenv_server.py"))
+        started.append(subprocess.Popen([PYTHON, script, str(port), kind, str(sessions)]))
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            with socket.socket() as s:
+                if s.connect_ex(("127.0.0.1", port)) == 0:
+                    return f"http://127.0.0.1:{port}"
+            time.sleep(0.1)
+        raise TimeoutError
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def vault(server):
+    return server("vault", 3)
+
+
+@pytest.fixture(scope="module")
+def counter(server):
+    return server("counter", 1)
+
+
+def task_at(url, **knobs):
+    task = load_task(Config(task=f"openenv:{url}", batch=2, G=2, **knobs))
+    return task, task.start(lambda *_: "")
+
+
+def play(task, *turns, seeds=(12,)):
+    """Plays the same turns in the episodes of these seeds, each a group, and rewards them."""
+    tokenizer = small("qwen2_5")
+    jobs = [Job(0, "Go.", task.questions("train")[seed], seed) for seed in seeds]
+    taus = roll(Says(tokenizer, *[turns] * len(seeds)), tokenizer, task, jobs)
+    set_rewards(task, taus)
+    return taus
+
+
+def sessions_left(url, most=8):
+    """Returns how many sessions the server gives to a stranger."""
+    with contextlib.ExitStack() as stack:
+        for n in range(most):
+            ws = stack.enter_context(connect(url.replace("http", "ws") + "/ws", open_timeout=10))
+            with contextlib.suppress(ConnectionClosed):
+                ws.send('{"type": "state"}')
+            if json.loads(ws.recv(10))["type"] == "error":
+                return n
+    return most
+
+
+def test_an_action_is_a_tool_rewards_are_summed_and_done_ends(vault):
+    task, said = task_at(vault)
+    [tool] = task.tools
+    assert "tools: step (1)" in said and tool.schema["description"] == "Dials a digit of the code."
+    assert list(tool.schema["parameters"]["properties"]) == ["digit"]
+    turns = [
+        '<step> {"digit": 1} </step>',
+        '<step> {"digit": 7} </step>',
+        '<step> {"digit": 2} </step>',
+    ]
+    [tau] = play(task, turns[0], turns[2], "<answer> never read </answer>")
+    assert tau.stop == "over" and tau.reward == 1.0  # that of reset is none of a step
+    assert [turn.result for turn in tau.turns] == [["Nothing."], ["It opens."]]
+    [tau] = play(task, turns[0], turns[1], "<answer> done </answer>")
+    assert tau.stop == "answer" and tau.reward == 0.5
+    [tau] = play(task, "<answer> done </answer>")
+    assert tau.reward == 0.0
+    [message] = task.prompt("Go.", task.questions("train")[345])
+    assert message["content"] == "Go.\n\nA vault of 3 digits.\n"
+
+
+def test_what_the_environment_refuses_is_a_reply(vault):
+    task, _ = task_at(vault)
+    [tau] = play(
+        task, '<step> {"digit": 9} </step>', '<step> {"digit": 10} </step>', "<answer>x</answer>"
+    )
+    refusal, wrong = (turn.result for turn in tau.turns[:2])
+    assert isinstance(refusal, Failure) and refusal == ["The dial has no 9."]
+    assert not isinstance(wrong, Failure) and "maximum of 9" in wrong[0]
+
+
+def test_mcp_tools_are_tools(counter):
+    task, said = task_at(counter)
+    assert "tools: add, ask (2)" in said
+    turns = [
+        '<add> {"n": 5} </add>',
+        "<ask> x </ask>",
+        "<ask> nothing </ask>",
+        '<add> {"n": 7} </add>',
+    ]
+    [tau] = play(task, *turns, "<answer> no </answer>", seeds=(12,))
+    five, word, failure, twelve = (turn.result for turn in tau.turns)
+    assert (five, twelve) == (["5 of 12"], ["12 of 12"]) and tau.stop == "over"
+    assert json.loads(word[0]) == {"word": "x", "means": "ä"}
+    assert isinstance(failure, Failure) and "It means nothing." in failure[0]
+    assert tau.reward == 1.0
+    [message] = task.prompt("Go.", task.questions("train")[3])
+    assert message["content"] == "Go.\n\nCount to 3.\n"
+
+
+def test_as_many_episodes_are_played_at_once_as_the_server_has_sessions(vault, counter):
+    task, said = task_at(vault)
+    assert task.at_once == 3 and "at once: 3; it allows no more" in said
+    turns = ['<step> {"digit": 1} </step>', '<step> {"digit": 2} </step>', "<answer>x</answer>"]
+    taus = play(task, *turns, seeds=(12, 1, 21, 12, 99))
+    assert [tau.reward for tau in taus] == [1.0, 0.5, 0.0, 1.0, 0.0]
+    single, said = task_at(counter)
+    assert single.at_once == 1
+    assert "no OpenEnv environment answers there (Server at capacity" in refused(task_at, counter)
+    # a call that fails costs its session, whose place is free a moment later
+    turns = [
+        '<add> {"n": 2} </add>',
+        "<ask> nothing </ask>",
+        '<add> {"n": 2} </add>',
+        "<answer>x</answer>",
+    ]
+    taus = play(single, *turns, seeds=(2, 4))
+    assert [(tau.stop, tau.reward) for tau in taus] == [("over", 0.25), ("over", 0.75)]
+
+
+def test_sessions_are_given_back(vault):
+    task, _ = task_at(vault)
+    assert sessions_left(vault) == 0
+    del task
+    gc.collect()
+    assert wait_until(lambda: sessions_left(vault) == 3)
+
+
+def wait_until(true, seconds=20):
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.1)
+    return true()
+
+
+def test_several_ranks_share_the_sessions(vault, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    task, _ = task_at(vault)
+    assert (task.at_once, len(task.idle)) == (1, 1)
+
+
+def test_the_rows_of_a_file_begin_episodes(vault, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "Open it.", "seed": 7, "hint": " Try 7."}\n')
+    task, _ = task_at(vault, train=str(file))
+    [q] = task.questions("train")
+    assert task.prompt("Go.", q)[0]["content"] == "Go.\n\nOpen it.A vault of 1 digits. Try 7.\n"
+
+
+# ---- servers that are none
+
+
+def socket_server(handler):
+    """Serves WebSockets with this handler; returns the server and its URL."""
+    server = serve(handler, "127.0.0.1", 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server, f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+
+
+def echo(ws):
+    for message in ws:
+        ws.send(message)
+
+
+def test_what_is_no_openenv_server_is_refused_in_one_line():
+    said = refused(task_at, f"http://127.0.0.1:{free_port()}")
+    assert "no OpenEnv environment answers there" in said and "refused" in said
+    page = JsonServer((404, {}, ""))
+    assert "no OpenEnv environment answers there" in refused(task_at, page.url)
+    page.stop()
+    server, url = socket_server(echo)
+    assert "its replies are not OpenEnv's" in refused(task_at, url)
+    server.shutdown()
+    for url in ("", "nothing", "ftp://x"):
+        assert "no OpenEnv environment answers there" in refused(task_at, url)
+
+
+class Fragile:
+    """Speaks the protocol with one MCP tool, and ends the connection at the second call; `dead`: at
+    every message."""
+
+    dead = False
+
+    def __call__(self, ws):
+        calls = 0
+        tool = {"name": "go", "description": "Goes.", "input_schema": {"type": "object"}}
+        try:
+            for message in map(json.loads, ws):
+                called = message.get("data", {}).get("type") == "call_tool"
+                calls += called
+                if self.dead or calls == 2:
+                    return
+                listed = {"tools": [tool]} if message.get("type") == "step" and not called else {}
+                seen = {"observation": listed | {"text": "ok"}, "reward": 1, "done": False}
+                ws.send(json.dumps({"type": "observation", "data": seen}))
+        except ConnectionClosed:
+            pass
+
+
+def test_a_lost_connection_ends_its_episode_and_a_lost_server_the_run(monkeypatch):
+    monkeypatch.setattr("extras.plugs.openenv.back_off", lambda round: 0)
+    server, url = socket_server(fragile := Fragile())
+    task, _ = task_at(url)
+    taus = play(task, "<go> </go>", "<go> </go>", "<answer>x</answer>", seeds=(1, 2))
+    for tau in taus:
+        assert tau.stop == "over" and tau.reward == 1.0
+        assert "the environment is gone" in tau.turns[1].result[0]
+    assert play(task, "<answer>x</answer>")[0].stop == "answer"  # over a new connection
+    fragile.dead = True
+    with pytest.raises(ToolDown, match="does not answer"):
+        play(task, "<answer>x</answer>")
+    server.shutdown()

@@ -1,0 +1,49 @@
+"""Where extras/bench/colocated.py finds the time of rollouts, small and on the CPU.
+
+.venv-vllm/bin/python -m pytest tests/extras/test_vllm_colocated.py
+"""
+
+import json
+import sys
+
+import pytest
+
+pytest.importorskip("vllm")
+from extras.bench import colocated
+
+
+def test_all_the_time_of_a_rollout_has_a_part(monkeypatch, capsys):
+    given = "colocated --rollouts --device cpu --groups 2 --turns 2 --sampled 6"
+    monkeypatch.setattr(sys, "argv", given.split())
+    colocated.main()
+    lines = capsys.readouterr().out.splitlines()
+    found = json.loads(lines[-1])
+    settings = found["settings"]
+    plain = ["bare", "+ log-probs", "+ seeds", "+ stops"]
+    assert list(settings) == [*plain, "our engine", "our loop", "one by one"]
+    for row in settings.values():
+        assert "failed" not in row
+        columns = colocated.COLUMNS[2:]
+        passes = row["prefill"] + row["decode"]
+        assert 0.8 * row["seconds"] < passes <= row["seconds"]
+        parts = sum(row.get(name, 0.0) for name in columns[2:])
+        assert parts == pytest.approx(row["seconds"])
+        assert row["us"] == pytest.approx(1e6 * row["seconds"] / row["sampled"])
+    # 10 rows of 2 turns; a turn's first token comes from a prefill. A prompt has 50 tokens, 83 are
+    # read between the turns; vLLM caches whole blocks alone, on the CPU 128 tokens.
+    bare = settings["bare"]
+    assert bare["sampled"] == 10 * 2 * 6
+    assert bare["decode_passes"] == 2 * 5
+    assert bare["decode_tokens"] == 10 * 2 * 5
+    assert bare["prefill_tokens"] == 10 * (50 + 50 + 6 + 83)
+    for name in ("our engine", "our loop"):  # some of the tokens end a turn of ours
+        assert 0 < settings[name]["sampled"] <= 10 * 2 * 6
+    assert settings["one by one"]["decode_passes"] > 2 * 5
+
+
+def test_a_measurement_that_fails_leaves_the_others(capsys):
+    found = {}
+    with colocated.softly("this", found):
+        raise RuntimeError("out of\nmemory")
+    assert "memory" in found["this"]["failed"] or "out of" in found["this"]["failed"]
+    assert "this" in capsys.readouterr().out
