@@ -73,7 +73,7 @@ class RunKnobs:
     )
     seed: int = knob(0, "seed of everything random", least=0)
 
-    def check(self) -> str:
+    def find_fault(self) -> str:
         return "--resume: say which run with --out" if self.resume and not self.out else ""
 
 
@@ -122,7 +122,7 @@ class TaskKnobs:
         more=True,
     )
 
-    def check(self) -> str:
+    def find_fault(self) -> str:
         if not self.retriever and self.topk > 100:
             return f"--topk {self.topk}: the search server returns 100 passages at most"
         return ""
@@ -187,7 +187,7 @@ class GRPOKnobs(RolloutKnobs):
     warmup: float = knob(0.1, "share of T in which lr rises", least=0, below=1, more=True)
     max_grad_norm: float = knob(1.0, "gradients are clipped to this norm", above=0, more=True)
 
-    def check(self) -> str:
+    def find_fault(self) -> str:
         if self.batch % self.mini:
             return f"--batch {self.batch} is not a multiple of --mini {self.mini}: every update needs as many questions"
         ranks = int(os.environ.get("WORLD_SIZE", 1))
@@ -210,7 +210,7 @@ class PopulationKnobs:
     K_e: int = knob(15, "K_e: steps between evolutions", least=1)
     T_e: int = knob(150, "T_e: evolutions happen at steps below it", least=0)
 
-    def check(self) -> str:
+    def find_fault(self) -> str:
         if self.N_parent > self.N_P:
             return f"--N_parent {self.N_parent} is more than --N_P {self.N_P}: parents are a part of the population"
         return ""
@@ -319,7 +319,7 @@ class EngineKnobs:
         "8xh100, h200, a100, rtx4090, or by its memory 2x48gb: print memory and time of a run there, and stop",
     )
 
-    def check(self) -> str:
+    def find_fault(self) -> str:
         if self.vllm != "colocate" and not self.vllm.startswith(("http://", "https://")):
             return f"--vllm {self.vllm}: choose colocate, or give the URL of a server, http://host:port"
         if self.vllm != "colocate" and self.engine == "torch":
@@ -356,7 +356,7 @@ class KeepKnobs:
         of=("", "wandb", "trackio", "tensorboard"),
     )
 
-    def check(self) -> str:
+    def find_fault(self) -> str:
         if self.tracker and not importlib.util.find_spec(self.tracker):
             return f"--tracker {self.tracker}: not installed; pip install {self.tracker}, or leave it out"
         return ""
@@ -376,7 +376,7 @@ class Config(
     """All knobs. Defaults are the paper's 3B column (§4, App. B); sizes in tokens are the policy's
     tokens."""
 
-    def check(self) -> str:
+    def find_fault(self) -> str:
         """Returns what makes this configuration impossible, in one line; "" if nothing does. Every
         class has its own part of it."""
         if self.engine != "torch" and self.temperature > 2:
@@ -413,8 +413,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         max_observation=100, max_prompt=480, K_p=5, K_e=10, T_e=40, D_B=48, rounds=1, buffer=960, max_instruction=120,
         eval_every=0, save_every=10, vllm_memory=0.05, threads=2,
     ),
-    # A chat model and real facts for a machine without a GPU: extras/real fetches it, or the hub
-    # gives it.
+    # A chat model and real facts for a machine without a GPU: `make real` fetches it, or the hub gives
+    # it.
     "smollm2-135m": dict(
         model=str(SMOLLM) if SMOLLM.is_dir() else SMOLLM_HUB, train=str(FACTS / "train.jsonl"),
         valid=str(FACTS / "valid.jsonl"), test=str(FACTS / "test.jsonl"), corpus=str(FACTS / "corpus.jsonl"), topk=1,
@@ -446,7 +446,7 @@ def preset_of(model: str) -> str:
     )
 
 
-def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any) -> C:  # type: ignore[assignment]
+def parse_flags(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any) -> C:  # type: ignore[assignment]
     """Returns what `configure` makes of the flags; a fault is one line and exit code 2, before
     anything is loaded."""
     parser = _parser(kind, changes)
@@ -613,9 +613,9 @@ def validate(cfg: Config) -> str:
     if fault := out_of_range(cfg, [f.name for f in dataclasses.fields(cfg)]):
         return fault
     parts = [
-        vars(concern)["check"]
+        vars(concern)["find_fault"]
         for concern in reversed(type(cfg).__mro__)
-        if "check" in vars(concern)
+        if "find_fault" in vars(concern)
     ]
     return next((fault for check in parts if (fault := check(cfg))), "")
 

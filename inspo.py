@@ -14,11 +14,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from config import Config, parse
+from config import Config, parse_flags
 from journal.rows import (
     make_call_row,
     make_evolution_row,
@@ -38,15 +37,17 @@ from population import Candidate, Experience, Instruction, Population, ReplayBuf
 from reflect import (
     Call,
     Optimizer,
-    connect,
-    describe,
+    connect_optimizer,
+    describe_optimizer,
+    fold_words,
     history_prompt,
-    normalize,
     paraphrase_prompt,
     read_candidates,
     reflection_prompt,
 )
-from tasks import Job, Question, Task, draw, reward, rng_of
+from tasks import Job, Question, Task
+from tasks.metrics import set_rewards
+from tasks.sampling import draw_questions, rng_of
 from training.start import prepare
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
@@ -76,11 +77,11 @@ def inspo(
     for t in range(start, cfg.T + 1):  # Alg.1 L3
         if t > trained:
             # Policy optimization with dynamic instructions                                      # Alg.1 L4
-            questions = draw(D, cfg.batch, cfg.seed, t)
-            jobs = P.draw(rng_of(cfg.seed, t, "instructions"), questions, cfg.G)  # Alg.1 L5
+            questions = draw_questions(D, cfg.batch, cfg.seed, t)
+            jobs = P.draw_jobs(rng_of(cfg.seed, t, "instructions"), questions, cfg.G)  # Alg.1 L5
             taus = policy.rollout(t, "rollout", jobs)  # Alg.1 L6
             with log.timing("reward"):
-                reward(task, taus)  # Alg.1 L7
+                set_rewards(task, taus)  # Alg.1 L7
             policy.learner.set_advantages(taus)  # Eq.3
             row = log.measure(taus)  # a task's own code fails here, and not after the update
             texts = list(map(task.shown, taus))
@@ -134,7 +135,7 @@ class Evolution:
         baseline.
         """
         I_0 = self.P.join(self.task.instruction, None, 0)
-        self.used = {normalize(I_0.text)}
+        self.used = {fold_words(I_0.text)}
         try:
             paraphrases = (
                 self.propose(I_0, []) if self.optimizer and self.cfg.N_P > 1 else []
@@ -154,7 +155,7 @@ class Evolution:
         cfg, P, B = self.cfg, self.P, self.B
         P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
         P_new = list[Candidate]()
-        self.t, self.used = t, {normalize(I.text) for I in P_parent}
+        self.t, self.used = t, {fold_words(I.text) for I in P_parent}
         shortfall = "too few revisions verified"
         for round in range(cfg.rounds):
             room = cfg.N_P - len(P_parent) - len(P_new)
@@ -201,7 +202,7 @@ class Evolution:
         if cfg.proposer == "reflection" and tau_fail:
             failures, observations = (
                 [(e.text, e.golds) for e in tau_fail],
-                task.format.results(task.tools),
+                task.make_format().result_tags(),
             )
             return reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget, observations)
         return paraphrase_prompt(I_parent.text, n)
@@ -217,9 +218,9 @@ class Evolution:
             raise
         # before anything else can fail: it has been paid for
         self.note_call(I_parent, call)
-        unfit = partial(self.task.format.unfit, task=self.task)
+        find_unfit = self.task.make_format().find_unfit
         accepted, rejected = read_candidates(
-            call.reply, I_parent.text, self.used, golds, self.cfg.max_instruction, n, unfit
+            call.reply, I_parent.text, self.used, golds, self.cfg.max_instruction, n, find_unfit
         )
         row = make_reply_row(self.t, self.round, I_parent, list(accepted), rejected)
         self.log.write_row("reflections", row)
@@ -243,7 +244,7 @@ class Evolution:
         jobs = [Job(id, text, q, group) for group, (id, text, q) in enumerate(plays)]  # CHOICE-13
         with self.log.timing("verify"):
             taus = policy.rollout(self.t, f"verify {self.round}", jobs)
-            reward(self.task, taus)
+            set_rewards(self.task, taus)
         sample = sample_verification(I_parent, taus)
         self.log.run.write_trajectories(f"verify-{self.t:06d}-{self.round}", sample)
         n, rewards = len(D_B), [tau.reward for tau in taus]
@@ -331,7 +332,7 @@ def train(
             )
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
-            optimizer = connect(cfg, serve, run.rows("reflections"))
+            optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))
             ranks.broadcast((fitted, task.address()))
             policy = stack.enter_context(
                 contextlib.closing(make_policy(fitted, ranks, task, learner))
@@ -340,7 +341,9 @@ def train(
         stack.callback(log.screen.close)
         policy.progress, log.began = log.screen.show_rollouts, began
         log.introduce(
-            f"{policy.describe()}, {fitted.engine} engine: {why}", tools, describe(optimizer)
+            f"{policy.describe()}, {fitted.engine} engine: {why}",
+            tools,
+            describe_optimizer(optimizer),
         )
         evolving = evolution(cfg, task, optimizer, population_of(cfg, population), log)
         checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
@@ -358,7 +361,7 @@ def main(
     """Trains by the flags of `kind`, with these `parts` of `train` and `changes` in every
     preset."""
     with one_line():
-        train(parse(argv, kind, **changes), *parts, listening=stop.listening)
+        train(parse_flags(argv, kind, **changes), *parts, listening=stop.listening)
 
 
 if __name__ == "__main__":

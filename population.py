@@ -76,7 +76,9 @@ class Population:
         active = self.active
         return [active[k] for k in rng.choice(len(active), size=n, p=self.probabilities())]
 
-    def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
+    def draw_jobs(
+        self, rng: np.random.Generator, questions: Sequence[Question], G: int
+    ) -> list[Job]:
         """Returns G jobs for each question, a group of Eq. 3, all under one instruction that is
         drawn for it."""
         drawn = list(zip(questions, self.sample(rng, len(questions)), strict=True))

@@ -162,7 +162,7 @@ def cut_middle(text: str, keep: int) -> str:
     )
 
 
-def parse(reply: str) -> list[str]:
+def read_blocks(reply: str) -> list[str]:
     """Returns the texts of a reply's complete `<ins_k>...</ins_k>` blocks, k >= 1, in their order.
 
     What a reasoning model thinks before it answers holds drafts, which do not count.
@@ -186,21 +186,21 @@ def read_candidates(
     """
     accepted: dict[int, str] = {}
     rejected: list[dict[str, Any]] = []
-    for k, text in enumerate(parse(reply), 1):
+    for k, text in enumerate(read_blocks(reply), 1):
         if len(accepted) == n:
             rejected.append(
                 {"k": k, "reason": f"{n} were asked for: neither this nor any after it is read"}
             )
             break
-        if reason := check(text, parent, used, golds, max_tokens, unfit):
+        if reason := find_flaw(text, parent, used, golds, max_tokens, unfit):
             rejected.append({"k": k, "reason": reason})
         else:
             accepted[k] = text
-            used.add(normalize(text))
+            used.add(fold_words(text))
     return accepted, rejected
 
 
-def check(
+def find_flaw(
     candidate: str,
     parent: str,
     used: set[str],
@@ -214,7 +214,7 @@ def check(
     `unfit` knows what it must keep of its parent so that the policy can act. Everything else may
     change: other tags, another example of an answer, other words.
     """
-    words, text = normalize(candidate), candidate.replace("\r\n", "\n")
+    words, text = fold_words(candidate), candidate.replace("\r\n", "\n")
     if not words:
         return "empty"
     if words in used:  # CHOICE-28
@@ -230,7 +230,7 @@ def check(
     if len(QUESTION.findall(plain(candidate))) > len(QUESTION.findall(plain(parent))):
         return "asks a question of its own"
     if any(
-        len(normalize(result).split()) > 5
+        len(fold_words(result).split()) > 5
         for result in {*RESULT.findall(candidate)} - {*RESULT.findall(parent)}
     ):
         return "holds a search result of its own"
@@ -244,11 +244,11 @@ def check(
 def _mentions(text: str, answer: str) -> bool:
     """Returns whether a text has an answer's words in a row; short ones ("a", "yes", "two") are in
     any prompt."""
-    words = normalize(answer)
-    return len(words) > (3 if words.isascii() else 2) and f" {words} " in f" {normalize(text)} "
+    words = fold_words(answer)
+    return len(words) > (3 if words.isascii() else 2) and f" {words} " in f" {fold_words(text)} "
 
 
-def normalize(text: str) -> str:
+def fold_words(text: str) -> str:
     """Returns a text's words in lower case, without punctuation; candidates with the same words are
     duplicates."""
     return " ".join(split_words(plain(text)))
@@ -381,7 +381,9 @@ def find_endpoint(cfg: Config) -> tuple[str, str]:
     return url or OPENAI, key
 
 
-def connect(cfg: Config, serve: Callable[..., str], rows: Iterable[Any]) -> Optimizer | None:
+def connect_optimizer(
+    cfg: Config, serve: Callable[..., str], rows: Iterable[Any]
+) -> Optimizer | None:
     """Returns the client of `find_endpoint`, or of the world's scripted optimizer; None in mode
     static.
 
@@ -406,7 +408,7 @@ def connect(cfg: Config, serve: Callable[..., str], rows: Iterable[Any]) -> Opti
     return Optimizer(url, cfg.optimizer_model, key, **knobs)
 
 
-def describe(optimizer: Optimizer | None) -> str:
+def describe_optimizer(optimizer: Optimizer | None) -> str:
     """Returns the optimizer in words."""
     if not optimizer:
         return "none"

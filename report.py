@@ -15,7 +15,7 @@ from pathlib import Path
 from page.html import LIMIT, write_page
 from page.serve import make_app
 from plumbing.faults import one_line
-from plumbing.servers import listen, serve
+from plumbing.servers import listen, serve_app
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with one_line("report.py"):
         if args.serve:
-            return serve(
+            return serve_app(
                 make_app(args.runs, args.trajectories), listen("127.0.0.1", args.port), child=False
             )
         out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"

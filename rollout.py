@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from config import RolloutKnobs
 from engines import Engine
-from tasks import Job, Question, Task, Trajectory, Turn
+from tasks import Job, Task, Trajectory, Turn
 from tasks.formats import Action, Tags
 
 if TYPE_CHECKING:
@@ -28,16 +28,9 @@ if TYPE_CHECKING:
 STORED = 24  # questions of an evaluation or a verification whose trajectories a run stores
 
 
-def spread(n: int, k: int) -> list[int]:
+def space_evenly(n: int, k: int) -> list[int]:
     """Returns at most k of the places 0..n-1, evenly spaced: always the same sample."""
     return [j * n // k for j in range(k)] if k < n else list(range(n))
-
-
-def encode_prompt(
-    tokenizer: Tokenizer, task: Task, instruction: str, question: Question
-) -> list[int]:
-    """Returns the ids of the task's prompt in the chat template."""
-    return task.format(tokenizer, task).prompt(instruction, question)
 
 
 class Episode:
@@ -58,7 +51,7 @@ class Episode:
             len(prompt),
             state=task.reset(job.question),
         )
-        self.read(prompt)
+        self.take_in(prompt)
 
     @property
     def ended(self) -> bool:
@@ -70,7 +63,7 @@ class Episode:
 
         `stop`: why the engine takes no more of it.
         """
-        tau, action = self.tau, self.form.read(ids)
+        tau, action = self.tau, self.form.read_turn(ids)
         tau.act(ids, logps)
         turn, tool = Turn(action.text), action.tool
         tau.turns.append(turn)
@@ -85,16 +78,16 @@ class Episode:
         elif tool:
             self.call = tool.of(tau).submit(action.argument)
         else:
-            self.read(self.form.invalid(action))
+            self.take_in(self.form.encode_reminder(action))
 
     def receive(self) -> None:
         """Adds the result of the call. Raises ToolDown."""
         assert self.call
         result = self.tau.turns[-1].result = self.call.result()
         self.call = None
-        self.read(self.form.result(self.action, result, self.cfg.max_observation))
+        self.take_in(self.form.encode_result(self.action, result, self.cfg.max_observation))
 
-    def read(self, ids: list[int]) -> None:
+    def take_in(self, ids: list[int]) -> None:
         """Adds what the policy reads before its next turn, for which it may leave no room."""
         self.tau.observe(ids)
         if len(self.tau.ids) > self.cfg.max_prompt:  # CHOICE-20
@@ -137,9 +130,11 @@ def play(
     progress: Callable[[int], None],
 ) -> list[Trajectory]:
     """Returns the trajectories of jobs that are played at the same time."""
-    form = task.format(tokenizer, task)  # how calls, answers and results are written
-    prompt = cache(form.prompt)
-    episodes = [Episode(task, form, job, prompt(job.text, job.question), cfg) for job in jobs]
+    form = task.make_format(tokenizer)  # how calls, answers and results are written
+    encode_prompt = cache(form.encode_prompt)
+    episodes = [
+        Episode(task, form, job, encode_prompt(job.text, job.question), cfg) for job in jobs
+    ]
     playing = dict(enumerate(episodes))  # those that have not ended
     generating: set[int] = set()
 
@@ -171,6 +166,6 @@ def play(
             settle(k)
 
     for e in episodes:
-        e.tau.response = form.response(e.tau.ids[e.tau.prompt_tokens :])
+        e.tau.response = form.read_response(e.tau.ids[e.tau.prompt_tokens :])
         task.finish(e.tau)
     return [e.tau for e in episodes]

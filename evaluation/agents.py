@@ -16,17 +16,9 @@ from plumbing.outside import clean, without_secrets
 from plumbing.servers import Servers
 from plumbing.trust import check_origin
 from rollout import rollout
-from tasks import (
-    Job,
-    Question,
-    Task,
-    Trajectory,
-    choose_instruction,
-    load_task,
-    measure,
-    read_instruction,
-    reward,
-)
+from tasks import Job, Question, Task, Trajectory
+from tasks.loading import choose_instruction, load_task, read_instruction
+from tasks.metrics import compute_metrics, set_rewards
 from tasks.search_qa import SearchQA
 
 # Flags of inspo.py that matter here; a run's own values are the defaults. The second half changes
@@ -55,7 +47,7 @@ class Subject:
         if self.run:
             check_origin(self.run, {name: getattr(self.cfg, name) for name in names}, flags)
         cfg = dataclasses.replace(self.cfg, **flags | knobs)
-        if fault := out_of_range(cfg, flags) or TaskKnobs.check(cfg):
+        if fault := out_of_range(cfg, flags) or TaskKnobs.find_fault(cfg):
             raise Fault(fault)
         return cfg
 
@@ -120,8 +112,8 @@ class Agent(contextlib.AbstractContextManager["Agent"]):
 
     def score(self, taus: list[Trajectory]) -> list[dict[str, float]]:
         """Sets the rewards of finished trajectories; returns the task's metrics of each."""
-        reward(self.task, taus)
-        return measure(self.task, taus)
+        set_rewards(self.task, taus)
+        return compute_metrics(self.task, taus)
 
     def play(self, questions: Sequence[Question]) -> list[Trajectory]:
         """Plays each question once, as in training."""
@@ -230,7 +222,7 @@ def open_agent(
         task.check()
         tools = task.start(stack.enter_context(Servers(f"{folder}/log")))
         open_engine = open_endpoint if "://" in chosen.weights else open_model
-        stop = task.format.stop(task) if stop is None else stop
+        stop = task.make_format().stop_strings() if stop is None else stop
         engine, tokenizer = open_engine(chosen, task.cfg, stop)
         stack.callback(engine.close)
         return Agent(

@@ -10,7 +10,7 @@ from journal.directory import RunDirectory, step_of
 from models import lora
 from models.model import empty, export, load_config, load_model, load_tokenizer
 from plumbing.faults import CheckpointFault, Fault
-from plumbing.files import write
+from plumbing.files import write_file
 from population import Population
 from training import checkpoint
 
@@ -57,9 +57,9 @@ def export_checkpoint(
             lora.export(model, cfg.lora_alpha, cfg.seed, cfg.model, new)
         else:
             export(config, model, load_tokenizer(cfg.model), new, computed)
-        write(new / "I_star.txt", P.best().text + "\n")
+        write_file(new / "I_star.txt", P.best().text + "\n")
         library = "peft" if adapters else "transformers"
-        write(new / "README.md", card(run, cfg, step_of(chosen), P.best().text, library))
+        write_file(new / "README.md", card(run, cfg, step_of(chosen), P.best().text, library))
     return out, step_of(chosen), P.best().id
 
 

@@ -32,8 +32,10 @@ from plumbing.faults import Fault, Outage
 from plumbing.files import read_jsonl, writing
 from plumbing.outside import decoded, finite, without_secrets
 from plumbing.versions import commit
-from tasks import Question, Task, Trajectory, load_task, rng_of, take_subset
+from tasks import Question, Task, Trajectory
+from tasks.loading import load_task
 from tasks.questions import holds_gold
+from tasks.sampling import rng_of, take_subset
 from tasks.search_qa import SearchQA
 
 # questions that are played together; an evaluation that was stopped repeats at most so many

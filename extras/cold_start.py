@@ -22,15 +22,16 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import inspo
-from config import STATIC, RolloutKnobs, knob, parse
+from config import STATIC, RolloutKnobs, knob, parse_flags
 from extras.table1 import SupervisedConfig
 from plumbing import stop
 from plumbing.chat import turn_ends
 from plumbing.faults import Fault, one_line
 from plumbing.outside import as_data, clean, control
 from plumbing.status import status
-from tasks import Message, Question, Task, Trajectory, Turn, load_task
+from tasks import Message, Question, Task, Trajectory, Turn
 from tasks.formats import encode, encode_conversation
+from tasks.loading import load_task
 from tasks.questions import read_json_lines
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
@@ -43,7 +44,7 @@ class ColdStartConfig(SupervisedConfig):
 
     demos: str = knob("", "demonstrations to learn, .jsonl: a conversation a line")
 
-    def check(self) -> str:
+    def find_fault(self) -> str:
         return (
             ""
             if self.demos or self.dry_run
@@ -52,7 +53,7 @@ class ColdStartConfig(SupervisedConfig):
 
 
 def config_of(argv: list[str] | None = None) -> ColdStartConfig:
-    cfg = parse(
+    cfg = parse_flags(
         argv, ColdStartConfig, **STATIC, T=40, batch=16, lr=1e-4, save_every=10, eval_every=0
     )
     return dataclasses.replace(cfg, demos=os.path.abspath(cfg.demos) if cfg.demos else "")
@@ -96,7 +97,9 @@ def conversation(row: Any, task: Task) -> tuple[list[Message], list[Turn]]:
                 raise ValueError(
                     f"message {n} is a tool's, but message {n - 1} calls none; write the call there"
                 )
-            turns[-1].result = [untag(content, *task.format.results([tools[turns[-1].tool]]))]
+            turns[-1].result = [
+                untag(content, task.make_format().result_tag(tools[turns[-1].tool]))
+            ]
         else:
             prompt.append({"role": role, "content": content})
     return prompt, turns
@@ -109,13 +112,13 @@ def turn_of(text: str, task: Task, n: int) -> Turn:
         raise ValueError(
             f"message {n} goes on after {turn[turn.rfind('<') :]}, which ends a turn: {rest:.40}; cut it"
         )
-    action = task.format.parse(turn, task.tools)
+    action = task.make_format().parse_turn(turn)
     return Turn(turn, action.tool.tag, action.argument) if action.tool else Turn(turn)
 
 
 def cut_at_stop(text: str, task: Task) -> str:
     """Cuts a turn's text after the first string that ends a turn."""
-    ends = [text.find(end) + len(end) for end in task.format.stop(task) if end in text]
+    ends = [text.find(end) + len(end) for end in task.make_format().stop_strings() if end in text]
     return text[: min(ends, default=None)]
 
 
@@ -136,18 +139,17 @@ def encode_row(
     from extras.supervised import demonstration
 
     prompt, turns = conversation(row, task)
-    form, tools = task.format(tokenizer, task), {tool.tag: tool for tool in task.tools}
+    form = task.make_format(tokenizer)
+    tools = {tool.tag: tool for tool in task.tools}
     ids = encode_conversation(
-        tokenizer, prompt, **form.options(task, str(row.get("instruction", "")))
+        tokenizer, prompt, **form.template_options(str(row.get("instruction", "")))
     )
     q = Question(
         str(row.get("id", f"row {k}")),
         prompt[-1]["content"],
         source=str(row.get("data_source", "data")),
     )
-    tau = demonstration(
-        q, k, ids, [0] * len(ids), len(ids), form.parse(turns[-1].text, task.tools).answer
-    )
+    tau = demonstration(q, k, ids, [0] * len(ids), len(ids), form.parse_turn(turns[-1].text).answer)
     tau.turns = turns
     tau.stop = "over" if turns[-1].result else "answer" if tau.prediction is not None else "turns"
     forbidden = control(tokenizer, simple=True)
@@ -159,16 +161,16 @@ def encode_row(
                 f"an assistant message holds {what}, which the chat template writes; take it out"
             )
         written = encode(tokenizer, turn.text)
-        if not form.stop(task) or (turn is turns[-1] and not turn.result):
+        if not form.stop_strings() or (turn is turns[-1] and not turn.result):
             written.append(turn_ends(tokenizer)[0])
         tau.act(written, [0.0] * len(written))
         if turn.result:
             as_it_stands: Any = SimpleNamespace(
                 result_tag=tools[turn.tool].result_tag, show="".join
             )
-            action = dataclasses.replace(form.parse(turn.text, task.tools), tool=as_it_stands)
-            tau.observe(form.result(action, turn.result, cfg.max_observation))
-    tau.response = form.response(tau.ids[tau.prompt_tokens :])
+            action = dataclasses.replace(form.parse_turn(turn.text), tool=as_it_stands)
+            tau.observe(form.encode_result(action, turn.result, cfg.max_observation))
+    tau.response = form.read_response(tau.ids[tau.prompt_tokens :])
     return tau
 
 
@@ -211,7 +213,7 @@ def main(argv: list[str] | None = None) -> None:
             status("reading the demonstrations")
             task = load_task(cfg)
             demos = read_demonstrations(
-                cfg, task, load_tokenizer(cfg.model, task.format.stop(task))
+                cfg, task, load_tokenizer(cfg.model, task.make_format().stop_strings())
             )
         inspo.train(cfg, Demonstrated, algorithm=partial(learn, demos), listening=stop.listening)
 

@@ -36,8 +36,11 @@ from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.files import read_jsonl
 from plumbing.outside import as_data, control
-from tasks import Question, Task, load_task, reward, rng_of, take_subset
+from tasks import Question, Task
+from tasks.loading import load_task
+from tasks.metrics import set_rewards
 from tasks.questions import read_json_lines
+from tasks.sampling import rng_of, take_subset
 
 CHUNK = 64  # questions that are played together
 KNOBS = (*PLAYED, *SERVED, "train")
@@ -50,18 +53,19 @@ def row_of(task: Task, instruction: str, q: Question, played: Row) -> Row:
     """Writes a trajectory as a conversation: its prompt, its turns as far as they count, and what
     was shown."""
     # Control tokens are handled where the row is read.
-    form, words, tags = task.format, Words(), task.format.words(task.tools)
+    form, words = task.make_format(), Words()
+    tags = form.reserved_tags()
     messages = form.messages(
-        task, instruction, dataclasses.replace(q, text=as_data(q.text, control(words, tags)))
+        instruction, dataclasses.replace(q, text=as_data(q.text, control(words, tags)))
     )
     tools = {tool.tag: tool for tool in task.tools}
     for turn in played["turns"]:
         messages.append({"role": "assistant", "content": cut_at_stop(turn["text"], task)})
         if turn["result"] is not None:
             tool = tools[turn["tool"]]
-            pattern = control(words, (*form.results([tool]), *tags))
+            pattern = control(words, (form.result_tag(tool), *tags))
             shown = tool.show([as_data(text, pattern) for text in turn["result"]])
-            if form.stop(task):  # calls and results are in tags
+            if form.stop_strings():  # calls and results are in tags
                 shown = f"<{tool.result_tag}>{shown}</{tool.result_tag}>"
             messages.append({"role": "tool", "content": shown})
     about = {
@@ -108,7 +112,7 @@ def play(args: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[Playe
             chunk = left[first : first + CHUNK]
             seed = int(rng_of(args.seed, len(done), chunk[0].id).integers(2**31))
             taus = dataclasses.replace(player, seed=seed).play(chunk)
-            reward(task, taus)
+            set_rewards(task, taus)
             yield from ((task, instruction, tau.question, tau.record()) for tau in taus)
 
 

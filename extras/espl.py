@@ -25,8 +25,9 @@ from inspo import Evolution
 from journal.rows import make_evolution_row, make_start_row
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Instruction, Population, mean_rewards
-from reflect import format_examples, make_token_counter, normalize, shorten
-from tasks import Job, Question, Task, Trajectory, rng_of
+from reflect import fold_words, format_examples, make_token_counter, shorten
+from tasks import Job, Question, Task, Trajectory
+from tasks.sampling import rng_of
 from training.policy import Policy
 
 RECENT, TIE = 5, 0.01  # programs to draw from; difference of mean rewards that is a draw
@@ -89,7 +90,7 @@ class ESPLConfig(ObjectiveConfig):
     )
     crossover: float = knob(0.0, "probability of a child of two parents in a step")
 
-    def check(self) -> str:
+    def find_fault(self) -> str:
         if self.rivals == 1:
             return "--rivals 1: one program alone has no rival; give 2 or more, or 0 for all"
         if not 0 <= self.crossover <= 1:
@@ -124,7 +125,9 @@ class Pool(Population):
         self.ratings.append((SKILL.mu, SKILL.sigma))
         return super().join(text, parent, t, verified)
 
-    def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
+    def draw_jobs(
+        self, rng: np.random.Generator, questions: Sequence[Question], G: int
+    ) -> list[Job]:
         """Makes as many groups as there are questions, of the first of them: all under the same
         programs."""
         recent = self.active[-RECENT:]
@@ -225,7 +228,7 @@ class ESPL(FromOne):
         step = [e for e in self.B.items if e.t == t]
         means = mean_rewards(step)
         best = max(means, key=lambda j: (means[j], j))
-        self.t, self.used = t, {normalize(I.text) for I in P.active}
+        self.t, self.used = t, {fold_words(I.text) for I in P.active}
         children: list[tuple[str, list[int]]] = []
         tried = mixed([e for e in step if e.instruction == best])[: cfg.failures]
         shortfall = (
@@ -264,7 +267,7 @@ def mutation_prompt(
 ) -> str:
     """Asks for a small change after questions `tried`: a right attempt and a wrong one at each."""
     count, _ = make_token_counter()
-    observations, half = task.format.results(task.tools), budget // 2
+    observations, half = task.make_format().result_tags(), budget // 2
     wrong = format_examples([(e.text, e.golds) for _, e in tried], half, observations)
     right = [shorten(e.text, half // len(tried), count, observations) for e, _ in tried]
     attempts = [f"<right>\n{a}\n</right>\n{b}" for a, b in zip(right, wrong, strict=True)]

@@ -12,11 +12,11 @@ if not __package__:
 from dataclasses import dataclass
 from typing import Any
 
-from config import Config, knob, parse
+from config import Config, knob, parse_flags
 from inspo import train
 from plumbing import stop
 from plumbing.faults import Fault, one_line
-from tasks import load
+from tasks.plugs import import_named
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def load_parts(cfg: ForkConfig) -> dict[str, Any]:
     """Returns the arguments of `inspo.train` that the parts replace. Raises Fault."""
     kinds: dict[str, list[type]] = {"Learner": [], "Population": [], "Evolution": []}
     for spec in filter(None, map(str.strip, cfg.parts.split(","))):
-        part = load(f"--parts {spec}", spec, "class")
+        part = import_named(f"--parts {spec}", spec, "class")
         bases = [base.__name__ for base in part.__mro__ if base.__name__ in kinds]
         if not bases:
             raise Fault(f"--parts {spec}: extends neither Learner nor Population nor Evolution")
@@ -40,7 +40,7 @@ def load_parts(cfg: ForkConfig) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     with one_line():
-        cfg = parse(argv, ForkConfig)
+        cfg = parse_flags(argv, ForkConfig)
         train(cfg, **load_parts(cfg), listening=stop.listening)
 
 

@@ -24,8 +24,10 @@ from extras.objectives import ObjectiveConfig, ObjectiveLearner
 from journal.rows import make_evolution_row, make_verification_row
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Population, ReplayBuffer
-from reflect import format_examples, normalize
-from tasks import Job, Question, Task, reward, rng_of
+from reflect import fold_words, format_examples
+from tasks import Job, Question, Task
+from tasks.metrics import set_rewards
+from tasks.sampling import rng_of
 from training.policy import Policy
 
 PRESET: dict[str, Any] = dict(N_P=4, K_e=6, T_e=NEVER, K_p=NEVER, rounds=4, objective="cispo_cap")
@@ -50,7 +52,7 @@ Put the new instruction into <ins_1>...</ins_1>."""
 class FSTConfig(ObjectiveConfig):
     mode: str = knob("fst", "fst", of=("fst",), more=True)
 
-    def check(self) -> str:
+    def find_fault(self) -> str:
         if self.D_B < 1:
             return f"--D_B {self.D_B}: FST chooses prompts by what they win on D_B; 1 at least"
         return check_buffer(self, "FST")
@@ -60,7 +62,9 @@ class Front(Population):
     """The prompts of a Pareto front. All of them take turns on every question, whose rollouts are
     one group."""
 
-    def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
+    def draw_jobs(
+        self, rng: np.random.Generator, questions: Sequence[Question], G: int
+    ) -> list[Job]:
         """Makes G jobs for each question: its rollouts go round the prompts, from a random one."""
         active, first = self.active, rng.integers(len(self.ids), size=len(questions))
         drawn = [
@@ -99,7 +103,7 @@ class GEPA(FromOne):
         shown = ReplayBuffer(cfg.buffer)
         shown.items = [e for e in self.B.items if e.question not in {q.id for q in D_B}]
         prompts: list[tuple[int | None, str]] = [(I.id, I.text) for I in P.active]
-        self.t, self.used = t, {normalize(text) for _, text in prompts}
+        self.t, self.used = t, {fold_words(text) for _, text in prompts}
         r = self.rewards_on(policy, "verify front", prompts, D_B)  # (prompts, questions)
         wins, passed, shortfall = instance_wins(r), list[tuple[str, int]](), "none wins"
         for round in range(cfg.rounds):
@@ -153,7 +157,7 @@ class GEPA(FromOne):
         plays = [(id, text, q) for id, text in prompts for q in D_B]
         jobs = [Job(id, text, q, group) for group, (id, text, q) in enumerate(plays)]
         taus = policy.rollout(self.t, purpose, jobs)
-        reward(self.task, taus)
+        set_rewards(self.task, taus)
         row = {
             "t": self.t,
             "scored": [text for _, text in prompts],
@@ -168,7 +172,7 @@ def feedback_prompt(
     instruction: str, tau_fail: Sequence[Experience], budget: int, task: Task
 ) -> str:
     """Asks for one new instruction after failures."""
-    observations = task.format.results(task.tools)
+    observations = task.make_format().result_tags()
     shown = format_examples([(e.text, e.golds) for e in tau_fail], budget, observations)
     return FEEDBACK.format(instruction=instruction, examples="\n".join(shown))
 

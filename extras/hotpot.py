@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plumbing.faults import one_line
-from plumbing.hub import fetch
+from plumbing.hub import fetch_file
 from tasks.questions import read_parquet
 
 HUB = "hf://datasets/hotpotqa/hotpot_qa@1908d6afbbead072334abe2965f91bd2709910ab/distractor"
@@ -39,7 +39,9 @@ def convert(out: Path, files: dict[str, Sequence[str]]) -> Counter[str]:
             for name in (*files, "corpus")
         }
         for name, some in files.items():
-            for _, row in (pair for file in some for pair in read_parquet(fetch(file), COLUMNS)):
+            for _, row in (
+                pair for file in some for pair in read_parquet(fetch_file(file), COLUMNS)
+            ):
                 question = {
                     "id": row["id"],
                     "question": row["question"],

@@ -114,7 +114,7 @@ class ObjectiveConfig(Config):
 
     objective: str = knob("grpo", "its name; grpo is the paper's Eq. 2 and 3", of=tuple(OBJECTIVES))
 
-    def check(self) -> str:
+    def find_fault(self) -> str:
         if OBJECTIVES[self.objective].clip is not None and self.eps != ObjectiveConfig.eps:
             return f"--eps {self.eps}: --objective {self.objective} has its own; leave it out"
         if self.objective == "consistent" and getattr(self, "rank", "") != "paired":

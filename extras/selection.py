@@ -57,7 +57,7 @@ class SelectionConfig(ObjectiveConfig):
         of=("pair", "question"),
     )
 
-    def check(self) -> str:
+    def find_fault(self) -> str:
         for name in ("rank", "gate"):
             if self.mode == "static" and getattr(self, name) != "paper":
                 return f"--{name} {getattr(self, name)}: --mode static has one instruction; leave it out"
@@ -80,7 +80,9 @@ class Rule(Population):
 class ByQuestion(Rule):
     """A group of Eq. 3 is a question's rollouts, each under an instruction drawn for it."""
 
-    def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
+    def draw_jobs(
+        self, rng: np.random.Generator, questions: Sequence[Question], G: int
+    ) -> list[Job]:
         drawn = iter(self.sample(rng, G * len(questions)))
         return [
             Job(I.id, I.text, q, group)
@@ -160,7 +162,9 @@ class Paired(Rule):
         self.design: Design | None = None  # of this generation; None before its first question
         self.looks = 0  # prunings so far in it
 
-    def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
+    def draw_jobs(
+        self, rng: np.random.Generator, questions: Sequence[Question], G: int
+    ) -> list[Job]:
         """Makes as many groups as there are questions, of the first of them: each under its
         instructions in turn."""
         blocks = zip(questions, self.blocks(rng, len(questions)), strict=False)

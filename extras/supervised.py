@@ -28,9 +28,10 @@ from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from plumbing.outside import decoded
 from population import Instruction
-from rollout import encode_prompt
-from tasks import Job, Question, Task, Trajectory, draw, reward, rng_of
+from tasks import Job, Question, Task, Trajectory
 from tasks.formats import encode
+from tasks.metrics import set_rewards
+from tasks.sampling import draw_questions, rng_of
 from training.checkpoint import digest
 from training.policy import Policy, of_rank_0, on_all_ranks
 
@@ -85,7 +86,7 @@ def imitate(
         checkpoints.end_step(0)
     for t in range(start, cfg.T + 1):
         if t > trained:
-            taus = draw(dict(enumerate(examples)), cfg.batch, cfg.seed, t)
+            taus = draw_questions(dict(enumerate(examples)), cfg.batch, cfg.seed, t)
             update = policy.update(t, taus)
             if "logp_gap" in update:  # not where every optimizer step was skipped
                 # No engine sampled a demonstration: the "gap" to log-probs of 0 is the trainer's
@@ -110,7 +111,7 @@ def gold_answers(task: Task, policy: Policy, D: Iterable[Question]) -> list[Traj
     tokenizer, target = policy.tokenizer, wording(task.cfg.model).target
     examples = []
     for k, q in enumerate(D):
-        ids = encode_prompt(tokenizer, task, task.instruction, q)
+        ids = task.make_format(tokenizer).encode_prompt(task.instruction, q)
         tau = demonstration(q, k, ids, [0] * len(ids), len(ids), q.golds[0])
         tau.response = target.format(answer=q.golds[0])
         written = [*encode(tokenizer, tau.response), turn_ends(tokenizer)[0]]
@@ -131,7 +132,7 @@ def own_successes(policy: Policy, evolution: Evolution) -> list[Trajectory]:
         some = list(D.values())[: cfg.T * cfg.batch]
         jobs = [Job(0, task.instruction, q, k) for k, q in enumerate(some) for _ in range(cfg.G)]
         taus = policy.rollout(0, "reject", jobs)
-        reward(task, taus)
+        set_rewards(task, taus)
         right = [tau for tau in taus if not tau.failed]
         log.screen.note(f"rejection sampling: {len(right):,} of {len(taus):,} rollouts are right")
         if not right:

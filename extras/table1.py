@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from config import STATIC, Config, knob, parse
+from config import STATIC, Config, knob, parse_flags
 from engines import FinishedTurn
 from evaluation import command
 from evaluation.agents import METHODS, Agent, Method
@@ -303,7 +303,7 @@ def config_of(method: str, flags: list[str]) -> Config:
     """Configures the training of a method; writes the instruction of one that has its own to a
     file."""
     kind, changes = TRAINED[method]
-    cfg = parse(flags, kind, **changes)
+    cfg = parse_flags(flags, kind, **changes)
     if method != "sft_reject":
         file = Path(f"{cfg.out or Path('runs') / method}.instruction.txt")
         file.parent.mkdir(parents=True, exist_ok=True)

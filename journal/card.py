@@ -12,7 +12,7 @@ from journal.record import Row
 from journal.summary import final_table
 from plumbing.files import read_jsonl
 from plumbing.outside import without_secrets
-from rollout import spread
+from rollout import space_evenly
 
 POINTS = 12  # of the curve, at most
 
@@ -79,7 +79,7 @@ def curve(rows: list[Row]) -> Iterator[str]:
     yield f"| step | reward | {first}, test | {first}, validation |"
     yield "|---" * len(names) + "|"
     measured = {k for k, row in enumerate(rows) if names[2] in row or names[3] in row}
-    for k in sorted(measured | set(spread(len(rows), POINTS))):
+    for k in sorted(measured | set(space_evenly(len(rows), POINTS))):
         cells = [f"{rows[k][name]:.4g}" if name in rows[k] else "" for name in names]
         yield f"| {' | '.join(cells)} |"
 

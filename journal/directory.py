@@ -24,9 +24,9 @@ from config import Config, holds_a_run, preset_of, program_of, read_config
 from journal.record import FREE, Row, describe_run, differences, with_absolute_paths
 from plumbing import stop
 from plumbing.faults import CheckpointFault, DiskFault, Diverged, Fault
-from plumbing.files import read_jsonl, write, writing
+from plumbing.files import read_jsonl, write_file, writing
 from plumbing.outside import decoded, printable
-from plumbing.trust import remember
+from plumbing.trust import remember_run
 from plumbing.versions import commit
 from tasks import Task
 from training import checkpoint
@@ -124,7 +124,7 @@ class RunDirectory:
                     raise Fault(holds_a_run(str(run.path)))
                 run.id = secrets.token_hex(4)
                 run.write("config.json", json.dumps(record | {"id": run.id}, indent=1))
-            remember(run.path)
+            remember_run(run.path)
             for folder in ("checkpoints", "trajectories"):
                 (run.path / folder).mkdir(exist_ok=True)
             for left in (run.path / "checkpoints").glob(".*.tmp"):  # of a process that was killed
@@ -162,7 +162,7 @@ class RunDirectory:
 
     def write(self, name: str, text: str) -> None:
         """Writes a file atomically: a reader finds the old content or the new one."""
-        write(self.path / name, text)
+        write_file(self.path / name, text)
 
     @contextlib.contextmanager
     def directory(self, name: str) -> Iterator[Path]:

@@ -35,8 +35,10 @@ from plumbing.faults import Fault
 from plumbing.outside import printable
 from plumbing.versions import versions
 from population import Instruction, Population
-from rollout import STORED, spread
-from tasks import Task, Trajectory, measure, take_subset
+from rollout import STORED, space_evenly
+from tasks import Task, Trajectory
+from tasks.metrics import compute_metrics
+from tasks.sampling import take_subset
 
 # attributes of Log that a resumed run goes on with
 BOOKS = ("row", "held_out", "spread", "metrics")
@@ -127,7 +129,7 @@ class Log:
 
     def add_evaluation(self, split: str, taus: Sequence[Trajectory]) -> None:
         """Adds an evaluation of the policy in training to the step's row."""
-        scores = measure(self.task, taus, self.metrics)
+        scores = compute_metrics(self.task, taus, self.metrics)
         means = make_evaluation_row(self.task, taus, scores)
         self.row |= {f"{split}/{name}": x for name, x in means.items()}
 
@@ -148,13 +150,13 @@ class Log:
     def add_result(self, setting: str, taus: Sequence[Trajectory]) -> None:
         """Adds a row to the final table, and stores some of its trajectories: the same questions in
         every row."""
-        scores = measure(self.task, taus, self.metrics)
+        scores = compute_metrics(self.task, taus, self.metrics)
         self.metrics, self.questions = list(scores[0]), len(taus)
         self.held_out[setting] = make_evaluation_row(self.task, taus, scores)
         self.spread[setting] = statistics.pstdev(row[self.metrics[0]] for row in scores)
         stored = [
             taus[k].record() | {"setting": setting, "metrics": scores[k]}
-            for k in spread(len(taus), STORED)
+            for k in space_evenly(len(taus), STORED)
         ]
         self.run.write_trajectories(f"test-{setting.replace(', ', '-').replace(' ', '_')}", stored)
 

@@ -61,7 +61,7 @@ def describe(
     with what code."""
     used = [
         *type(task).__mro__,
-        task.format,
+        type(task.make_format()),
         *(getattr(tool, "function", tool) for tool in task.tools),
         *parts,
     ]

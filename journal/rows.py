@@ -9,8 +9,9 @@ from dataclasses import asdict
 from journal.summary import Row, many
 from population import Candidate, Instruction, Population, mean_rewards
 from reflect import Call
-from rollout import STORED, spread
-from tasks import Question, Task, Trajectory, average_by_source, measure
+from rollout import STORED, space_evenly
+from tasks import Question, Task, Trajectory
+from tasks.metrics import average_by_source, compute_metrics
 from tasks.tools import Failure, Tool
 
 # ---- metrics.jsonl
@@ -25,7 +26,7 @@ def make_step_row(task: Task, taus: Sequence[Trajectory], G: int, names: Sequenc
     turns = max(1, sum(len(tau.turns) for tau in taus))
     row = {
         **average_by_source(taus, [{"reward": tau.reward} for tau in taus]),
-        **average_by_source(taus, measure(task, taus, names)),
+        **average_by_source(taus, compute_metrics(task, taus, names)),
     }
     for tool in task.tools:
         row[tool.plural] = sum(tau.served(tool.tag) for tau in taus) / n
@@ -173,7 +174,7 @@ def sample_verification(parent: Instruction, taus: Sequence[Trajectory]) -> list
     `candidate` is 0 for the parent and k for the k-th accepted revision of the round.
     """
     ids = list(dict.fromkeys(tau.question.id for tau in taus))
-    chosen = {ids[k] for k in spread(len(ids), STORED)}
+    chosen = {ids[k] for k in space_evenly(len(ids), STORED)}
     return [
         tau.record() | {"parent": parent.id, "candidate": k // len(ids)}
         for k, tau in enumerate(taus)

@@ -7,7 +7,6 @@ with app.setup:
     import re  # noqa: F401 (for you)
     from collections import Counter
     from contextlib import nullcontext
-    from functools import partial
     from types import SimpleNamespace
 
     import marimo as mo
@@ -16,8 +15,9 @@ with app.setup:
     from inspo import Evolution
     from labs import desk, play
     from population import Candidate, Population, ReplayBuffer
-    from reflect import normalize, read_candidates
-    from tasks import Job, rng_of
+    from reflect import fold_words, read_candidates
+    from tasks import Job
+    from tasks.sampling import rng_of
     from world.clauses import CLAUSES, FRAMES, read_clauses
     from world.optimizer import reply_to
 
@@ -170,7 +170,7 @@ def propose(instruction, counts, n):
 def check_propose(propose):
     cfg = play.config()
     task = play.LibraryQA(cfg)
-    parent, unfit = task.instruction, partial(task.format.unfit, task=task)
+    parent, unfit = task.instruction, task.make_format().find_unfit
     got = propose(parent, {"entity": 9, "exact": 5, "state": 2}, 4)
     if isinstance(got, str) or not all(isinstance(text, str) for text in got):
         return "it has to return a list of texts."
@@ -179,7 +179,7 @@ def check_propose(propose):
     if len(got) > 4:
         return f"4 were asked for, and it returns {len(got)}."
     reply = "\n".join(f"<ins_{k}>{text}</ins_{k}>" for k, text in enumerate(got, 1))
-    _, refused = read_candidates(reply, parent, {normalize(parent)}, [], cfg.max_instruction, 4, unfit)
+    _, refused = read_candidates(reply, parent, {fold_words(parent)}, [], cfg.max_instruction, 4, unfit)
     if refused:
         says = {"duplicate": "it is the instruction in use, or another one of yours"}
         return f"number {refused[0]['k']} is refused: {says.get(refused[0]['reason'], refused[0]['reason'])}."
@@ -284,8 +284,8 @@ def _(
     D_B = [D[q] for q in B.questions(rng_of(0, 1, "D_B"), cfg.D_B, failures)]
     verified, joined = {}, {}
     for _name, _reply in _replies.items():
-        _used = {normalize(first)}
-        _unfit = partial(task.format.unfit, task=task)
+        _used = {fold_words(first)}
+        _unfit = task.make_format().find_unfit
         _texts, _ = read_candidates(_reply, first, _used, _golds, cfg.max_instruction, room, _unfit)
         verified[_name] = _evolution.verify(player, P.family[0], list(_texts.values()), D_B)
         joined[_name] = admit(verified[_name], room)

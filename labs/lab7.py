@@ -11,10 +11,11 @@ with app.setup:
     import marimo as mo
     import numpy as np
 
-    from config import HERE, parse
+    from config import HERE, parse_flags
     from labs import desk, play
     from plumbing.files import read_jsonl
-    from tasks import Job, rng_of
+    from tasks import Job
+    from tasks.sampling import rng_of
     from world.clauses import CLAUSES, FRAMES
 
 
@@ -97,7 +98,7 @@ def check_flags(flags):
             return f"'{name}' is one text; return a list, as a shell would split it: ['--seed', '1']."
         try:
             with redirect_stderr(StringIO()) as said:
-                parsed[name] = parse([str(word) for word in argv])
+                parsed[name] = parse_flags([str(word) for word in argv])
         except SystemExit as e:
             return f"inspo.py refuses the flags of '{name}': {[str(e), *said.getvalue().splitlines()][-1]}."
     policy, instruction = parsed["frozen policy"], parsed["frozen instruction"]

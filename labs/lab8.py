@@ -15,7 +15,9 @@ with app.setup:
     from evaluation.agents import load_agent
     from labs import desk, play
     from population import Population
-    from tasks import Question, Task, Trajectory, reward, rng_of  # noqa: F401 (`reward` is for you)
+    from tasks import Question, Task, Trajectory
+    from tasks.metrics import set_rewards  # noqa: F401 (for you)
+    from tasks.sampling import rng_of
     from world.clauses import CLAUSES
 
 
@@ -200,9 +202,9 @@ def _():
     Lines 5 to 9 of Algorithm 1, with the project's own parts. In `inspo.py` they are six lines; write them here without
     looking, from what each part is for:
 
-    - `P.draw(rng, questions, G)` returns jobs: G for each question, under an instruction drawn by Eq. 4;
+    - `P.draw_jobs(rng, questions, G)` returns jobs: G for each question, under an instruction drawn by Eq. 4;
     - `player.rollout(t, "rollout", jobs)` plays them and returns trajectories;
-    - `reward(task, taus)` asks the task what they are worth and notes it in them;
+    - `set_rewards(task, taus)` asks the task what they are worth and notes it in them;
     - `player.learner.set_advantages(taus)` is Eq. 3;
     - `player.learner.update(t, [taus])` is Eq. 2, with one mini-batch;
     - `P.attribute(taus)` credits the instructions.
@@ -225,7 +227,7 @@ def check_step(step):
 
     P = Population(0.2, 5)
     P.join("Answer.", None, 0)
-    P.draw, P.attribute = noted("draw", P.draw), noted("attribute", P.attribute)
+    P.draw_jobs, P.attribute = noted("draw", P.draw_jobs), noted("attribute", P.attribute)
     player = SimpleNamespace(
         rollout=noted("rollout", lambda t, _, jobs: [Trajectory(0, job.question, job.group, [], 0) for job in jobs]),
         learner=SimpleNamespace(
@@ -238,7 +240,7 @@ def check_step(step):
     )  # fmt: skip
     taus = step(1, P, player, task, [Question("a", "A?"), Question("b", "B?")], np.random.default_rng(0), 3)
     for name, says in (
-        ("draw", "nobody draws instructions: `P.draw`."),
+        ("draw", "nobody draws instructions: `P.draw_jobs`."),
         ("rollout", "nothing is played: `player.rollout`."),
         ("reward", "nothing is rewarded: every trajectory keeps the reward 0."),
         ("set_advantages", "Eq. 3 is missing: every advantage stays 0, and the update learns nothing."),

@@ -14,7 +14,10 @@ from models.model import load_policy
 from plumbing.files import read_jsonl
 from retrieval.bm25 import BM25
 from rollout import rollout
-from tasks import Job, Task, Trajectory, choose_instruction, reward, rng_of
+from tasks import Job, Task, Trajectory
+from tasks.loading import choose_instruction
+from tasks.metrics import set_rewards
+from tasks.sampling import rng_of
 from tasks.search import Search
 from tasks.search_qa import SearchQA
 from tasks.tools import list_stop_strings
@@ -77,6 +80,6 @@ class Player:
     def play(self, t: int, purpose: str, jobs: Sequence[Job]) -> list[Trajectory]:
         """Plays the jobs and sets rewards and advantages (Alg.1 line 6 and 7, Eq. 3)."""
         taus = self.rollout(t, purpose, jobs)
-        reward(self.task, taus)
+        set_rewards(self.task, taus)
         self.learner.set_advantages(taus)
         return taus

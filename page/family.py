@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from page.read import Row, Run
-from reflect import parse
+from reflect import read_blocks
 
 EXAMPLE = re.compile(
     r"<example>\n(?:Response: )?(.*?)(?:\nCorrect answer: (.*?))?\n</example>", re.S
@@ -32,7 +32,7 @@ def collect_family(run: Run) -> Row:
         child = {"parents": [row.get("parent")], "t": t, "call": place}
         if "call" in row:
             calls[place] = _call(row["call"])
-        reply = dict(enumerate(parse(calls[place]["reply"]), 1)) if place in calls else {}
+        reply = dict(enumerate(read_blocks(calls[place]["reply"]), 1)) if place in calls else {}
 
         # what the checks said of each text of the reply
         for k, number in enumerate(row.get("accepted", ()), 1):

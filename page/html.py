@@ -59,7 +59,7 @@ def build_page(paths: Sequence[Path], *, limit: int = LIMIT, live: str = "") -> 
 def write_page(runs: Sequence[Path], to: Path, *, limit: int = LIMIT) -> Path:
     """Writes the page of these runs into a file, atomically, and returns its path; Fault if it
     cannot."""
-    files.write(to, build_page(runs, limit=limit))
+    files.write_file(to, build_page(runs, limit=limit))
     return to
 
 

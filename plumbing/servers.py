@@ -44,7 +44,7 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def serve(app: Any, sock: socket.socket, child: bool) -> None:
+def serve_app(app: Any, sock: socket.socket, child: bool) -> None:
     """Serves an ASGI app on a listening socket until interrupted, or, as a child, until standard
     input ends."""
     import uvicorn  # here, because the trainer imports this module too

@@ -14,16 +14,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 # a terminal, a cluster, a terminal that went away
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# ours, or where they are; others clean up by themselves, and so does a script of a user's
-PROGRAMS = (
-    "inspo.py", "ask.py", "evaluate.py", "export.py", "report.py", "extras", "extras/real",
-    "extras/world", "labs", "retrieval",
-)  # fmt: skip
+# at the top; a user's script there cleans up by itself
+PROGRAMS = ("inspo.py", "ask.py", "evaluate.py", "export.py", "report.py")
 LEADS = os.environ.get("RANK", "0") == "0"  # whether this process speaks for all of torchrun's
 
 
@@ -58,13 +56,13 @@ def may_stop() -> Iterator[None]:
     """Inside, a request raises Stopped at once, also one that has waited."""
     before, _State.raises = _State.raises, True
     try:
-        check()
+        raise_if_requested()
         yield
     finally:
         _State.raises = before
 
 
-def check() -> None:
+def raise_if_requested() -> None:
     """Raises Stopped if a signal has come."""
     if _State.request:
         raise Stopped(f"stopped by {_State.request}" if LEADS else 1)
@@ -78,7 +76,7 @@ def _request(number: int, frame: FrameType | None) -> None:
     if not _State.request:
         _State.request = signal.Signals(number).name
         if _State.raises:
-            check()
+            raise_if_requested()
         _print(f"\n{_State.request}: stopping as soon as this update or file is complete\n")
 
 
@@ -108,11 +106,21 @@ def _handle_by(handler: Any) -> dict[signal.Signals, Any]:
     return old
 
 
+def _is_ours(program: str | None) -> bool:
+    """Returns whether a program, None in a notebook, is one of PROGRAMS or in a package of this
+    project. A bench starts others, and ends them by itself."""
+    root = Path(__file__).resolve().parent.parent
+    path = Path(program or "").resolve()
+    if root not in path.parents or "bench" in str(path.relative_to(root)):
+        return False
+    folders = path.parents[: path.parents.index(root)]
+    if not folders:
+        return path.name in PROGRAMS
+    return all((folder / "__init__.py").is_file() for folder in folders)
+
+
 # What a request does before `listening`. A rank may wait for the others in C++, where no handler of
 # Python's runs; it needs no line of its own, as torchrun prints some.
 EARLY = signal.SIG_DFL if "RANK" in os.environ else _exit
-_root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-_program = getattr(sys.modules["__main__"], "__file__", None)
-_program = _program and os.path.relpath(os.path.realpath(_program), _root)  # none in a notebook
-if _program and {_program, os.path.dirname(_program)} & {*PROGRAMS}:
+if _is_ours(getattr(sys.modules["__main__"], "__file__", None)):
     _handle_by(EARLY)

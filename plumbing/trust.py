@@ -19,17 +19,16 @@ from plumbing.faults import Fault
 from plumbing.outside import printable
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("tasks", "extras")  # where the project keeps what those knobs name
 KNOBS = ("task", "tools", "reward", "format", "parts", "retriever", "vllm")
 
 
 def is_ours(knob: str, value: str) -> bool:
-    """Whether a value is a plain word, such as `search`, or a task or format that the project ships
-    (module:Class)."""
+    """Whether a value is a plain word, such as `search`, or the module:Class of a task or format in
+    tasks/."""
     if ":" not in value:
         return True
-    rooms = value.partition(":")[0].split(".")
-    shipped = rooms[0] in ROOMS and ROOT.joinpath(*rooms).with_suffix(".py").is_file()
+    room, *rest = value.partition(":")[0].split(".")
+    shipped = room == "tasks" and ROOT.joinpath(room, *rest).with_suffix(".py").is_file()
     return knob in ("task", "format") and shipped
 
 
@@ -52,12 +51,12 @@ def check_origin(run: Path, settings: Mapping[str, Any], given: Container[str]) 
             " ".join(f"--{name} {shlex.quote(value)}" for name, value in foreign.items())
         )
         raise Fault(
-            f"{run} was not started by you on this machine, and its config.json names code or servers that are not the"
-            f" project's; if you trust them, give them again: {flags}"
+            f"{run} was not started by you on this machine, and its config.json names code or servers; if you trust"
+            f" them, give them again: {flags}"
         )
 
 
-def remember(run: Path) -> None:
+def remember_run(run: Path) -> None:
     """Notes that this user has started the run; without a home directory to write to nothing is
     remembered."""
     with suppress(OSError, RuntimeError):

@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from plumbing.faults import Fault, one_line
-from plumbing.files import write
+from plumbing.files import write_file
 from retrieval.bm25 import BM25, WORDS
 from retrieval.corpus import Corpus
 from retrieval.encoder import FAMILIES, Encoder
@@ -146,7 +146,7 @@ def build_index(
             raise Fault(
                 f"{partial}: begun with another encoder, --family, --max_length or corpus; remove it"
             )
-        write(kept, text)
+        write_file(kept, text)
         if encoders:
             build_dense(corpus, encoders, partial, kind)
         else:

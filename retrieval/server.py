@@ -29,7 +29,7 @@ from pydantic import BaseModel, Field
 
 from plumbing.faults import one_line
 from plumbing.outside import clean
-from plumbing.servers import listen, serve
+from plumbing.servers import listen, serve_app
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 from retrieval.index import Dense, open_index
@@ -216,7 +216,7 @@ def main() -> None:
             index.shard()
     print(f"{len(corpus):,} passages of {corpus.path}, {index.name}", flush=True)
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))  # that is how a server ends: no line
-    serve(make_app(corpus, index, args.topk, args.max_batch), sock, args.child)
+    serve_app(make_app(corpus, index, args.topk, args.max_batch), sock, args.child)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """How calls, answers and results are written, between texts that a task knows and ids that the
 policy reads and writes.
 
-`Tags` is the paper's (§2.1, App. F). Another one that `--format` names is a subclass
-(extras/plugs/hermes.py).
+`Tags` is the paper's (§2.1, App. F). Another one that `--format` names is a subclass.
 """
 
 from __future__ import annotations
@@ -87,74 +86,75 @@ class Action:
 
 class Tags:
     """`<search> query </search>` calls, `<information>...</information>` returns, `<answer> it
-    </answer>` ends."""
+    </answer>` ends.
 
-    # ---- of a task alone
+    A subclass is another format. What takes or returns ids needs the policy's tokenizer.
+    """
 
-    @classmethod
-    def stop(cls, task: Task) -> tuple[str, ...]:
+    def __init__(self, task: Task, tokenizer: Tokenizer | None = None):
+        self.task = task
+        self.tokenizer: Any = tokenizer
+
+    # ---- texts
+
+    def stop_strings(self) -> tuple[str, ...]:
         """Returns the strings that end a turn, besides EOS."""
-        return list_stop_strings(task.tools)
+        return list_stop_strings(self.task.tools)
 
-    @classmethod
-    def words(cls, tools: Sequence[Tool]) -> tuple[str, ...]:
+    def reserved_tags(self) -> tuple[str, ...]:
         """Returns the names of tags that only the policy and the loop write: of thoughts, tools and
         answers."""
-        return "think", ANSWER, *(tag for tool in tools for tag in (tool.tag, tool.result_tag))
+        names = ["think", ANSWER]
+        for tool in self.task.tools:
+            names += [tool.tag, tool.result_tag]
+        return tuple(names)
 
-    @classmethod
-    def results(cls, tools: Sequence[Tool]) -> list[str]:
-        """Returns the names of the tags around results."""
-        return [tool.result_tag for tool in tools]
+    def result_tag(self, tool: Tool) -> str:
+        """Returns the name of the tag around a tool's results."""
+        return tool.result_tag
 
-    @classmethod
-    def first(cls, instruction: str, task: Task) -> str:
+    def result_tags(self) -> list[str]:
+        return [self.result_tag(tool) for tool in self.task.tools]
+
+    def adapt_instruction(self, instruction: str) -> str:
         """Returns the first instruction of a run as it evolves. Raises Fault if the policy could
         not act under it."""
         return instruction
 
-    @classmethod
-    def unfit(cls, candidate: str, parent: str, task: Task) -> str:
+    def find_unfit(self, candidate: str, parent: str) -> str:
         """Returns why the policy could not act under a revision of an instruction; "" if it can."""
-        return find_lost_tag(candidate, parent, [*(tool.tag for tool in task.tools), ANSWER])
+        return find_lost_tag(candidate, parent, [*(tool.tag for tool in self.task.tools), ANSWER])
 
-    @classmethod
-    def messages(cls, task: Task, instruction: str, question: Question) -> list[Message]:
+    def messages(self, instruction: str, question: Question) -> list[Message]:
         """Returns the conversation that the policy continues.
 
         How the task's functions are called follows the instruction and is no part of it: whatever
         the optimizer revises, the policy knows its tools.
         """
-        usage = {
-            tool.usage(): f"<{tool.result_tag}> and </{tool.result_tag}>"
-            for tool in task.tools
-            if tool.usage()
-        }
-        if usage:
-            tags = " or ".join(sorted(set(usage.values())))
-            instruction = "\n".join(
-                [f"{instruction}\n\nTools, whose results come between {tags}:", *usage]
-            )
-        return task.prompt(instruction, question)
+        lines, tags = [], set[str]()
+        for tool in self.task.tools:
+            usage = tool.usage()
+            if usage and usage not in lines:
+                lines.append(usage)
+                tags.add(f"<{tool.result_tag}> and </{tool.result_tag}>")
+        if lines:
+            heading = f"Tools, whose results come between {' or '.join(sorted(tags))}:"
+            instruction = "\n".join([f"{instruction}\n\n{heading}", *lines])
+        return self.task.prompt(instruction, question)
 
-    @classmethod
-    def options(cls, task: Task, instruction: str) -> Mapping[str, Any]:
+    def template_options(self, instruction: str) -> Mapping[str, Any]:
         """Returns what else the chat template is given."""
         return {}
 
-    @classmethod
-    def parse(cls, text: str, tools: Sequence[Tool], ended: bool = True) -> Action:
-        """Returns what the text of a turn says to these tools; an answer counts before a call.
-        `ended`: as turns do."""
-        tool, argument = find_call(text, tools) or (None, "")
+    def parse_turn(self, text: str, ended: bool = True) -> Action:
+        """Returns what the text of a turn says; an answer counts before a call. `ended`: as turns
+        do."""
+        tool, argument = find_call(text, self.task.tools) or (None, "")
         return Action(text, find_answer(text), tool, argument, ended)
 
-    # ---- with the policy's tokenizer
+    # ---- ids
 
-    def __init__(self, tokenizer: Tokenizer, task: Task):
-        self.tokenizer, self.task = tokenizer, task
-
-    def prompt(self, instruction: str, question: Question) -> list[int]:
+    def encode_prompt(self, instruction: str, question: Question) -> list[int]:
         """Returns the ids of the prompt in the chat template.
 
         Instruction and question are data: they yield no control token, and the question none of the
@@ -162,27 +162,25 @@ class Tags:
         """
         # it names the agent's tags
         instruction = as_data(instruction, control(self.tokenizer, simple=True))
-        text = as_data(question.text, control(self.tokenizer, self.words(self.task.tools)))
-        messages = self.messages(self.task, instruction, replace(question, text=text))
-        return encode_conversation(self.tokenizer, messages, **self.options(self.task, instruction))
+        text = as_data(question.text, control(self.tokenizer, self.reserved_tags()))
+        messages = self.messages(instruction, replace(question, text=text))
+        return encode_conversation(self.tokenizer, messages, **self.template_options(instruction))
 
-    def read(self, ids: Sequence[int]) -> Action:
+    def read_turn(self, ids: Sequence[int]) -> Action:
         """Returns what a sampled turn says."""
-        return self.parse(self.tokenizer.decode(ids, skip_special_tokens=False), self.task.tools)
+        return self.parse_turn(self.tokenizer.decode(ids, skip_special_tokens=False))
 
-    def result(self, action: Action, result: list[str], limit: int) -> list[int]:
+    def encode_result(self, action: Action, result: list[str], limit: int) -> list[int]:
         """Returns the ids between a call and the next turn: the result, as `limit` tokens at
         most."""
         assert action.tool
-        return encode_observation(
-            self.tokenizer, action.tool, result, limit, self.words(self.task.tools)
-        )
+        return encode_observation(self.tokenizer, action.tool, result, limit, self.reserved_tags())
 
-    def invalid(self, action: Action) -> list[int]:
+    def encode_reminder(self, action: Action) -> list[int]:
         """Returns the ids between a turn that neither called nor answered and the next one."""
         return encode(self.tokenizer, explain_invalid_action(self.task.tools))
 
-    def response(self, ids: Sequence[int]) -> str:
+    def read_response(self, ids: Sequence[int]) -> str:
         """Returns everything after the prompt as a text to read."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text

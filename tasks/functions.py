@@ -28,7 +28,7 @@ from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic
 
 from plumbing.faults import Fault, first_line
 from plumbing.outside import clean
-from tasks import load
+from tasks.plugs import import_named
 from tasks.tools import WORDS, Failure, Tool
 
 MAX_RESULT = 100_000  # characters of a result that are read and kept, or items of an iterator
@@ -41,7 +41,7 @@ class Failed(Exception):
 
 
 class SchemaTool(Tool):
-    """A tool whose arguments have names and types; a subclass has `read` and `call`.
+    """A tool whose arguments have names and types; a subclass has `read_arguments` and `call`.
 
     `schema`: name, description and parameters (a JSON schema). The five words are made from the
     name.
@@ -68,7 +68,7 @@ class SchemaTool(Tool):
         )
 
     @abstractmethod
-    def read(self, arguments: str) -> dict[str, Any]:
+    def read_arguments(self, arguments: str) -> dict[str, Any]:
         """Returns the arguments in a JSON text; ValueError says what is wrong with them."""
 
     @abstractmethod
@@ -76,7 +76,7 @@ class SchemaTool(Tool):
         """Returns the result, or an awaitable of it. An exception becomes a reply, but for a
         Fault."""
 
-    def write(self, result: Any) -> str:
+    def write_result(self, result: Any) -> str:
         """Returns a result as the policy reads it: a text as it is, anything else as JSON."""
         plain = TypeAdapter(Any).dump_python(_cut(result), mode="json", fallback=_make_plain)
         return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
@@ -137,7 +137,9 @@ class SchemaTool(Tool):
             argument or self.bare in self.schema["parameters"].get("required", ())
         )
         try:
-            arguments = self.read(json.dumps({self.bare: argument}) if bare else argument or "{}")
+            arguments = self.read_arguments(
+                json.dumps({self.bare: argument}) if bare else argument or "{}"
+            )
         except Exception as e:  # the policy may write anything
             return f"wrong arguments of {self.name}: {e}"
         try:
@@ -146,7 +148,7 @@ class SchemaTool(Tool):
             if inspect.isawaitable(result):
                 # cancels it, once it is answered
                 result = asyncio.run(asyncio.wait_for(result, self.timeout + 1))
-            return self.write(result)
+            return self.write_result(result)
         except (Fault, Failed) as e:
             return e
         except BaseException as e:  # also SystemExit: the episode waits for a reply
@@ -194,7 +196,7 @@ class TypedFunction(SchemaTool):
         ):
             raise Fault(f"{where}: its timeout is {self.timeout!r}; give a number of seconds")
 
-    def read(self, arguments: str) -> dict[str, Any]:
+    def read_arguments(self, arguments: str) -> dict[str, Any]:
         try:
             given = dict(self._arguments.validate_json(arguments))
         except ValidationError as e:  # without a link, and without repeating them
@@ -214,7 +216,7 @@ class TypedFunction(SchemaTool):
 
 def load_tools(spec: str, where: str) -> list[TypedFunction]:
     """Returns the function that --tools names; raises Fault, which begins with `where`."""
-    return [TypedFunction(load(where, spec, "function"), where)]
+    return [TypedFunction(import_named(where, spec, "function"), where)]
 
 
 def _without_types(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.faults import Fault, first_line
-from plumbing.hub import fetch
+from plumbing.hub import fetch_file
 from plumbing.outside import clean, decoded
 from plumbing.words import SIGNS, compose, split_words
 from tasks import Question
@@ -41,7 +41,7 @@ def load_questions(path: str | Path, rows: bool = False) -> list[Question]:
     An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes
     `{source}-{id}`. `rows`: the row of each, with all its columns, is its `data`.
     """
-    path = fetch(str(path))
+    path = fetch_file(str(path))
     read_table = partial(read_parquet, columns=None) if rows else read_parquet
     read = {".jsonl": read_json_lines, ".parquet": read_table}.get(path.suffix)
     if read is None or not path.is_file():
@@ -147,7 +147,9 @@ def _read_question(row: object, line: int) -> Question:
     if not golds:
         raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth`")
     id, source, text, *golds = clean([id, source, text.strip(), *golds])
-    return Question(id, text if text.endswith("?") else text + "?", tuple(golds), source)
+    return Question(
+        id, text if text.endswith(("?", "？", "؟")) else text + "?", tuple(golds), source
+    )
 
 
 def _doubts(row: object, q: Question) -> Iterator[str]:

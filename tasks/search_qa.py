@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 
 from config import Config
 from plumbing.faults import Fault
-from plumbing.hub import here
-from tasks import Question, Task, Trajectory, rng_of
+from plumbing.hub import find_on_disk
+from tasks import Question, Task, Trajectory
 from tasks.questions import em, f1, load_questions
+from tasks.sampling import rng_of
 from tasks.search import Search, choose_source, describe, start_server
 from tasks.tools import Calculator, Tool
 
@@ -60,7 +61,7 @@ class SearchQA(Task):
             return super().start(serve) or "tools: none"
         self.connect(*start_server(self.cfg, serve))
         # an evaluation needs none
-        questions = self.questions("train")[:64] if here(self.cfg.train) else []
+        questions = self.questions("train")[:64] if find_on_disk(self.cfg.train) else []
         return (
             f"search: {describe(self.search, self.cfg, questions)}\n{super().start(serve)}".strip()
         )

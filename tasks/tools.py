@@ -9,7 +9,7 @@ names of the metrics derive from the tools of the task.
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 simpleeval.MAX_POWER = 1000  # largest base and exponent, so that no calculation takes long
 ANSWER = "answer"  # the tag that ends a trajectory
 WORDS = ("tag", "noun", "argument", "plural", "result_tag")
+# What metrics.jsonl has of every step, with `time/total` and the like: neither a tool's metric nor a
+# task's has such a name.
+COLUMNS = set(
+    "t metrics loss kl entropy clip_fraction logp logp_gap grad_norm lr skipped_updates candidates answered "
+    "failed valid_actions prompt_tokens response_tokens context_tokens zero_variance_groups all_right_groups "
+    "all_wrong_groups P best w_best w p n r_bar time test valid".split()
+)
 TAG = re.compile(r"[^\W\d][\w-]*")
 ANSWERS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # innermost, complete
 
@@ -105,14 +112,11 @@ class Calculator(Function):
         return str(int(x)) if whole else f"{x:.12g}"
 
 
-def check_words(where: str, tools: Sequence[Tool], columns: Collection[str] = ()) -> None:
+def check_words(where: str, tools: Sequence[Tool]) -> None:
     """Raises Fault, which begins with `where`, unless a task's tools can be told apart by their
-    words.
-
-    `columns`: names that no metric can have. Raises AttributeError where a tool lacks a word.
-    """
+    words. Raises AttributeError where a tool lacks a word."""
     tags = Counter(["think", ANSWER, *(tool.tag for tool in tools)])
-    plurals = Counter([*columns, *(tool.plural for tool in tools)])
+    plurals = Counter([*COLUMNS, *(tool.plural for tool in tools)])
     for tool in tools:
         right = {
             "tag": TAG.fullmatch(tool.tag) and tags[tool.tag] == 1,

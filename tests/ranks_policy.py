@@ -14,7 +14,7 @@ from pathlib import Path
 
 from inspo import make_policy
 from plumbing.faults import Fault
-from tasks import load_task
+from tasks.loading import load_task
 from training.ranks import Ranks
 
 

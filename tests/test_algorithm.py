@@ -18,7 +18,8 @@ from journal.rows import make_step_row, make_weights_row
 from plumbing.faults import Fault, OptimizerDown
 from population import Population, ReplayBuffer
 from reflect import Call, Optimizer
-from tasks import Job, Question, Task, Trajectory, draw, rng_of
+from tasks import Job, Question, Task, Trajectory
+from tasks.sampling import draw_questions, rng_of
 from tasks.tools import Calculator
 from training.policy import Policy
 
@@ -773,7 +774,7 @@ def test_every_question_is_played_G_times_under_one_instruction():
     for t, (at, purpose, jobs, temperature) in enumerate(policy.rollouts, 1):
         assert (at, purpose, temperature) == (t, "rollout", None)
         assert [job.group for job in jobs] == [k for k in range(4) for _ in range(3)]
-        asked = draw(D, 4, 5, t)
+        asked = draw_questions(D, 4, 5, t)
         drawn = before[0].sample(rng_of(5, t, "instructions"), 4)  # all weights stay 0
         for job in jobs:
             assert job.question == asked[job.group]

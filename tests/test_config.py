@@ -13,10 +13,10 @@ import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import config
-from config import OPTIMIZER, PRESETS, Config, parse
+from config import OPTIMIZER, PRESETS, Config, parse_flags
 from plumbing.faults import Fault
 from reflect import find_endpoint
-from tasks import read_instruction
+from tasks.loading import read_instruction
 
 HERE = Path(config.__file__).parent
 WORLD = HERE / "world" / "files"
@@ -66,7 +66,7 @@ def refuses(capsys):
 
     def why(*argv):
         with pytest.raises(SystemExit) as stop:
-            parse(list(argv))
+            parse_flags(list(argv))
         out, err = capsys.readouterr()
         assert stop.value.code == 2 and out == ""
         assert err.startswith("inspo.py: ") and err.endswith("\n") and err.count("\n") == 1
@@ -82,20 +82,24 @@ def refuses(capsys):
 @pytest.mark.parametrize("preset", APP_B)
 def test_the_paper_s_presets_have_the_values_of_appendix_b(preset, monkeypatch):
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
-    cfg = parse(["--model", preset, "--optimizer_model", "m"])
+    cfg = parse_flags(["--model", preset, "--optimizer_model", "m"])
     assert {name: getattr(cfg, name) for name in APP_B[preset]} == APP_B[preset]
     # the task's own, Search-R1's, which the paper starts from
     assert cfg.mode == "inspo" and cfg.instruction == ""
 
 
 def test_a_preset_wins_over_the_default_and_a_flag_over_the_preset():
-    assert parse([]) == parse(["--model", "world"])
+    assert parse_flags([]) == parse_flags(["--model", "world"])
     for f in FIELDS:
         if f.name != "threads":  # at most the preset's number: test_threads.py
-            assert getattr(parse([]), f.name) == PRESETS["world"].get(f.name, f.default), f.name
+            assert getattr(parse_flags([]), f.name) == PRESETS["world"].get(f.name, f.default), (
+                f.name
+            )
     for lr in ("1e-5", "0", "5e-7"):  # also where the flag is the default
-        assert parse(["--lr", lr]).lr == float(lr)
-    assert parse(["--model", "some/hub-id", "--mode", "static"]).lr == Config.lr  # of no preset
+        assert parse_flags(["--lr", lr]).lr == float(lr)
+    assert (
+        parse_flags(["--model", "some/hub-id", "--mode", "static"]).lr == Config.lr
+    )  # of no preset
 
 
 @pytest.mark.parametrize(
@@ -143,7 +147,7 @@ def test_a_preset_wins_over_the_default_and_a_flag_over_the_preset():
     ],
 )
 def test_a_preset_s_data_goes_together(argv, kept, said, capsys):
-    cfg, given = parse(argv), {flag[2:] for flag in argv[::2]}
+    cfg, given = parse_flags(argv), {flag[2:] for flag in argv[::2]}
     for name in ("valid", "test", "corpus", "instruction"):
         if name in kept.split():
             assert getattr(cfg, name) == PRESETS["world"][name]
@@ -183,15 +187,15 @@ def test_adapters_learn_at_ten_times_the_rate_unless_a_flag_says_otherwise(model
         str(rank),
         *(["--lr", lr] if lr else []),
     ]
-    assert parse(argv).lr == want
+    assert parse_flags(argv).lr == want
 
 
 @pytest.mark.parametrize("lr", [1e-2, 3e-4])
 def test_a_resumed_run_keeps_its_own_learning_rate(tmp_path, lr):
-    cfg = parse(["--lora_rank", "32", "--lr", str(lr), "--out", str(tmp_path)])
+    cfg = parse_flags(["--lora_rank", "32", "--lr", str(lr), "--out", str(tmp_path)])
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
     for flags in ([], ["--lora_rank", "32"], ["--model", "world", "--lora_rank", "32"]):
-        assert parse(["--out", str(tmp_path), "--resume", *flags]) == dataclasses.replace(
+        assert parse_flags(["--out", str(tmp_path), "--resume", *flags]) == dataclasses.replace(
             cfg, resume=True
         )
 
@@ -208,13 +212,13 @@ def test_an_instruction_is_read_from_its_file(tmp_path):
 
 def test_a_configuration_cannot_be_changed_afterwards():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        parse([]).lr = 1.0
+        parse_flags([]).lr = 1.0
 
 
 def test_static_mode_is_one_instruction_that_never_evolves():
-    cfg = parse(["--mode", "static"])
+    cfg = parse_flags(["--mode", "static"])
     assert (cfg.N_P, cfg.N_parent, cfg.T_e) == (1, 1, 0)
-    assert dataclasses.replace(cfg, mode="inspo", N_P=7, T_e=40) == parse([])
+    assert dataclasses.replace(cfg, mode="inspo", N_P=7, T_e=40) == parse_flags([])
 
 
 # --- help
@@ -223,7 +227,7 @@ def test_static_mode_is_one_instruction_that_never_evolves():
 
 def help_of(capsys, flag):
     with pytest.raises(SystemExit) as stop:
-        parse([flag])
+        parse_flags([flag])
     assert not stop.value.code
     return capsys.readouterr().out
 
@@ -396,7 +400,7 @@ def test_flags_that_do_not_go_together_are_refused(refuses, argv, said):
 )  # fmt: skip
 def test_values_at_the_edge_of_the_possible_are_taken(argv):
     flag, value = argv.split()
-    assert str(getattr(parse([flag, value]), flag[2:])).removesuffix(".0") == value
+    assert str(getattr(parse_flags([flag, value]), flag[2:])).removesuffix(".0") == value
 
 
 def test_every_rank_must_have_a_trajectory_to_train_on(refuses, monkeypatch):
@@ -404,15 +408,15 @@ def test_every_rank_must_have_a_trajectory_to_train_on(refuses, monkeypatch):
     assert "8 ranks for 6 trajectories an update" in refuses(
         "--batch", "3", "--mini", "3", "--G", "2"
     )
-    assert parse(["--batch", "4", "--mini", "4", "--G", "2"]).mini == 4
+    assert parse_flags(["--batch", "4", "--mini", "4", "--G", "2"]).mini == 4
 
 
 def test_another_model_takes_a_preset_s_other_flags(refuses):
-    cfg = parse(["--preset", "world", "--model", "runs/x/policy", "--T", "3"])
-    assert cfg == dataclasses.replace(parse(["--T", "3"]), model="runs/x/policy")
-    lora = parse(["--preset", "world", "--model", "m", "--lora_rank", "4"])
-    assert lora.lr == parse(["--lora_rank", "4"]).lr != cfg.lr
-    assert parse(["--preset", "world", "--model", "qwen2.5-3b"]).model == "Qwen/Qwen2.5-3B"
+    cfg = parse_flags(["--preset", "world", "--model", "runs/x/policy", "--T", "3"])
+    assert cfg == dataclasses.replace(parse_flags(["--T", "3"]), model="runs/x/policy")
+    lora = parse_flags(["--preset", "world", "--model", "m", "--lora_rank", "4"])
+    assert lora.lr == parse_flags(["--lora_rank", "4"]).lr != cfg.lr
+    assert parse_flags(["--preset", "world", "--model", "qwen2.5-3b"]).model == "Qwen/Qwen2.5-3B"
     assert "invalid choice: 'x'" in refuses("--preset", "x")
 
 
@@ -422,7 +426,7 @@ def test_one_rank_speaks_for_all_and_others_let_it_speak_first(monkeypatch, caps
     for rank, speaks in ("0", True), ("3", False):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as stop:
-            parse(["--G", "1"])
+            parse_flags(["--G", "1"])
         out, err = capsys.readouterr()
         assert (
             stop.value.code == 2
@@ -436,33 +440,33 @@ def test_only_rank_0_needs_files_and_a_dry_run_none(refuses, monkeypatch):
     argv = ["--model", "x", "--instruction", "/no/i.txt"]
     assert "--instruction /no/i.txt" in refuses(*argv)
     monkeypatch.setenv("RANK", "1")
-    assert parse(argv).instruction == "/no/i.txt"  # another node need not have it
+    assert parse_flags(argv).instruction == "/no/i.txt"  # another node need not have it
     monkeypatch.delenv("RANK")
-    assert parse([*argv, "--dry_run", "4xh100"]).dry_run == "4xh100"
+    assert parse_flags([*argv, "--dry_run", "4xh100"]).dry_run == "4xh100"
 
 
 def test_an_optimizer_is_an_endpoint_and_a_model_s_name_or_openai_s_key(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     argv = ["--model", "qwen2.5-3b"]
     for elsewhere in (["--mode", "static"], ["--optimizer_model", "scripted"]):
-        assert find_endpoint(parse([*argv, *elsewhere])) == ("", "")
+        assert find_endpoint(parse_flags([*argv, *elsewhere])) == ("", "")
     with pytest.raises(Fault, match="no optimizer: set OPENAI_API_KEY"):
-        find_endpoint(parse(argv))
+        find_endpoint(parse_flags(argv))
     monkeypatch.setenv("OPENAI_API_KEY", "sk-1\n")
-    assert find_endpoint(parse(argv)) == ("https://api.openai.com/v1", "sk-1")
-    assert parse(argv).optimizer_model == OPTIMIZER
-    assert parse([*argv, "--optimizer_model", "m"]).optimizer_model == "m"
+    assert find_endpoint(parse_flags(argv)) == ("https://api.openai.com/v1", "sk-1")
+    assert parse_flags(argv).optimizer_model == OPTIMIZER
+    assert parse_flags([*argv, "--optimizer_model", "m"]).optimizer_model == "m"
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     # OpenAI's model is not that endpoint's
     with pytest.raises(Fault, match="no optimizer: set --optimizer_model"):
-        find_endpoint(parse(argv))
-    assert find_endpoint(parse([*argv, "--optimizer_model", "m"])) == (
+        find_endpoint(parse_flags(argv))
+    assert find_endpoint(parse_flags([*argv, "--optimizer_model", "m"])) == (
         "http://127.0.0.1:9/v1",
         "sk-1",
     )
     monkeypatch.setenv("OPENAI_BASE_URL", "localhost:9")
     with pytest.raises(Fault, match="OPENAI_BASE_URL localhost:9"):
-        find_endpoint(parse([*argv, "--optimizer_model", "m"]))
+        find_endpoint(parse_flags([*argv, "--optimizer_model", "m"]))
 
 
 # --- torchrun

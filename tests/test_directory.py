@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from config import Config, knob, parse, read_config
+from config import Config, knob, parse_flags, read_config
 from evaluation.checkpoints import export_checkpoint
 from journal.checkpoints import Checkpoints
 from journal.directory import RunDirectory, step_of
@@ -31,7 +31,7 @@ from journal.record import with_absolute_paths
 from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
 from plumbing.files import read_jsonl
 from population import Population, ReplayBuffer
-from tasks import load_task
+from tasks.loading import load_task
 from training import checkpoint
 from training.policy import Policy
 from training.ranks import Ranks
@@ -613,7 +613,7 @@ def test_a_run_that_never_began_leaves_what_was_there_and_can_begin_there(tmp_pa
     cfg = Config(out=str(tmp_path))
     with (
         pytest.raises(Fault, match="no passages$"),
-        RunDirectory.opened(cfg, load_task(parse([]))) as run,
+        RunDirectory.opened(cfg, load_task(parse_flags([]))) as run,
     ):
         run.write("demonstrations.json", "{}")
         raise Fault("no passages")
@@ -655,12 +655,12 @@ def test_config_json_holds_paths_that_are_valid_everywhere(tmp_path, monkeypatch
     RunDirectory.open(cfg, "x").close()
     flags = ["--out", str(tmp_path / "r"), "--resume"]
     monkeypatch.chdir("/")
-    resumed = parse(flags)  # no other flag is needed
+    resumed = parse_flags(flags)  # no other flag is needed
     assert (
         resumed.train == str(tmp_path / "q.jsonl") and resumed.mode == "static" and resumed.resume
     )
-    assert parse([*flags, "--device", "cpu"]).device == "cpu"
+    assert parse_flags([*flags, "--device", "cpu"]).device == "cpu"
     RunDirectory.open(resumed, "x").close()
     for flag, value, was in ("lr", "0.5", "5e-07"), ("dither", "0", "1"), ("lora_rank", "2", "0"):
         with pytest.raises(Fault, match=f"was started with --{flag} {was}, not {value}"):
-            RunDirectory.open(parse([*flags, f"--{flag}", value]), "x")
+            RunDirectory.open(parse_flags([*flags, f"--{flag}", value]), "x")

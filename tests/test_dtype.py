@@ -13,7 +13,7 @@ from test_grpo import batch_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import inspo
-from config import Config, parse
+from config import Config, parse_flags
 from engines import choose
 from engines.choose import dtype_of
 from engines.torch_engine import TorchEngine
@@ -23,7 +23,7 @@ from models import model as models
 from models.model import empty, fill, load_config, load_policy, weights
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
-from tasks import load_task
+from tasks.loading import load_task
 from training.policy import choose_dither_seed, first_policy
 from training.ranks import Ranks
 
@@ -59,7 +59,7 @@ def test_engine_and_trainer_agree_within_bfloat16(run):
 def test_small_updates_are_kept_in_float32(run, tmp_path):
     dcp_to_torch_save(run / "checkpoints" / "step-000002", tmp_path / "state.pt")
     last = torch.load(tmp_path / "state.pt", weights_only=True)["model"]
-    first = load_file(parse([]).model + "/model.safetensors")
+    first = load_file(parse_flags([]).model + "/model.safetensors")
     assert {w.dtype for w in last.values()} == {torch.float32}
     moved = {name: (last[name] - w.float()).abs() for name, w in first.items()}
     # Half a unit in the last place of bfloat16, at least: bfloat16 weights would not have taken a

@@ -969,7 +969,7 @@ READS = r"""
 import locale, pathlib, sys
 from evaluation.agents import find_subject
 from plumbing.faults import one_line
-from plumbing.files import read_jsonl, write
+from plumbing.files import read_jsonl, write_file
 assert locale.getpreferredencoding(False) != "utf-8", locale.getpreferredencoding(False)
 with one_line():
     folder = pathlib.Path(sys.argv[1])

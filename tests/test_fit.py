@@ -20,14 +20,14 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 import engines.vllm_engine as vllm_engine
 import inspo
 import training.fit as fit
-from config import CARDS, Config, parse, read_cards
+from config import CARDS, Config, parse_flags, read_cards
 from engines import FinishedTurn
 from grpo import objective
 from kernels import grpo_head
 from models import lora
 from models.model import empty, skeleton
 from models.packing import Packing
-from rollout import encode_prompt, rollout
+from rollout import rollout
 from tasks import Job, Question
 from tasks.search_qa import SearchQA
 from training.fit import activations, decide, estimate, find_flags, kv_bytes
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parent.parent
 P3, P7 = 3_085_938_688, 7_615_616_512
 B3, B7 = (fit.shapes(f"Qwen/Qwen2.5-{size}") for size in ("3B", "7B"))
 CFG3, CFG7 = (
-    parse(["--dry_run", "8xh100", "--model", name]) for name in ("qwen2.5-3b", "qwen2.5-7b")
+    parse_flags(["--dry_run", "8xh100", "--model", name]) for name in ("qwen2.5-3b", "qwen2.5-7b")
 )
 
 
@@ -182,7 +182,7 @@ def test_the_longest_trajectory_is_the_longest_that_rollout_makes(tiny):
     question = Question("q", "Who?", ("x",), "")
     task = SearchQA(Config())
     task.tools = [Found()]
-    prompt = len(encode_prompt(tokenizer, task, "Answer.", question))
+    prompt = len(task.make_format(tokenizer).encode_prompt("Answer.", question))
     cfg = replace(CFG7, max_turns=4, max_response=60, max_observation=30)
     longest = 0
     # from a limit that the first turn reaches to one that none does
@@ -354,7 +354,7 @@ def test_the_flags_that_a_refusal_names_are_few_and_make_it_fit(argv, flags):
         gpus, _, memory = read_cards(cfg.dry_run)
         return fit.shapes(cfg.model), "torch" if cfg.engine == "torch" else "vllm", gpus, memory
 
-    cfg = parse(argv)
+    cfg = parse_flags(argv)
     assert estimate(cfg, *place(cfg)).fault()
     said = find_flags(cfg, *place(cfg))
     if flags is None:
@@ -362,7 +362,7 @@ def test_the_flags_that_a_refusal_names_are_few_and_make_it_fit(argv, flags):
         return
     found = said.removeprefix("it fits with ").split()
     assert {word for word in found if word.startswith("--")} == set(flags.split())
-    assert not estimate(parse([*argv, *found]), *place(cfg)).fault()
+    assert not estimate(parse_flags([*argv, *found]), *place(cfg)).fault()
 
 
 # --- activations: against a formula, and against autograd's on the CPU

@@ -28,10 +28,10 @@ from config import PRESETS, Config, read_config
 from journal.rows import count_useless
 from models.model import load_tokenizer
 from plumbing.faults import Fault, ToolDown
-from rollout import encode_prompt
-from tasks import Job, choose_instruction, load_task
+from tasks import Job
 from tasks.functions import MAX_RESULT, TypedFunction
 from tasks.game import Game
+from tasks.loading import choose_instruction, load_task
 from tasks.search_qa import SearchQA
 from tasks.tools import Failure, check_words, list_stop_strings
 
@@ -468,14 +468,14 @@ def test_every_prompt_names_the_functions_whatever_the_instruction(tiny):
     task = load_task(Config(task="test_functions:Asking", tools="search,test_functions:forecast"))
     plain = load_task(Config(task="test_functions:Asking"))
     for instruction in ("Answer.", "Be quick."):
-        text = tiny[1].decode(encode_prompt(tiny[1], task, instruction, ASKED))
+        text = tiny[1].decode(task.make_format(tiny[1]).encode_prompt(instruction, ASKED))
         assert (
             '<forecast> {"city": string, "days": integer, "unit": string} </forecast>: Returns the weather'
             in text
         )
         assert re.search(r"days: How many days ahead; may be left out\n.*one of \"C\", \"F\"", text)
         before, _, after = text.partition(f"{instruction}\n\nTools, ")
-        without = tiny[1].decode(encode_prompt(tiny[1], plain, instruction, ASKED))
+        without = tiny[1].decode(plain.make_format(tiny[1]).encode_prompt(instruction, ASKED))
         assert without.startswith(before + instruction) and without.endswith(
             after[after.index("\n\nQuestion: ") :]
         )
@@ -549,7 +549,9 @@ def test_a_run_with_the_function_of_the_page(tmp_path, monkeypatch, tiny_path, s
         tau = json.loads(next(file))
     task, tokenizer = load_task(read_config(run)), load_tokenizer(tiny_path)
     [asked] = [q for q in task.questions("train") if q.id == tau["question"]]
-    assert tau["prompt_tokens"] == len(encode_prompt(tokenizer, task, task.instruction, asked))
+    assert tau["prompt_tokens"] == len(
+        task.make_format(tokenizer).encode_prompt(task.instruction, asked)
+    )
 
 
 # ---- what is refused

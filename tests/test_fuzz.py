@@ -21,11 +21,11 @@ from config import Config
 from engines import FinishedTurn
 from plumbing.faults import Fault, OptimizerDown, ToolDown
 from plumbing.outside import printable
-from reflect import MAX_REPLY, Optimizer, normalize, read_candidates, read_paid_calls
+from reflect import MAX_REPLY, Optimizer, fold_words, read_candidates, read_paid_calls
 from retrieval.corpus import Corpus
-from rollout import encode_prompt, rollout
+from rollout import rollout
 from tasks import Job, Question
-from tasks.formats import Tags, encode, find_lost_tag
+from tasks.formats import encode, find_lost_tag
 from tasks.questions import load_questions
 from tasks.search import MAX_PASSAGE, Search
 from tasks.search_qa import SearchQA
@@ -205,14 +205,14 @@ def scaffold(name: str) -> list[int]:
     """Returns the control tokens of a prompt that are the chat template's own."""
     return [
         i
-        for i in encode_prompt(made(name), TASK, "x", Question("x", "x"))
+        for i in TASK.make_format(made(name)).encode_prompt("x", Question("x", "x"))
         if i in control_ids(made(name))
     ]
 
 
 def speaks_for_nobody(name: str, instruction: str, question: str) -> None:
     ids, forbidden = (
-        encode_prompt(made(name), TASK, instruction, Question("q", question)),
+        TASK.make_format(made(name)).encode_prompt(instruction, Question("q", question)),
         control_ids(made(name)),
     )
     assert [i for i in ids if i in forbidden] == scaffold(name)
@@ -235,11 +235,11 @@ def test_an_optimizer_may_reply_anything(server):
         assert 0 <= call.prompt_tokens < 10**9 and 0 <= call.completion_tokens < 10**9
         assert read_paid_calls([{"call": json.loads(stored)}]) == {call.key: call}
         accepted, rejected = read_candidates(
-            call.reply, PARENT, {normalize(PARENT)}, [GOLD], 1500, 6, PARSED
+            call.reply, PARENT, {fold_words(PARENT)}, [GOLD], 1500, 6, PARSED
         )
         assert len(accepted) <= 6
         for instruction in accepted.values():
-            assert "\x1b" not in instruction and GOLD.lower() not in normalize(instruction).split()
+            assert "\x1b" not in instruction and GOLD.lower() not in fold_words(instruction).split()
             assert not any(x in instruction for x in ("<|", "<｜", "\nQuestion:", "</s>", "[INST]"))
             speaks_for_nobody(name, instruction, "Who?")
 
@@ -321,7 +321,9 @@ def test_a_search_server_may_answer_anything(server):
         assert len(observed) <= 60 and not control_ids(tokenizer) & set(observed)
         shown = tokenizer.decode(observed, skip_special_tokens=False)
         assert shown.count("</information>") == 1 == shown.count("<information>")
-        assert not any(f"<{slash}{tag}>" in shown for tag in Tags.words([]) for slash in ("", "/"))
+        assert not any(
+            f"<{slash}{tag}>" in shown for tag in ("think", "answer") for slash in ("", "/")
+        )
         json.dumps(tau.record(), allow_nan=False)
 
     check()

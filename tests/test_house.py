@@ -76,6 +76,28 @@ def test_nothing_outside_the_wings_imports_a_guest():
     assert [name for name, others in arrows().items() if others & {"extras", "labs"}] == []
 
 
+GUEST = re.compile(r"\b(extras|labs)[./]\w|[\"'](extras|labs)[\"']")
+
+
+def guests_named(path: Path) -> list[str]:
+    """The strings and comments of a file that name a guest: a module, or a file of one."""
+    with (ROOT / path).open("rb") as file:
+        tokens = list(tokenize.tokenize(file.readline))
+    code_alone = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
+    return [
+        token.string
+        for token in tokens
+        if token.type not in code_alone and GUEST.search(token.string)
+    ]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in code() if path.parts[0] not in ("extras", "labs")], ids=str
+)
+def test_no_text_of_the_core_names_a_guest(path):
+    assert guests_named(path) == []
+
+
 def test_the_cellar_knows_nothing_of_what_stands_on_it():
     assert arrows()["plumbing"] == set()
 

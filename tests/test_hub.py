@@ -56,9 +56,9 @@ def hubs(monkeypatch, tmp_path):
 @pytest.mark.parametrize("at", ["", "@main", "@" + "a" * 40])
 def test_a_file_of_the_hub_is_fetched_once(hubs, monkeypatch, at):
     name = f"hf://datasets/own/set{at}/train.jsonl"
-    assert hub.here(name) is None
+    assert hub.find_on_disk(name) is None
     assert [q.text for q in load_questions(name)] == ["who?"]
-    assert hub.here(name).read_text() == LINE and hubs.fetched() == [FILE]
+    assert hub.find_on_disk(name).read_text() == LINE and hubs.fetched() == [FILE]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # what is there needs no hub
     hub.out_of_reach.cache_clear()
     assert load_questions(name)[0].golds == ("x",) and hubs.fetched() == [FILE]
@@ -66,9 +66,9 @@ def test_a_file_of_the_hub_is_fetched_once(hubs, monkeypatch, at):
 
 def test_a_path_of_this_disk_is_not_asked_for(hubs, tmp_path):
     path = tmp_path / "mine.jsonl"
-    assert hub.here(str(path)) is None
+    assert hub.find_on_disk(str(path)) is None
     put(path, LINE)
-    assert hub.fetch(str(path)) == hub.here(str(path)) == path and hubs.asked == []
+    assert hub.fetch_file(str(path)) == hub.find_on_disk(str(path)) == path and hubs.asked == []
 
 
 @pytest.mark.parametrize("name, says", [
@@ -88,7 +88,7 @@ def test_a_hub_out_of_reach_is_asked_once(hubs, monkeypatch):
         with pytest.raises(
             Fault, match=f"/{file}: the hub cannot be reached .*{hubs.url}: ConnectionError"
         ):
-            hub.fetch(f"hf://datasets/own/set/{file}")
+            hub.fetch_file(f"hf://datasets/own/set/{file}")
     head.assert_called_once()
 
 
@@ -179,7 +179,7 @@ def test_all_faults_are_told_at_once_each_a_single_time():
 
 @pytest.mark.parametrize("look", [hub.check_model, load_config])
 def test_a_model_that_the_hub_is_not_needed_for_says_where_it_is(look):
-    with pytest.raises(Fault, match="extras.real.model downloads/smollm2-135m"):
+    with pytest.raises(Fault, match="make downloads/smollm2-135m"):
         look(SMOLLM_HUB)
 
 

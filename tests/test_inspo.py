@@ -25,14 +25,14 @@ from transformers import AutoModelForCausalLM
 
 import export
 import inspo
-from config import parse, read_config
+from config import parse_flags, read_config
 from engines.vllm_engine import vllm_version
 from grpo import Learner
 from journal.directory import RunDirectory
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
-from tasks import draw, rng_of
 from tasks.questions import load_questions
+from tasks.sampling import draw_questions, rng_of
 from training import checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -282,7 +282,7 @@ def test_weights_probabilities_and_draws_follow_from_the_rewards(whole):
         taus = trajectories(whole[0], t)
         assert [tau["instruction"] for tau in taus] == [active[k] for k in drawn for _ in range(2)]
         assert [tau["question"] for tau in taus] == [
-            q.id for q in draw(D, 2, SEED, t) for _ in range(2)
+            q.id for q in draw_questions(D, 2, SEED, t) for _ in range(2)
         ]
         for j in set(drawn):
             r = [tau["reward"] for tau in taus if tau["instruction"] == active[j]]
@@ -646,7 +646,7 @@ def test_an_export_has_a_model_card_that_the_hub_can_read(whole, tmp_path):
     cfg = read_config(run)
     file = Path(cfg.instruction)
     words = [str(file) if word == file.name else word for word in shlex.split(command)]
-    made = parse(words)
+    made = parse_flags(words)
     assert {name for name, x in vars(cfg).items() if x != getattr(made, name)} <= {"out"}
     assert str(file.parent) not in card.text
 

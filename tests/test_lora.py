@@ -30,7 +30,7 @@ from inspo import make_policy
 from models import lora
 from models.model import load_policy, weights
 from plumbing.faults import DiskFault, Fault
-from tasks import load_task
+from tasks.loading import load_task
 from training.policy import Policy
 from training.ranks import Ranks
 

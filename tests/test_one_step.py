@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import inspo
-from config import parse
+from config import parse_flags
 from models.model import load_policy
 
 ROOT = Path(__file__).parent.parent
@@ -113,7 +113,7 @@ def test_the_numbers_are_those_of_the_run(page, tmp_path):
         raise Watched
 
     with pytest.raises(Watched):
-        inspo.train(parse(flags.split()), algorithm=watched)
+        inspo.train(parse_flags(flags.split()), algorithm=watched)
     group, tau, before, P = (seen[name] for name in ("group", "tau", "before", "P"))
     told = []  # (on the page, of the run)
     assert tau.question.text in page and f"drew **number {tau.instruction}**" in page

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from reflect import paraphrase_prompt, parse, reflection_prompt
+from reflect import paraphrase_prompt, read_blocks, reflection_prompt
 from world.clauses import FRAMES, START, read_clauses
 from world.optimizer import reply_to
 
@@ -26,7 +26,7 @@ def test_tags_of_another_tool_are_kept(instruction, prompt):
     tags = set(re.findall(r"</?\w+>", instruction))
     kept = told = 0
     for seed in range(30):
-        for text in parse(reply_to(prompt(instruction), seed)):
+        for text in read_blocks(reply_to(prompt(instruction), seed)):
             told += 1
             kept += tags <= set(re.findall(r"</?\w+>", text))
     assert told > 150 and kept / told > 0.9  # a few replies lose a tag on purpose, as an LLM's do
@@ -36,7 +36,7 @@ def test_revisions_of_a_foreign_instruction_differ_from_it():
     texts = {
         text
         for seed in range(5)
-        for text in parse(reply_to(reflection_prompt(GAME, FAILURE, 6, 4000), seed))
+        for text in read_blocks(reply_to(reflection_prompt(GAME, FAILURE, 6, 4000), seed))
     }
     assert len(texts) > 10 and GAME not in texts
 
@@ -66,7 +66,7 @@ def test_questions_that_are_not_the_world_s_are_diagnosed_by_their_right_answers
     failure = (f"Question: {QUESTION}\n{acted}", ("Kazakhstani tenge", "KZT"))
     found = dict.fromkeys(SYMPTOMS.values(), 0)
     for seed in range(60):
-        for text in parse(reply_to(reflection_prompt(FRAMES[0], [failure], 6, 4000), seed)):
+        for text in read_blocks(reply_to(reflection_prompt(FRAMES[0], [failure], 6, 4000), seed)):
             for clause in found.keys() & read_clauses(text):
                 found[clause] += 1
     most, second = sorted(found.values())[-1:-3:-1]

@@ -16,17 +16,16 @@ from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, plain, printable
 from population import Instruction
 from reflect import Call
-from rollout import encode_prompt
 from tasks import Question, Trajectory, Turn
 from tasks.formats import encode, encode_observation
 from tasks.search_qa import SEARCH_R1, SearchQA
 
 TASK = SearchQA(Config(tools="search,calculator"))
-SEARCH, TAGS = TASK.tools[0], TASK.format.words(TASK.tools)
+SEARCH, TAGS = TASK.tools[0], TASK.make_format().reserved_tags()
 
 
 def prompt(tokenizer, instruction, question):
-    return encode_prompt(tokenizer, TASK, instruction, Question("q", question))
+    return TASK.make_format(tokenizer).encode_prompt(instruction, Question("q", question))
 
 
 def spellings(tokenizer):

@@ -76,7 +76,7 @@ def test_sampling_follows_the_probabilities():
 
 def test_every_question_is_drawn_an_instruction_that_all_its_trajectories_follow():
     P, asked = population(0.3, 0.3, 0.3), [Question(f"q{k}", "Who?") for k in range(20)]
-    jobs = P.draw(rng(3), asked, 4)
+    jobs = P.draw_jobs(rng(3), asked, 4)
     drawn = P.sample(rng(3), 20)
     assert len({I.id for I in drawn}) == 3
     want = [

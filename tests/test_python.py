@@ -20,7 +20,7 @@ import torch
 from test_inspo import ENV, ROOT, SMALL, metrics
 
 import inspo
-from config import Config, configure, parse
+from config import Config, configure, parse_flags
 from evaluation.agents import load_agent
 from grpo import Learner
 from journal.directory import RunDirectory
@@ -28,7 +28,8 @@ from plumbing import stop, threads
 from plumbing.faults import Fault
 from population import Population
 from reflect import Optimizer
-from tasks import Question, Task, load_task
+from tasks import Question, Task
+from tasks.loading import load_task
 from tasks.search_qa import SearchQA
 from training.policy import Policy
 
@@ -95,7 +96,7 @@ def test_settings_are_those_of_the_flags():
         pairs = [] if given else zip(words[::2], words[1::2], strict=True)
         types = {f.name: f.type for f in fields(Config)} | {"preset": str}
         given |= {name[2:]: types[name[2:]](value) for name, value in pairs}
-        assert configure(**given) == parse(words)
+        assert configure(**given) == parse_flags(words)
     exact = configure(T=np.int64(3), lr=1, out=Path("a") / "b", temperature=np.float32(0.5))
     assert (exact.T, exact.lr, exact.out, exact.temperature) == (3, 1.0, "a/b", 0.5)
     assert {type(getattr(exact, f.name)) for f in fields(exact) if f.type is int} == {int}

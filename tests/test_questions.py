@@ -14,7 +14,8 @@ import pytest
 from config import Config
 from plumbing.faults import Fault
 from plumbing.words import split_words
-from tasks import Question, Trajectory, measure, reward, search_qa
+from tasks import Question, Trajectory, search_qa
+from tasks.metrics import compute_metrics, set_rewards
 from tasks.questions import em, f1, holds_gold, load_questions, normalize
 from tasks.search_qa import SearchQA
 
@@ -159,7 +160,7 @@ def test_search_qa_rewards_the_exact_match_and_measures_f1_beside_it():
     taus = [
         Trajectory(0, q, 0, [], 0, prediction=p) for p in ("the  jørn Utzon!", "Jørn", "", None)
     ]
-    reward(task, taus)
+    set_rewards(task, taus)
     assert [(tau.reward, tau.failed) for tau in taus] == [
         (1.0, False),
         (0.0, True),
@@ -168,10 +169,13 @@ def test_search_qa_rewards_the_exact_match_and_measures_f1_beside_it():
     ]
     two_thirds = pytest.approx(2 / 3)
     f1s = [1.0, two_thirds, 0.0, 0.0]
-    assert measure(task, taus) == [
+    assert compute_metrics(task, taus) == [
         {"em": tau.reward, "f1": x} for tau, x in zip(taus, f1s, strict=True)
     ]
-    assert list(measure(task, taus)[0]) == ["em", "f1"]  # the first one chooses the best checkpoint
+    assert list(compute_metrics(task, taus)[0]) == [
+        "em",
+        "f1",
+    ]  # the first one chooses the best checkpoint
 
 
 # --- files
@@ -446,3 +450,11 @@ def test_without_valid_a_tenth_of_the_training_questions_at_most_500_are_set_asi
     assert any(split(monkeypatch, seed=seed)[1] != chosen for seed in (1, 2))
     for n, sizes in ((9, [9, 0, 1]), (6000, [5500, 500, 1])):
         assert [len(part) for part in split(monkeypatch, n)] == sizes
+
+
+@pytest.mark.parametrize("mark", "?？؟")
+def test_a_question_that_ends_as_its_script_does_stays_as_it_is(tmp_path, mark):
+    row = {"question": f"who{mark}", "golden_answers": ["x"]}
+    (tmp_path / "q.jsonl").write_text(json.dumps(row), "utf-8")
+    [q] = load_questions(tmp_path / "q.jsonl")
+    assert q.text == f"who{mark}"

@@ -27,7 +27,8 @@ from journal.screen import tell_trouble
 from page.curves import SEED
 from plumbing.faults import Fault
 from population import Candidate
-from tasks import Question, load_task
+from tasks import Question
+from tasks.loading import load_task
 
 FILES = HERE / "world" / "files"
 

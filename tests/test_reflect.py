@@ -16,12 +16,12 @@ from plumbing.faults import OptimizerDown
 from reflect import (
     MAX_REPLY,
     Optimizer,
-    check,
+    find_flaw,
+    fold_words,
     history_prompt,
     make_token_counter,
-    normalize,
     paraphrase_prompt,
-    parse,
+    read_blocks,
     read_candidates,
     read_paid_calls,
     reflection_prompt,
@@ -237,7 +237,7 @@ def test_every_failure_gets_its_share_of_the_budget():
     ],
 )
 def test_only_complete_numbered_blocks_of_a_reply_count(reply, blocks):
-    assert parse(reply) == blocks
+    assert read_blocks(reply) == blocks
 
 
 @pytest.mark.parametrize(
@@ -261,26 +261,28 @@ def test_only_complete_numbered_blocks_of_a_reply_count(reply, blocks):
     ],
 )
 def test_drafts_in_the_thoughts_of_a_reasoning_model_do_not_count(reply, blocks):
-    assert parse(reply) == blocks
+    assert read_blocks(reply) == blocks
 
 
 def test_ten_and_more_blocks_are_told_apart():
     reply = "\n".join(f"<ins_{k}>candidate {k}</ins_{k}>" for k in range(1, 26))
-    assert parse(reply) == [f"candidate {k}" for k in range(1, 26)]
-    assert parse("<ins_1>A</ins_10><ins_10>B</ins_10>") == ["B"]
+    assert read_blocks(reply) == [f"candidate {k}" for k in range(1, 26)]
+    assert read_blocks("<ins_1>A</ins_10><ins_10>B</ins_10>") == ["B"]
 
 
 @pytest.mark.parametrize("parent", ["Answer in <answer> </answer>.", "No tags at all."])
 def test_talk_about_the_blocks_never_becomes_an_instruction(parent):
     reply = "Here they are, in <ins_1>...</ins_1> to <ins_6>...</ins_6> tags:\n<ins_1>B <answer> </answer></ins_1>"
-    accepted = [text for text in parse(reply) if not check(text, parent, set(), [], 100, PARSED)]
+    accepted = [
+        text for text in read_blocks(reply) if not find_flaw(text, parent, set(), [], 100, PARSED)
+    ]
     assert accepted == ["B <answer> </answer>"]
 
 
 def test_a_long_broken_reply_is_parsed_in_no_time():
     start = time.time()
-    assert parse("<ins_1>" * 20_000 + "x" * 200_000) == []
-    assert parse("<ins_1>" + "a < b " * 50_000) == []
+    assert read_blocks("<ins_1>" * 20_000 + "x" * 200_000) == []
+    assert read_blocks("<ins_1>" + "a < b " * 50_000) == []
     assert time.time() - start < 2
 
 
@@ -301,7 +303,9 @@ process using the specified XML tags. Your task is to follow the "Evidence-Based
 
 
 def reason(candidate, parent=PARENT, used=(), golds=(), max_tokens=100, parsed=PARSED):
-    return check(candidate, parent, {normalize(t) for t in used}, list(golds), max_tokens, parsed)
+    return find_flaw(
+        candidate, parent, {fold_words(t) for t in used}, list(golds), max_tokens, parsed
+    )
 
 
 def test_a_well_formed_candidate_may_join():
@@ -472,7 +476,7 @@ def test_the_example_answer_of_search_r1_s_instruction_is_no_leak():
 
 
 def test_a_reply_s_candidates_are_accepted_or_rejected_with_a_reason():
-    used = {normalize(PARENT), "another one"}
+    used = {fold_words(PARENT), "another one"}
     reply = "".join(
         f"<ins_{k}>{text}</ins_{k}>"
         for k, text in enumerate(
@@ -492,7 +496,7 @@ def test_a_reply_s_candidates_are_accepted_or_rejected_with_a_reason():
         {},
         [],
     )
-    assert used == {normalize(text) for text in (PARENT, "another one", GOOD, f"Twice. {PARENT}")}
+    assert used == {fold_words(text) for text in (PARENT, "another one", GOOD, f"Twice. {PARENT}")}
     accepted, _ = read_candidates(reply, PARENT, used, [], 100, 6, PARSED)
     assert accepted == {4: f"Say Tarkovsky. {PARENT}"}  # others are used
 

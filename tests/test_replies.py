@@ -8,7 +8,7 @@ from json_server import json_servers
 
 from plumbing.faults import OptimizerDown
 from plumbing.replies import read_reply, usage_of
-from reflect import Optimizer, parse, read_paid_calls
+from reflect import Optimizer, read_blocks, read_paid_calls
 
 
 @pytest.fixture
@@ -237,14 +237,16 @@ def test_drafts_in_thoughts_never_count_however_they_are_marked(opening, closing
         "",
     ):
         for end in (closing, f"\n{closing}\n\n", f" So yes.{closing} Here they are:\n"):
-            assert parse(f"{begin}{D} or <ins_2>{end}{A}\n{B}") == ["one", "two"]
-            assert parse(
+            assert read_blocks(f"{begin}{D} or <ins_2>{end}{A}\n{B}") == ["one", "two"]
+            assert read_blocks(
                 f"{begin}{D}{end}{A}\nIn it `{closing}` comes first, {closing} that is."
             ) == ["one"]
         if opening != "analysis" and begin:
-            assert parse(f"{begin}{D} or") == []  # cut off
-            assert parse(f"{A}\n{begin}{D} or") == ["one"]
-    assert parse(f"<ins_1>Use {opening} x {closing}.</ins_1>") == [f"Use {opening} x {closing}."]
+            assert read_blocks(f"{begin}{D} or") == []  # cut off
+            assert read_blocks(f"{A}\n{begin}{D} or") == ["one"]
+    assert read_blocks(f"<ins_1>Use {opening} x {closing}.</ins_1>") == [
+        f"Use {opening} x {closing}."
+    ]
 
 
 @pytest.mark.parametrize(
@@ -267,4 +269,4 @@ def test_drafts_in_thoughts_never_count_however_they_are_marked(opening, closing
     ],
 )  # fmt: skip
 def test_a_mere_mention_of_a_mark_loses_no_candidate(reply, blocks):
-    assert parse(reply) == blocks
+    assert read_blocks(reply) == blocks

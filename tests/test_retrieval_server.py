@@ -395,13 +395,13 @@ def test_a_server_ends_at_once_whatever_its_clients_do(tmp_path, number, code, l
 
 SMALL = """
 import sys
-from plumbing.servers import listen, serve
+from plumbing.servers import listen, serve_app
 
 async def app(scope, receive, send):
     await send({"type": "http.response.start", "status": 200})
     await send({"type": "http.response.body", "body": b"ok"})
 
-serve(app, listen("127.0.0.1", 0), "--child" in sys.argv)
+serve_app(app, listen("127.0.0.1", 0), "--child" in sys.argv)
 """
 PARENT = """
 import sys, time

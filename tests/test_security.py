@@ -14,14 +14,14 @@ import requests
 from json_server import json_servers
 from test_page import served
 
-from config import WORLD, parse
+from config import WORLD, parse_flags
 from engines.chat_engine import ChatEngine, Words
 from evaluation.agents import find_subject
 from models.model import load_config, load_model, load_tokenizer, skeleton
 from plumbing.faults import Fault, OptimizerDown
 from plumbing.outside import without_secrets
 from plumbing.servers import Child
-from reflect import Optimizer, describe, find_endpoint
+from reflect import Optimizer, describe_optimizer, find_endpoint
 from retrieval.encoder import Encoder
 
 # ---- a folder's own code
@@ -162,12 +162,12 @@ def test_a_path_goes_before_the_query_and_what_the_address_hides_is_not_shown():
         sent = base64.b64encode(b"ann:Gehe/im42").decode()
         assert server.requests[0][1]["Authorization"] == f"Basic {sent}"
     assert find_subject(url).name == f"127.0.0.1-{server.server_port}"
-    for text in (str(fault.value), str(other.value), describe(optimizer)):
+    for text in (str(fault.value), str(other.value), describe_optimizer(optimizer)):
         assert "Geh" not in text and "ann" not in text
 
 
 def test_a_refused_address_is_not_echoed_whole(monkeypatch):
     monkeypatch.setenv("OPENAI_BASE_URL", "ann:Geheim42@host/v1")
     with pytest.raises(Fault, match="host/v1: begin it with http") as e:
-        find_endpoint(parse(["--optimizer_model", "m"]))
+        find_endpoint(parse_flags(["--optimizer_model", "m"]))
     assert "Geheim" not in str(e.value)

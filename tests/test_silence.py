@@ -13,8 +13,8 @@ from grpo import Learner
 from journal.silence import Silence
 from models.model import load_model
 from plumbing.faults import Fault
-from reflect import parse
-from tasks import read_instruction
+from reflect import read_blocks
+from tasks.loading import read_instruction
 from tasks.questions import load_questions
 
 # ---- weights
@@ -54,10 +54,10 @@ def test_weights_that_are_not_the_model_s_are_refused_by_name(damaged, edit, wha
 
 
 def test_saving_before_the_first_step_leaves_the_optimizer_unstepped(tiny):
-    from config import parse
+    from config import parse_flags
 
     model, _ = tiny
-    learner = Learner(model, None, parse(["--beta", "0"]))
+    learner = Learner(model, None, parse_flags(["--beta", "0"]))
     state = learner.state_dict()
     steps = [x["step"].item() for x in state["optimizer"]["state"].values()]
     assert steps and set(steps) == {0.0}
@@ -99,7 +99,7 @@ DRAFT = "<ins_1>draft with <think> </think></ins_1> too short"
     f"{FINAL}\nIt names <think> and </think>.", f"It forgets <think> and </think>.\n{FINAL}",
 ])  # fmt: skip
 def test_drafts_in_thoughts_are_no_candidates(reply):
-    assert parse(reply) == [FINAL[7:-8]]
+    assert read_blocks(reply) == [FINAL[7:-8]]
 
 
 # ---- questions

@@ -14,15 +14,14 @@ from json_server import passages
 from transformers import Qwen2Config
 
 import inspo
-from config import WORLD, Config, parse
+from config import WORLD, Config, parse_flags
 from engines.choose import without_cuda
 from engines.vllm_engine import VllmEngine
 from grpo import Learner
 from models.model import load_tokenizer
 from plumbing.faults import Fault
 from plumbing.servers import Servers
-from reflect import Optimizer, connect, describe, reflection_prompt
-from rollout import encode_prompt
+from reflect import Optimizer, connect_optimizer, describe_optimizer, reflection_prompt
 from tasks import Question
 from tasks.search import Search, try_search
 from tasks.search_qa import SEARCH_R1, SearchQA
@@ -119,10 +118,10 @@ def test_a_server_with_other_field_names_ends_the_run_at_its_start(serve, reply)
 
 
 def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start():
-    cfg = parse(["--mode", "static"])
+    cfg = parse_flags(["--mode", "static"])
     task, tokenizer = SearchQA(cfg), load_tokenizer(str(WORLD / "policy"))
     shortest = min(
-        len(encode_prompt(tokenizer, task, task.instruction, q))
+        len(task.make_format(tokenizer).encode_prompt(task.instruction, q))
         for q in task.questions("train")[:64]
     )
     assert check_machine(replace(cfg, max_prompt=shortest), "cpu", task)[0].engine == "torch"
@@ -135,7 +134,7 @@ def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start
 
 
 def test_small_micro_batches_are_a_cpu_s_alone_unless_the_user_asks(monkeypatch):
-    cfg = parse(["--mode", "static", "--engine", "torch"])
+    cfg = parse_flags(["--mode", "static", "--engine", "torch"])
     task = SearchQA(cfg)
 
     def decided(device, **asked):
@@ -154,11 +153,11 @@ def test_small_micro_batches_are_a_cpu_s_alone_unless_the_user_asks(monkeypatch)
 
 def test_a_large_model_is_not_trained_on_a_cpu_that_nobody_asked_for():
     """Where torch finds no CUDA; --device cpu goes on, to the next thing that is missing."""
-    cfg = replace(parse([]), model="Qwen/Qwen2.5-0.5B")
+    cfg = replace(parse_flags([]), model="Qwen/Qwen2.5-0.5B")
     with pytest.raises(Fault, match="^--model Qwen/Qwen2.5-0.5B: .*CUDA.*--device cpu"):
         check_device(cfg)
     check_device(replace(cfg, device="cpu"))
-    check_device(parse([]))
+    check_device(parse_flags([]))
     with pytest.raises(Fault, match="the hub cannot be reached|no causal LM can be loaded"):
         check_machine(replace(cfg, device="cpu"), "cpu", SearchQA(cfg))
 
@@ -228,7 +227,7 @@ def test_a_gpu_that_is_full_when_vllm_wakes_is_out_of_memory():
 
 
 def test_servers_of_vllm_are_not_left_out_without_a_word():
-    cfg = parse(["--vllm", "http://ann:Geheim42@127.0.0.1:9"])
+    cfg = parse_flags(["--vllm", "http://ann:Geheim42@127.0.0.1:9"])
     with pytest.raises(Fault, match="the engine would be torch .*; add --engine vllm") as e:
         check_machine(replace(cfg, device="cpu"), "cpu", SearchQA(cfg))
     assert "Geheim" not in str(e.value)
@@ -236,7 +235,7 @@ def test_servers_of_vllm_are_not_left_out_without_a_word():
 
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1:8000", "http://localhost:8000"])
 def test_two_nodes_need_a_search_server_that_both_can_reach(monkeypatch, url):
-    cfg = parse(["--mode", "static", "--retriever", url])
+    cfg = parse_flags(["--mode", "static", "--retriever", url])
     SearchQA(cfg).check()
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -255,18 +254,24 @@ def test_the_world_s_optimizer_is_the_one_that_was_named_and_comes_back_when_it_
         SEARCH_R1, [("Question: who?\n<answer> x </answer>", ("y",))], 6, 1000
     )
     guesses = reply_to(prompt, 3, guess=True)
-    cfg = replace(parse(["--seed", "3", "--optimizer_model", "guessing"]), optimizer_retries=1)
+    cfg = replace(
+        parse_flags(["--seed", "3", "--optimizer_model", "guessing"]), optimizer_retries=1
+    )
     with Servers(tmp_path / "log") as serve:
-        optimizer = connect(cfg, serve, [])
+        optimizer = connect_optimizer(cfg, serve, [])
         assert optimizer.ask(prompt, "t3").reply == guesses != reply_to(prompt, 3)
         [child] = serve._running.values()
         child.stop()
         again = optimizer.ask(prompt, "t3")
         assert again.reply == guesses and not again.paid_before
     argv = []
-    connect(parse(["--seed", "3"]), lambda *args: argv.extend(args) or "http://127.0.0.1:9", [])
+    connect_optimizer(
+        parse_flags(["--seed", "3"]), lambda *args: argv.extend(args) or "http://127.0.0.1:9", []
+    )
     assert argv == ["-m", "world.optimizer", "--seed", "3"]
 
 
 def test_no_password_in_a_url_is_shown():
-    assert describe(Optimizer("http://me:pass@host/v1", "m")).startswith("m at http://host/v1 ")
+    assert describe_optimizer(Optimizer("http://me:pass@host/v1", "m")).startswith(
+        "m at http://host/v1 "
+    )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_inspo import run_here
 
-from config import ABOUT, parse
+from config import ABOUT, parse_flags
 from plumbing import threads
 
 
@@ -57,19 +57,19 @@ def test_a_run_keeps_to_what_the_user_says_and_waits_longer_for_threads_on_idle_
 ):
     cores(monkeypatch, *busy)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert threads.choose_threads(1) == parse([]).threads == 2
+    assert threads.choose_threads(1) == parse_flags([]).threads == 2
     assert os.environ["GOMP_SPINCOUNT"] == spin
 
 
 def test_a_resumed_run_keeps_its_number(monkeypatch, tmp_path):
     cores(monkeypatch, 2, 2)
-    cfg = parse([])
+    cfg = parse_flags([])
     (tmp_path / "config.json").write_text(json.dumps(asdict(cfg) | ABOUT))
     threads.count_idle_cores.cache_clear()
     monkeypatch.delenv("OMP_NUM_THREADS")
     cores(monkeypatch, 99, 99)
-    assert (cfg.threads, parse([]).threads) == (2, 1)
-    assert parse(["--out", str(tmp_path), "--resume"]).threads == 2
+    assert (cfg.threads, parse_flags([]).threads) == (2, 1)
+    assert parse_flags(["--out", str(tmp_path), "--resume"]).threads == 2
     assert os.environ["OMP_NUM_THREADS"] == "2"  # for torch, which is imported later
 
 

@@ -10,7 +10,7 @@ import torch
 from test_grpo import EPS, batch_of, learner_of, logprobs, noisy
 
 from journal.tokens import short, show_mask, token_data
-from rollout import spread
+from rollout import space_evenly
 from tasks import Question, Trajectory
 
 
@@ -121,4 +121,4 @@ def test_a_mask_is_shown_a_line_for_each_run_of_tokens(tiny):
     "n, k, places", [(10, 0, []), (10, 3, [0, 3, 6]), (3, 10, [0, 1, 2]), (7, 7, list(range(7)))]
 )
 def test_a_sample_is_spread_evenly(n, k, places):
-    assert spread(n, k) == places
+    assert space_evenly(n, k) == places

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -33,11 +34,15 @@ SEARCH, CALCULATOR = Search("http://127.0.0.1:9", topk=3), Calculator()  # nobod
 # ---- what derives from the tools in use
 
 
+def words_of(*tools):
+    return Tags(SimpleNamespace(tools=tools)).reserved_tags()
+
+
 def test_tags_and_messages_name_every_tool():
     assert list_stop_strings([SEARCH]) == ("</search>", "</answer>")
     assert list_stop_strings([SEARCH, CALCULATOR]) == ("</search>", "</calculate>", "</answer>")
-    assert Tags.words([]) == ("think", "answer")
-    assert Tags.words([SEARCH, CALCULATOR]) == (
+    assert words_of() == ("think", "answer")
+    assert words_of(SEARCH, CALCULATOR) == (
         "think",
         "answer",
         "search",
@@ -123,7 +128,7 @@ def make_tool(**changed):
 )  # fmt: skip
 def test_a_tool_with_a_word_that_is_blank_or_another_s_is_one_line(changed, says):
     with pytest.raises(Fault, match=re.escape(says)) as refused:
-        check_words("--task x", [Calculator(), make_tool(**changed)()], ["loss"])
+        check_words("--task x", [Calculator(), make_tool(**changed)()])
     assert "\n" not in str(refused.value) and "; " in str(refused.value)
 
 

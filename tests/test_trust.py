@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from config import ABOUT, parse
+from config import ABOUT, parse_flags
 from plumbing.faults import Fault
-from plumbing.trust import check_origin, is_ours, remember
+from plumbing.trust import check_origin, is_ours, remember_run
 
 ROOT = Path(__file__).parent.parent
 # module -> its command line for a run; every program that reads a config.json to play or to train
@@ -41,7 +41,7 @@ def stranger(tmp_path, monkeypatch):
     for folder in (tmp_path, run):
         (folder / "helper.py").write_text("import pathlib; pathlib.Path('ran').touch()\n")
     (run / "I_star.txt").write_text("Answer.\n")
-    (run / "config.json").write_text(json.dumps(asdict(parse([])) | ABOUT))
+    (run / "config.json").write_text(json.dumps(asdict(parse_flags([])) | ABOUT))
     return run
 
 
@@ -92,7 +92,7 @@ def test_a_run_that_was_started_here_needs_no_flag_until_its_config_is_changed(s
     settings = json.loads((stranger / "config.json").read_text())
     with pytest.raises(Fault):
         check_origin(stranger, settings, given=())
-    remember(stranger)
+    remember_run(stranger)
     check_origin(stranger, settings, given=())
     change(stranger, tools="search,mcp:touch other")
     with pytest.raises(Fault):
@@ -122,7 +122,7 @@ def test_without_a_home_a_run_can_be_started_and_is_not_remembered(
 ):
     change(stranger, task="helper:Task")
     home(monkeypatch, tmp_path)
-    remember(stranger)
+    remember_run(stranger)
     with pytest.raises(Fault):
         check_origin(stranger, json.loads((stranger / "config.json").read_text()), given=())
 
@@ -131,7 +131,7 @@ def test_without_a_home_a_run_can_be_started_and_is_not_remembered(
     ("knob", "value", "ours"),
     [
         ("task", "tasks.search_qa:SearchQA", True),
-        ("task", "extras.tasks.judged:Judged", True),
+        ("task", "extras.tasks.judged:Judged", False),
         ("task", "runs.stranger.helper:Task", False),
         ("task", "tasks.no_such_module:Task", False),
         ("task", "os:system", False),

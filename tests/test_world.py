@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from config import HERE, WORLD
 from plumbing.servers import Child
-from reflect import Optimizer, normalize, paraphrase_prompt, reflection_prompt
-from reflect import parse as parse_reply
+from reflect import Optimizer, fold_words, paraphrase_prompt, reflection_prompt
+from reflect import read_blocks as parse_reply
 from retrieval.bm25 import BM25
 from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, START, read_clauses, write_instruction
 from world.optimizer import reply_to
@@ -225,7 +225,7 @@ def test_a_paraphrase_keeps_the_clauses_in_other_words():
         candidates += parse_reply(reply_to(paraphrase_prompt(parent, 6), seed))
     assert len(candidates) > 80
     assert all(set(read_clauses(text)) == set(read_clauses(parent)) for text in candidates)
-    assert len({normalize(text) for text in candidates}) > 50
+    assert len({fold_words(text) for text in candidates}) > 50
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from models.model import load_config, load_tokenizer, skeleton
 from plumbing.faults import Fault
 from plumbing.outside import printable, without_secrets
 from plumbing.status import status
-from rollout import encode_prompt
 from tasks import Task
 from tasks.formats import encode
 from training.duration import describe_time, flops_of
@@ -85,8 +84,12 @@ def check_disk(cfg: Config) -> None:
 def find_doubts(task: Task, tokenizer: Any) -> Iterator[str]:
     """Yields what is probably a mistake in what the policy is to read."""
     questions = task.questions("train")[:64]
-    prompt = str(task.format.messages(task, task.instruction, questions[0]))
-    untold = [tag for end in task.format.stop(task) if (tag := end.replace("/", "")) not in prompt]
+    prompt = str(task.make_format().messages(task.instruction, questions[0]))
+    untold = [
+        tag
+        for end in task.make_format().stop_strings()
+        if (tag := end.replace("/", "")) not in prompt
+    ]
     if untold:
         yield f"no prompt mentions {', '.join(untold)}, and nothing else is read: let the instruction name the tags"
     for what, text in (
@@ -145,9 +148,9 @@ def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
         raise Fault(
             f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response}: the model ends at {longest}"
         )
-    tokenizer = load_tokenizer(cfg.model, task.format.stop(task))
+    tokenizer = load_tokenizer(cfg.model, task.make_format().stop_strings())
     shortest = min(
-        len(encode_prompt(tokenizer, task, task.instruction, q))
+        len(task.make_format(tokenizer).encode_prompt(task.instruction, q))
         for q in task.questions("train")[:64]
     )
     if shortest > cfg.max_prompt:

@@ -46,8 +46,10 @@ from models.model import (
 from plumbing import stop
 from plumbing.faults import DiskFault, Diverged, Fault
 from population import Instruction
-from rollout import STORED, rollout, spread
-from tasks import Job, Task, Trajectory, reward, rng_of, take_subset
+from rollout import STORED, rollout, space_evenly
+from tasks import Job, Task, Trajectory
+from tasks.metrics import set_rewards
+from tasks.sampling import rng_of, take_subset
 from training import checkpoint
 from training.ranks import Ranks
 
@@ -230,7 +232,7 @@ class Policy:
     ):
         """`models`: `fsdp` or `whole`; `engine`: `vllm` or `plain_torch`."""
         self.cfg, self.ranks, self.task = cfg, ranks, task
-        self.ends = task.format.stop(task)  # strings that end a turn
+        self.ends = task.make_format().stop_strings()  # strings that end a turn
         self.tokenizer, first = load_tokenizer(cfg.model, self.ends), first_policy(cfg, ranks)
         model, reference = models(first, cfg, ranks)
         if cfg.recompute:
@@ -290,7 +292,7 @@ class Policy:
                 ) from None
         taus = dict(zip(mine, played, strict=True))
         if purpose == "evaluate":  # of thousands of questions, of which a sample is stored
-            stored = spread(len(jobs), STORED)
+            stored = space_evenly(len(jobs), STORED)
             taus = {k: tau if k in stored else tau.outcome() for k, tau in taus.items()}
         return taus
 
@@ -304,7 +306,7 @@ class Policy:
             [Job(I.id, I.text, q, k) for k, q in enumerate(questions)],
             temperature=0.0,
         )
-        reward(self.task, taus)
+        set_rewards(self.task, taus)
         return taus
 
     @on_all_ranks(of_rank_0)
@@ -319,7 +321,7 @@ class Policy:
         self.t = t
         self.sleep()
         groups = list(dict.fromkeys(tau.group for tau in taus))
-        watched = {groups[k] for k in spread(len(groups), math.ceil(WATCHED / self.cfg.G))}
+        watched = {groups[k] for k in space_evenly(len(groups), math.ceil(WATCHED / self.cfg.G))}
         for tau in taus:
             tau.watched = tau.group in watched
         metrics = self.learner.update(t, minibatches(list(taus), self.cfg))

@@ -24,7 +24,8 @@ from plumbing.faults import together
 from plumbing.hub import check_model
 from plumbing.status import status
 from reflect import find_endpoint
-from tasks import Task, check_questions, choose_instruction, load_task
+from tasks import Task
+from tasks.loading import check_questions, choose_instruction, load_task
 
 if TYPE_CHECKING:
     from training.ranks import Ranks

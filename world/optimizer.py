@@ -15,7 +15,7 @@ import random
 import re
 
 from plumbing.faults import one_line
-from plumbing.servers import listen, serve
+from plumbing.servers import listen, serve_app
 from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, read_clauses, write_instruction
 
 HARM = ("memory", "verbose", "terse", "early", "whole")
@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help="exit when standard input ends")
     args = parser.parse_args()
     with one_line():
-        serve(make_app(args.seed, args.guess), listen("127.0.0.1", args.port), args.child)
+        serve_app(make_app(args.seed, args.guess), listen("127.0.0.1", args.port), args.child)
 
 
 if __name__ == "__main__":

@@ -361,7 +361,7 @@ def measure_rollouts(
     task = Speed(cfg)
     task.words, task.prompt_tokens, task.read = config.vocab_size, 300 // size, 500 // size
     tokenizer = make_tokenizer(config.vocab_size)
-    stop = task.format.stop(task)
+    stop = task.make_format().stop_strings()
     found: dict[str, Any] = {"settings": {}}
     max_len = 4096 + 500 if cuda else 1024
     memory = args.memory if cuda else 0.05

@@ -31,16 +31,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from config import PRESETS, Config, parse
+from config import PRESETS, Config, parse_flags
 from extras.bench.harness import BEST, parser_of, timed
 from extras.bench.step import measure
 from plumbing.chat import turn_ends
 from plumbing.faults import one_line
 from plumbing.servers import Servers
 from rollout import Job, rollout
-from tasks import Task, Trajectory, draw, load_task
+from tasks import Task, Trajectory
 from tasks.formats import encode
+from tasks.loading import load_task
 from tasks.questions import em
+from tasks.sampling import draw_questions
 from tasks.tools import find_answer
 from training.fit import KNOWN
 
@@ -72,7 +74,7 @@ def make_player(cfg: Config, task: Task, serve: Servers) -> Callable[[list, Any]
 
     task.start(serve)
     ends, asked = (
-        task.format.stop(task),
+        task.make_format().stop_strings(),
         {str(task.prompt(BEST, q)): q for q in task.questions("train")},
     )
     model, tokenizer = load_policy(cfg.model, ends)
@@ -174,13 +176,15 @@ def steps_of_trl(cfg: Config, steps: int, agent: bool) -> list[dict[str, float]]
     task = load_task(cfg)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model)
     model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
-    ends = [encode(tokenizer, tag) for tag in task.format.stop(task)]
+    ends = [encode(tokenizer, tag) for tag in task.make_format().stop_strings()]
     model.generation_config.eos_token_id = [
         *turn_ends(tokenizer),
         *(ids[0] for ids in ends if len(ids) == 1),
     ]
     D = {q.id: q for q in task.questions("train")}
-    asked = itertools.chain(*(draw(D, cfg.batch, cfg.seed, t) for t in range(1, steps + 1)))
+    asked = itertools.chain(
+        *(draw_questions(D, cfg.batch, cfg.seed, t) for t in range(1, steps + 1))
+    )
     rows = [{"prompt": task.prompt(BEST, q), "golds": q.golds} for q in asked]
     n = cfg.batch * cfg.G
     micro = max(k for k in range(cfg.G, ROWS + 1, cfg.G) if n % k == 0)
@@ -199,7 +203,7 @@ def compare_steps(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """Returns our medians and TRL's of a whole step."""
     flags = [*([] if args.agent else ["--tools", "none", "--max_response", "48"]), *flags]
     ours = measure(args.repeat, flags)
-    rows = steps_of_trl(parse(flags), args.repeat + 1, args.agent)[1:]
+    rows = steps_of_trl(parse_flags(flags), args.repeat + 1, args.agent)[1:]
     result: dict[str, Any] = {}
     for name in ("rollout_s", "response_tokens", "update_s"):
         x = statistics.median(row[name] for row in rows)

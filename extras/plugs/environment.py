@@ -20,8 +20,9 @@ from typing_extensions import TypedDict
 from config import PRESETS, Config
 from plumbing.faults import Fault, first_line
 from plumbing.outside import without_secrets
-from tasks import Message, Question, Task, Trajectory, wait_for
+from tasks import Message, Question, Task, Trajectory
 from tasks.functions import TypedFunction
+from tasks.plugs import wait_for
 from tasks.questions import read_json_lines
 from tasks.tools import Failure, Tool
 
@@ -54,7 +55,7 @@ class Method(TypedFunction):
         bound.function = getattr(tau.state, self.name)
         return bound
 
-    def write(self, result: Any) -> str:
+    def write_result(self, result: Any) -> str:
         try:
             return _text(TEXT.validate_python(result))
         except ValidationError:
@@ -215,14 +216,15 @@ def _text(content: str | list[Block]) -> str:
     return content if isinstance(content, str) else "\n".join(block["text"] for block in content)
 
 
-def task_of(kind: type[Any]) -> type[EnvironmentTask]:
+def task_of(kind: type[Any], where: str) -> type[EnvironmentTask]:
     """Returns the task of an environment; its `instruction` and `best_reward`, if it has them,
-    replace the task's."""
-    own = {
-        name: getattr(kind, name) for name in ("instruction", "best_reward") if hasattr(kind, name)
-    }
-    return type(
-        kind.__name__,
-        (EnvironmentTask,),
-        own | {"environment": kind, "__module__": kind.__module__},
-    )
+    replace the task's. Raises Fault, which begins with `where`, for a class that is none."""
+    if not hasattr(kind, "reset"):
+        raise Fault(
+            f"{where}: it neither extends tasks.Task nor has a reset(), as TRL's environments do"
+        )
+    attributes: dict[str, Any] = {"environment": kind, "__module__": kind.__module__}
+    for name in ("instruction", "best_reward"):
+        if hasattr(kind, name):
+            attributes[name] = getattr(kind, name)
+    return type(kind.__name__, (EnvironmentTask,), attributes)

@@ -50,24 +50,33 @@ class Hermes(Tags):
 
     evolves_tools = False  # whether an instruction ends with the tools' descriptions
 
-    # ---- of a task alone
+    def __init__(self, task: Task, tokenizer: Tokenizer | None = None):
+        """Raises Fault, in one line, where the tokenizer's chat template cannot do this."""
+        super().__init__(task, tokenizer)
+        if not tokenizer:
+            return
+        self.ends = tokenizer.convert_ids_to_tokens(turn_ends(tokenizer))
+        self.pattern = control(tokenizer, self.reserved_tags())
+        self.begin, self.end = frame(tokenizer) if task.tools else ("", "")
+        names = [schema_of(tool)["name"] for tool in task.tools]
+        if twice := [name for k, name in enumerate(names) if name in names[:k]]:
+            raise Fault(f"--format hermes: two tools are called {twice[0]}; rename one of them")
+        for function in self.template_options("")["tools"] or ():
+            check_printed(tokenizer, function)
 
-    @classmethod
-    def stop(cls, task: Task) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         return ()
 
-    @classmethod
-    def words(cls, tools: Sequence[Tool]) -> tuple[str, ...]:
+    def reserved_tags(self) -> tuple[str, ...]:
         return "think", ANSWER, *OURS
 
-    @classmethod
-    def results(cls, tools: Sequence[Tool]) -> list[str]:
-        return ["tool_response"]
+    def result_tag(self, tool: Tool) -> str:
+        return "tool_response"
 
-    @classmethod
-    def first(cls, instruction: str, task: Task) -> str:
+    def adapt_instruction(self, instruction: str) -> str:
         """Says the paper's instruction without tags. With --format hermes_tools the tools'
         descriptions follow."""
+        task = self.task
         if instruction == SEARCH_R1:
             instruction = IN_TEMPLATE
         where = (
@@ -83,7 +92,7 @@ class Hermes(Tags):
                 raise Fault(
                     f"{where}: its instruction calls with <{tool.tag}>, which is --format tags; {remedy}"
                 )
-        if not cls.evolves_tools:
+        if not self.evolves_tools:
             return instruction
         if not task.tools:
             raise Fault(
@@ -99,19 +108,17 @@ class Hermes(Tags):
             raise Fault(f"{where}: its instruction {reason}; fix it, or take --format hermes")
         return instruction
 
-    @classmethod
-    def unfit(cls, candidate: str, parent: str, task: Task) -> str:
+    def find_unfit(self, candidate: str, parent: str) -> str:
         if "<tool_response>" in candidate and "<tool_response>" not in parent:
             return "holds a result of its own"
-        reason = malformed(candidate, task.tools) if cls.evolves_tools else ""
+        reason = malformed(candidate, self.task.tools) if self.evolves_tools else ""
         return reason or find_lost_tag(candidate, parent, [ANSWER])
 
-    @classmethod
-    def messages(cls, task: Task, instruction: str, question: Question) -> list[Message]:
+    def messages(self, instruction: str, question: Question) -> list[Message]:
         """Returns the instruction as the system's message, and what the task asks without one."""
         messages = [
             {**message, "content": message["content"].strip()}
-            for message in task.prompt("", question)
+            for message in self.task.prompt("", question)
         ]
         rules = [message["content"] for message in messages if message["role"] == "system"]
         system = "\n\n".join(filter(None, [without_sections(instruction), *rules]))
@@ -120,17 +127,17 @@ class Hermes(Tags):
         ]
         return [{"role": "system", "content": system}, *others]
 
-    @classmethod
-    def options(cls, task: Task, instruction: str) -> Mapping[str, Any]:
+    def template_options(self, instruction: str) -> Mapping[str, Any]:
         """Returns the tools' schemas, with the descriptions that the instruction has of them."""
         descriptions = dict(sections(instruction))
-        schemas = [schema_of(tool, descriptions.get(tool.tag, "").strip()) for tool in task.tools]
+        schemas = [
+            schema_of(tool, descriptions.get(tool.tag, "").strip()) for tool in self.task.tools
+        ]
         return {"tools": [{"type": "function", "function": schema} for schema in schemas] or None}
 
-    @classmethod
-    def parse(cls, text: str, tools: Sequence[Tool], ended: bool = True) -> Action:
-        """Returns what the text of a turn says to these tools. Of several calls the first counts; a
-        call counts before an answer.
+    def parse_turn(self, text: str, ended: bool = True) -> Action:
+        """Returns what the text of a turn says. Of several calls the first counts; a call counts
+        before an answer.
 
         The answer is what `<answer>` holds, or else all of a turn that has ended, but for its
         thoughts.
@@ -138,7 +145,7 @@ class Hermes(Tags):
         body = without_thoughts(f"{text}\n", END)
         if calls := CALL.findall(body):
             try:
-                tool, argument = call_of(calls[0], tools)
+                tool, argument = call_of(calls[0], self.task.tools)
             except ValueError as e:
                 return Action(text, ended=ended, note=f"This call cannot be served: {e}.")
             more = f"Of your {len(calls)} calls the first is served: write one at a time.\n" * (
@@ -154,32 +161,18 @@ class Hermes(Tags):
         )
         return Action(text, answer, ended=ended, note="" if answer is not None else note)
 
-    # ---- with the policy's tokenizer
-
-    def __init__(self, tokenizer: Tokenizer, task: Task):
-        """Raises Fault, in one line, where the chat template cannot do this."""
-        super().__init__(tokenizer, task)
-        self.ends = tokenizer.convert_ids_to_tokens(turn_ends(tokenizer))
-        self.pattern = control(tokenizer, self.words(task.tools))
-        self.begin, self.end = frame(tokenizer) if task.tools else ("", "")
-        names = [schema_of(tool)["name"] for tool in task.tools]
-        if twice := [name for k, name in enumerate(names) if name in names[:k]]:
-            raise Fault(f"--format hermes: two tools are called {twice[0]}; rename one of them")
-        for function in self.options(task, "")["tools"] or ():
-            check_printed(tokenizer, function)
-
-    def read(self, ids: Sequence[int]) -> Action:
+    def read_turn(self, ids: Sequence[int]) -> Action:
         ended = bool(ids) and ids[-1] in turn_ends(self.tokenizer)
         text = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
-        return self.parse(text, self.task.tools, ended)
+        return self.parse_turn(text, ended)
 
-    def result(self, action: Action, result: list[str], limit: int) -> list[int]:
+    def encode_result(self, action: Action, result: list[str], limit: int) -> list[int]:
         assert action.tool
         return self._message(
             action, action.tool.show([as_data(text, self.pattern) for text in result]), limit
         )
 
-    def invalid(self, action: Action) -> list[int]:
+    def encode_reminder(self, action: Action) -> list[int]:
         return self._message(action, "", TOKEN_CHARACTERS * len(action.note))
 
     def _message(self, action: Action, text: str, limit: int) -> list[int]:
@@ -195,7 +188,7 @@ class Hermes(Tags):
         )
         return head[: max(len(first), limit - len(last))] + last
 
-    def response(self, ids: Sequence[int]) -> str:
+    def read_response(self, ids: Sequence[int]) -> str:
         """Returns a text without the template's control tokens, whoever reads it: results are in
         <tool_response>."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -286,7 +279,7 @@ def frame(tokenizer: Tokenizer) -> tuple[str, str]:
     """Returns what the chat template writes between the end of a turn and a tool's result, and
     after that, up to the next turn.
 
-    Raises Fault unless the template prints tools, writes a call as `read` reads it, ends it as
+    Raises Fault unless the template prints tools, writes a call as `read_turn` reads it, ends it as
     `turn_ends` says, keeps the tool's message after it whole, and leaves what precedes a turn as it
     was.
     """

@@ -116,7 +116,7 @@ class CheckedTool(SchemaTool):
         }
         super().__init__({"name": name, "description": description, "parameters": parameters})
 
-    def read(self, arguments: str) -> dict[str, Any]:
+    def read_arguments(self, arguments: str) -> dict[str, Any]:
         given = decoded(arguments)
         for error in self.validator.iter_errors(given) if self.validator else ():
             raise ValueError(": ".join([*map(str, error.instance_path), error.message[:200]]))

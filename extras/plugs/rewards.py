@@ -21,7 +21,8 @@ import numpy as np
 
 from plumbing.faults import Fault
 from plumbing.outside import decoded
-from tasks import Question, Task, Trajectory, load, wait_for
+from tasks import Question, Task, Trajectory
+from tasks.plugs import import_named, wait_for
 
 Columns = dict[str, Any]
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -55,7 +56,7 @@ def read_score(item: str) -> Score:
         weight = float(factor or 1)
     except ValueError:
         raise Fault(f"{where}: {factor} is no number; write 0.5*module:function") from None
-    function = load(where, spec, "function")
+    function = import_named(where, spec, "function")
     parameters = inspect.signature(function).parameters
     needs = [name for name, p in parameters.items() if p.default is p.empty and p.kind in NAMED]
     if "solution_str" in parameters and {*needs} <= {*VERL}:

@@ -18,7 +18,7 @@ from typing import Any
 from config import FACTS, PRESETS, Config
 from extras.world.demos import choose_clauses, choose_habits
 from plumbing.faults import one_line
-from plumbing.files import read_jsonl, write
+from plumbing.files import read_jsonl, write_file
 from retrieval.bm25 import BM25
 from tasks import Question
 from tasks.search_qa import SearchQA
@@ -105,7 +105,7 @@ def main() -> None:
         rng, facts = random.Random(args.seed), Facts()
         rows = [demo(rng, facts) for _ in range(args.n)]
         # Atomically: `make real` skips what is there.
-        write(args.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        write_file(args.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         print(f"{args.out}: {args.n:,} demonstrations")
 
 

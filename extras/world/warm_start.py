@@ -21,7 +21,6 @@ from config import WORLD
 from extras.world.demos import TASK, demo
 from extras.world.facts import MINI, World, questions, the_world
 from extras.world.tokenizer import build_tokenizer, save_tokenizer
-from rollout import encode_prompt
 from tasks import Question
 from world.clauses import START
 
@@ -75,7 +74,7 @@ def lessons(rng: random.Random, worlds: list[World], tokenizer, total: int, batc
             rows = []
             for _ in range(10 * batch // 130):
                 instruction, question, parts = demo(rng, worlds, hops, k)
-                ids = encode_prompt(tokenizer, TASK, instruction, Question("", question))
+                ids = TASK.make_format(tokenizer).encode_prompt(instruction, Question("", question))
                 weights = [OTHER] * len(ids)
                 texts = tokenizer([text for text, _ in parts], add_special_tokens=False)[
                     "input_ids"

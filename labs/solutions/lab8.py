@@ -1,4 +1,5 @@
-from tasks import Question, reward
+from tasks import Question
+from tasks.metrics import set_rewards
 
 __all__ = ["predicted", "questions", "shown", "step", "worth"]
 
@@ -39,9 +40,9 @@ def shown(tau):
 def step(t, P, player, task, questions, rng, G):
     """Rewards before advantages, advantages before the update; the instructions are credited with
     the same rewards."""
-    jobs = P.draw(rng, questions, G)
+    jobs = P.draw_jobs(rng, questions, G)
     taus = player.rollout(t, "rollout", jobs)
-    reward(task, taus)
+    set_rewards(task, taus)
     player.learner.set_advantages(taus)
     player.learner.update(t, [taus])
     P.attribute(taus)

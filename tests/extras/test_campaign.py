@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
-from config import HERE, Config, parse
+from config import HERE, Config, parse_flags
 from extras import campaign
 from extras.campaign import CAMPAIGNS, table
 from extras.fork import ForkConfig, load_parts
@@ -26,7 +26,9 @@ SIZES += " --eval_every 2"
 
 def config(name, arm, extra=""):
     kind = ForkConfig if CAMPAIGNS[name].program == "extras/fork.py" else Config
-    return parse(f"{CAMPAIGNS[name].flags} {extra} {CAMPAIGNS[name].arms[arm][1]}".split(), kind)
+    return parse_flags(
+        f"{CAMPAIGNS[name].flags} {extra} {CAMPAIGNS[name].arms[arm][1]}".split(), kind
+    )
 
 
 @pytest.mark.parametrize("name", CAMPAIGNS)

@@ -34,7 +34,8 @@ from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from rollout import rollout
-from tasks import Job, Question, reward
+from tasks import Job, Question
+from tasks.metrics import set_rewards
 from tasks.questions import load_questions
 from tasks.search_qa import SearchQA
 from tasks.tools import list_stop_strings
@@ -69,7 +70,7 @@ def played(task, world):
         for k, q in enumerate(task.questions("train")[:40])
     ]
     taus = rollout(engine, tokenizer, task, jobs, CFG, temperature=1.0, seed=1)
-    reward(task, taus)
+    set_rewards(task, taus)
     return list(zip(jobs, taus, strict=True))
 
 
@@ -170,7 +171,7 @@ def test_rollouts_in_a_chat_template_s_own_format_come_back_with_the_end_of_ever
     cfg = dataclasses.replace(CFG, format=format, max_prompt=4000, max_observation=60)
     task, tokenizer = SearchQA(cfg), small("qwen2_5")
     task.tools = [Found("A\nlong text " * 40)]
-    text = task.format.first(task.instruction, task).replace("Searches", "Finds")
+    text = task.make_format().adapt_instruction(task.instruction).replace("Searches", "Finds")
     calls = "".join(
         f'<tool_call>{{"name": "search", "arguments": {{"query": "{x}"}}}}</tool_call>'
         for x in "ab"

@@ -11,7 +11,9 @@ from test_rollout import Script, roll
 import inspo
 from config import PRESETS, Config
 from plumbing.faults import Fault
-from tasks import Job, check_questions, load_task, reward
+from tasks import Job
+from tasks.loading import check_questions, load_task
+from tasks.metrics import set_rewards
 from tasks.tools import Failure
 
 
@@ -150,7 +152,7 @@ def play(tiny, task, *turns):
     """Returns the scored trajectories of the first question, a list of turns for each."""
     jobs = [Job(0, "Go.", task.questions("train")[0], k) for k in range(len(turns))]
     taus = roll(Script(tiny[1], *turns), tiny[1], task, jobs)
-    reward(task, taus)
+    set_rewards(task, taus)
     return taus
 
 
@@ -159,12 +161,14 @@ def test_an_environment_of_trl_is_a_task(tiny, tmp_path):
     check_questions(task)
     first, second, third = task.questions("train")
     assert [tool.tag for tool in task.tools] == ["count", "dial"] and task.questions("valid") == []
-    [message] = task.format.messages(task, "Go.", second)
+    [message] = task.make_format().messages("Go.", second)
     assert message["content"].startswith("Go.\n\nTools, ")
     assert "<dial> code </dial>: Dials a code." in message["content"]
     assert message["content"].endswith("\n\nOpen it.Two are the same.\n")  # as TRL appends
-    assert task.format.messages(task, "Go.", first)[0]["content"].endswith(
-        "\n\nYou crack safes.\n\nOpen the vault.\n"
+    assert (
+        task.make_format()
+        .messages("Go.", first)[0]["content"]
+        .endswith("\n\nYou crack safes.\n\nOpen the vault.\n")
     )
     assert third.text == "Open\nit."
 

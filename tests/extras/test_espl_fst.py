@@ -28,7 +28,7 @@ from test_resume import CFG, STEPS, check_deaths, deaths_of
 from test_stop import mapped
 
 import inspo
-from config import PRESETS, Config, parse, validate
+from config import PRESETS, Config, parse_flags, validate
 from extras import espl, fst, selection
 from extras.bench.chaos import hear_signals
 from extras.espl import ESPLConfig, Pool, crossover_prompt, mate, mutation_prompt
@@ -40,7 +40,8 @@ from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown
 from plumbing.files import read_jsonl
 from population import Experience, ReplayBuffer
-from tasks import Job, Trajectory, draw
+from tasks import Job, Trajectory
+from tasks.sampling import draw_questions
 from world.clauses import read_clauses
 from world.optimizer import reply_to
 
@@ -162,7 +163,7 @@ def test_a_child_is_rated_by_its_parents_and_less_certain():
 def test_the_newest_and_some_of_the_latest_play_the_same_problems():
     P, D, seen = programs(9), list(questions("q", 6).values()), Counter()
     for seed in range(60):
-        jobs = P.draw(np.random.default_rng(seed), D, 2)
+        jobs = P.draw_jobs(np.random.default_rng(seed), D, 2)
         ids = [job.instruction for job in jobs[:6:2]]
         assert ids[0] == 8 and len(set(ids)) == 3 and set(ids[1:]) <= {4, 5, 6, 7}
         expected = [(D[k // 3], j, k) for k, j in enumerate(ids * 2) for _ in range(2)]
@@ -171,7 +172,9 @@ def test_the_newest_and_some_of_the_latest_play_the_same_problems():
     assert set(seen) == {4, 5, 6, 7, 8} and min(seen.values()) > 15
     assert P.probabilities().tolist() == pytest.approx([0] * 4 + [1 / 6] * 4 + [1 / 3])
     for n, ids, p in ((1, [0] * 6, [1]), (2, [1, 0] * 3, [0.5, 0.5])):
-        assert [job.instruction for job in programs(n).draw(np.random.default_rng(0), D, 1)] == ids
+        assert [
+            job.instruction for job in programs(n).draw_jobs(np.random.default_rng(0), D, 1)
+        ] == ids
         assert programs(n).probabilities().tolist() == p
 
 
@@ -196,7 +199,7 @@ def test_espl_mutates_after_every_step_but_the_last_and_ends_with_the_newest():
             and len(ids) == min(3, t)
         )
         assert {job.question for job in jobs} == set(
-            draw(questions("q", 6), 6, 0, t)[: -(-6 // len(ids))]
+            draw_questions(questions("q", 6), 6, 0, t)[: -(-6 // len(ids))]
         )
     [(_, _, scores), *_] = made.updates
     # r - mean, not divided
@@ -210,7 +213,7 @@ def test_a_mutation_is_shown_a_right_and_a_wrong_attempt_at_the_same_question():
         f"<ins_0>\n{FIRST}\n</ins_0>" in prompt
         and prompt.count("<right>") == prompt.count("<example>") == 2
     )
-    first = draw(questions("q", 6), 6, 0, 1)[0].id
+    first = draw_questions(questions("q", 6), 6, 0, 1)[0].id
     assert (
         prompt.count(f"Question: Which {first}?") == 2 and f"Correct answer: gold {first}" in prompt
     )
@@ -315,14 +318,14 @@ def test_the_pareto_front_by_hand():
 
 def test_a_question_s_rollouts_go_round_the_prompts():
     P, D = programs(3, Front(0.2, 5)), list(questions("q", 4).values())
-    jobs = P.draw(np.random.default_rng(0), D, 6)
+    jobs = P.draw_jobs(np.random.default_rng(0), D, 6)
     assert [(job.question, job.group) for job in jobs] == [
         (q, k) for k, q in enumerate(D) for _ in range(6)
     ]
     for k in range(0, 24, 6):
         ids = [job.instruction for job in jobs[k : k + 6]]
         assert sorted(ids[:3]) == [0, 1, 2] and ids[:3] == ids[3:]
-    starts = {P.draw(np.random.default_rng(seed), D, 5)[0].instruction for seed in range(20)}
+    starts = {P.draw_jobs(np.random.default_rng(seed), D, 5)[0].instruction for seed in range(20)}
     assert starts == {0, 1, 2} and P.probabilities() == pytest.approx([1 / 3] * 3)
 
 
@@ -395,10 +398,10 @@ def test_without_a_new_prompt_all_stay(right, reply, why):
 
 
 def test_a_script_has_presets_that_flags_overrule():
-    cfg = parse([], ESPLConfig, **espl.PRESET)
+    cfg = parse_flags([], ESPLConfig, **espl.PRESET)
     assert (cfg.mode, cfg.N_P, cfg.K_e, cfg.objective, cfg.D_B) == ("espl", 100, 1, "espl", 0)
     assert cfg.T_e > cfg.T < cfg.K_p
-    cfg = parse(["--N_P", "8"], FSTConfig, **fst.PRESET)
+    cfg = parse_flags(["--N_P", "8"], FSTConfig, **fst.PRESET)
     assert (cfg.mode, cfg.N_P, cfg.K_e, cfg.rounds, cfg.objective) == ("fst", 8, 6, 4, "cispo_cap")
 
 

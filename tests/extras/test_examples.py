@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import inspo
-from config import HERE, WORLD, parse
+from config import HERE, WORLD, parse_flags
 from extras import fork
 from extras.examples.cispo import CISPO
 from extras.examples.dapo import DAPO
@@ -23,7 +23,8 @@ from extras.examples.ucb import UCB
 from models.model import load_tokenizer
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
-from tasks import Question, Trajectory, load_task
+from tasks import Question, Trajectory
+from tasks.loading import load_task
 from tasks.questions import load_questions
 from tasks.tools import list_stop_strings
 
@@ -42,9 +43,9 @@ def test_every_fork_is_short_and_its_command_loads():
         command = next(line for line in lines if line.strip().startswith("python "))
         _, program, *flags = shlex.split(command.replace(" NAME", " any"))
         if program == "inspo.py":
-            load_task(parse(flags))
+            load_task(parse_flags(flags))
         else:
-            assert fork.load_parts(parse(flags, fork.ForkConfig))
+            assert fork.load_parts(parse_flags(flags, fork.ForkConfig))
 
 
 # ---- an objective, a surrogate, a pruning rule, a selection rule
@@ -120,7 +121,7 @@ def test_f1_is_the_reward_and_opo_weighs_the_baseline_by_length():
 
 def test_parts_of_one_kind_become_one_class():
     names = "extras.examples.margin:Margin,extras.examples.ucb:UCB,extras.examples.opo:OPO"
-    parts = fork.load_parts(parse(["--parts", names], fork.ForkConfig))
+    parts = fork.load_parts(parse_flags(["--parts", names], fork.ForkConfig))
     P = inspo.population_of(SimpleNamespace(tau_s=0.5, window=7), parts["population"])
     assert isinstance(P, Margin) and isinstance(P, UCB) and (P.tau_s, P.window) == (0.5, 7)
     assert set(parts) == {"population", "learner"}
@@ -163,7 +164,7 @@ def test_a_run_of_the_world_with_four_parts_is_theirs_and_resumes_with_them_alon
         and prompt.split("</ins_6> tags.\n\n")[1] == "\n\n".join(want)
     )
     with pytest.raises(SystemExit):  # argparse's, after the line
-        parse(["--out", str(tmp_path / "run"), "--resume"])
+        parse_flags(["--out", str(tmp_path / "run"), "--resume"])
     with pytest.raises(
         SystemExit, match="was started with --parts .*, not extras.examples.ucb:UCB"
     ):
@@ -184,8 +185,8 @@ def base_path(tiny_path, tmp_path_factory):
 
 
 def test_a_new_tool_is_explained_called_and_refused_where_its_tag_cannot_be_written():
-    task = load_task(parse(["--tools", "search,extras.examples.count:count"]))
-    [message] = task.format.messages(task, "Count.", Question("q", "How many words?"))
+    task = load_task(parse_flags(["--tools", "search,extras.examples.count:count"]))
+    [message] = task.make_format().messages("Count.", Question("q", "How many words?"))
     assert (
         "\n<count> text </count>: Counts the words of a text.\n  text: The words\n\nQuestion: "
         in message["content"]

@@ -24,8 +24,9 @@ from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from reflect import read_candidates
 from rollout import rollout
-from tasks import Job, Question, Task, choose_instruction, load_task
+from tasks import Job, Question, Task
 from tasks.functions import TypedFunction
+from tasks.loading import choose_instruction, load_task
 from tasks.search_qa import SEARCH_R1, SearchQA
 from tasks.tools import Calculator
 
@@ -340,11 +341,11 @@ def test_a_task_s_own_rules_and_functions_are_in_the_template_s_places():
             rules = [{"role": "system", "content": f"{instruction}\n\nRules of 21.\n"}]
             return [*rules, {"role": "user", "content": f"Board: {question.text}"}]
 
-    system, user = Ruled().format.messages(Ruled(), "Win.", ASKED)
+    system, user = Ruled().make_format().messages("Win.", ASKED)
     assert (system["content"], user["content"]) == ("Win.\n\nRules of 21.", f"Board: {ASKED.text}")
     task = load_task(Config(tools="search,test_hermes:forecast", format="hermes"))
-    assert "Tools, whose" not in str(task.format.messages(task, "Go.", ASKED))
-    named = [f["function"]["name"] for f in task.format.options(task, "Go.")["tools"]]
+    assert "Tools, whose" not in str(task.make_format().messages("Go.", ASKED))
+    named = [f["function"]["name"] for f in task.make_format().template_options("Go.")["tools"]]
     assert named == ["search", "forecast"] and "<search>" not in choose_instruction(task)
 
 
@@ -357,7 +358,7 @@ def test_what_the_optimizer_reads_has_no_control_tokens_and_results_that_can_be_
             f"I look. {call('search', query='a')} <tool_response> {shown} </tool_response> Utzon"
         ).split()
     )
-    assert Chat().format.results([Found()]) == ["tool_response"]
+    assert Chat().make_format().result_tag(Found()) == "tool_response"
 
 
 def test_a_schema_has_what_an_openai_client_sends_and_no_more():
@@ -422,7 +423,7 @@ def test_a_template_or_a_tool_that_cannot_be_used_is_one_line(name, text, tools,
 def evolving():
     """Returns a task whose tools' descriptions evolve, and its first instruction."""
     task = Chat(Found(), Calculator(), format="hermes_tools")
-    return task, task.format.first(INSTRUCTION, task)
+    return task, task.make_format().adapt_instruction(INSTRUCTION)
 
 
 def test_the_first_instruction_ends_with_what_the_tools_say_of_themselves():
@@ -431,7 +432,7 @@ def test_the_first_instruction_ends_with_what_the_tools_say_of_themselves():
         f"<tool_{t.tag}>{schema_of(t)['description']}</tool_{t.tag}>" for t in task.tools
     )
     assert text == f"{INSTRUCTION}\n\n{search}\n{calculate}"
-    assert task.format.first(text, task) == text  # as when I_star.txt is given back
+    assert task.make_format().adapt_instruction(text) == text  # as when I_star.txt is given back
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -476,7 +477,7 @@ def test_the_policy_reads_evolved_descriptions_in_the_template_s_place_and_else_
 )
 def test_a_revision_keeps_every_tool_s_section_and_adds_none(change, says):
     task, parent = evolving()
-    unfit = lambda candidate, parent: task.format.unfit(candidate, parent, task)  # noqa: E731
+    unfit = lambda candidate, parent: task.make_format().find_unfit(candidate, parent)  # noqa: E731
     accepted, rejected = read_candidates(
         f"<ins_1>{change(parent)} </ins_1>", parent, set(), [], 1000, 1, unfit
     )
@@ -486,9 +487,9 @@ def test_a_revision_keeps_every_tool_s_section_and_adds_none(change, says):
 
 def test_as_hermes_alone_such_sections_are_nothing_that_is_asked_for():
     task = Chat(Found())
-    assert task.format.first(INSTRUCTION, task) == INSTRUCTION
-    assert task.format.unfit("Look it up. <answer> </answer>", INSTRUCTION, task) == ""
-    assert task.format.unfit("Look it up.", INSTRUCTION, task) == "lost <answer>"
+    assert task.make_format().adapt_instruction(INSTRUCTION) == INSTRUCTION
+    assert task.make_format().find_unfit("Look it up. <answer> </answer>", INSTRUCTION) == ""
+    assert task.make_format().find_unfit("Look it up.", INSTRUCTION) == "lost <answer>"
 
 
 SEARCHES = SearchQA(Config(format="hermes", instruction="i.txt"))
@@ -501,14 +502,14 @@ SEARCHES = SearchQA(Config(format="hermes", instruction="i.txt"))
 ])  # fmt: skip
 def test_a_first_instruction_of_another_format_or_that_cannot_evolve_is_one_line(task, text, says):
     with pytest.raises(Fault, match=re.escape(says)) as e:
-        task.format.first(text, task)
+        task.make_format().adapt_instruction(text)
     assert "\n" not in str(e.value)
 
 
 def test_the_paper_s_instruction_is_said_without_tags():
     assert (
-        SEARCHES.format.first(SEARCH_R1, SEARCHES)
-        == SEARCHES.format.first(IN_TEMPLATE, SEARCHES)
+        SEARCHES.make_format().adapt_instruction(SEARCH_R1)
+        == SEARCHES.make_format().adapt_instruction(IN_TEMPLATE)
         == IN_TEMPLATE
     )
 
@@ -548,7 +549,7 @@ def test_a_run_evolves_descriptions_and_its_doors_know_the_format(tmp_path, monk
         inspo.main(["--model", model, *flags, "--out", str(run)])
     born = [I["text"] for event in read_jsonl(run / "population.jsonl") for I in event["P"]]
     task = load_task(Config(format="hermes_tools", tools="search,calculator"))
-    assert len(set(born)) >= 2 and not any(task.format.unfit(text, "", task) for text in born)
+    assert len(set(born)) >= 2 and not any(task.make_format().find_unfit(text, "") for text in born)
     assert any("Searches, 2 times, " in text for text in born)  # a revision of the second call
     refused = [
         why["reason"]

@@ -17,7 +17,8 @@ import pytest
 
 from config import Config
 from plumbing.faults import Fault, ToolDown
-from tasks import Question, load_task
+from tasks import Question
+from tasks.loading import load_task
 from tasks.tools import Failure, list_stop_strings
 
 pytest.importorskip(
@@ -275,7 +276,7 @@ def test_a_task_has_the_server_s_tools_beside_its_own():
     names = {"add", "shout", "fail", "sleep", "end", "secret", "refuse", "show"}
     assert {tool.tag for tool in task.tools} == {"search"} | names
     assert "</add>" in list_stop_strings(task.tools)
-    [message] = task.format.messages(task, "Answer.", Question("q", "What is it?"))
+    [message] = task.make_format().messages("Answer.", Question("q", "What is it?"))
     assert "<add> " in message["content"] and "Adds two numbers." in message["content"]
     with pytest.raises(Fault, match="its tool <add> has the tag 'add'; "):
         load_task(Config(tools=f"mcp:{COMMAND},mcp:{COMMAND} "))

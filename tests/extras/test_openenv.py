@@ -25,7 +25,9 @@ from websockets.sync.server import serve
 
 from config import Config
 from plumbing.faults import ToolDown
-from tasks import Job, load_task, reward
+from tasks import Job
+from tasks.loading import load_task
+from tasks.metrics import set_rewards
 from tasks.tools import Failure
 
 PYTHON = os.environ.get("OPENENV_PYTHON", sys.executable)
@@ -81,7 +83,7 @@ def play(task, *turns, seeds=(12,)):
     tokenizer = small("qwen2_5")
     jobs = [Job(0, "Go.", task.questions("train")[seed], seed) for seed in seeds]
     taus = roll(Says(tokenizer, *[turns] * len(seeds)), tokenizer, task, jobs)
-    reward(task, taus)
+    set_rewards(task, taus)
     return taus
 
 

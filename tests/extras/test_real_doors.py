@@ -35,7 +35,7 @@ from extras.cold_start import encode_row
 from models.model import load_policy, weights
 from page.sample import split_response
 from plumbing.files import read_jsonl
-from rollout import encode_prompt, rollout
+from rollout import rollout
 from tasks import Job, Question
 from tasks.formats import encode
 from tasks.questions import em
@@ -239,7 +239,9 @@ def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tm
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         context = given["input_ids"][0].tolist()
-        assert context == encode_prompt(tokenizer, TASK, INSTRUCTION, known[row["question"]])
+        assert context == TASK.make_format(tokenizer).encode_prompt(
+            INSTRUCTION, known[row["question"]]
+        )
         engine.begin(0)
         [turn] = engine.generate({0: context}, CFG.max_response, 0.0)
         assert tokenizer.decode(turn.ids) == row["turns"][0]["text"]
@@ -388,7 +390,8 @@ def test_vllm_says_what_the_torch_engine_says(real):
             :2
         ]
         contexts = {
-            k: encode_prompt(tokenizer, TASK, INSTRUCTION, q) for k, q in enumerate(questions)
+            k: TASK.make_format(tokenizer).encode_prompt(INSTRUCTION, q)
+            for k, q in enumerate(questions)
         }
         texts = []
         for _ in range(2):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from config import HERE, parse
+from config import HERE, parse_flags
 from extras.real import __main__ as real
 from extras.real.__main__ import Part
 from plumbing.faults import Fault
@@ -30,7 +30,7 @@ def test_every_part_is_a_command_with_flags_that_exist(tmp_path, monkeypatch):
         and learned.T == real.STEPS
         and learned.seed == 3
     )
-    cfg, preset = parse(run.argv[1:]), parse(["--model", real.NAME])
+    cfg, preset = parse_flags(run.argv[1:]), parse_flags(["--model", real.NAME])
     assert cfg.model == f"{learned.out}/policy" and cfg.seed == 3
     assert (cfg.T, cfg.corpus, cfg.N_P, cfg.lr) == (preset.T, preset.corpus, preset.N_P, preset.lr)
     # so that the cold start's table is about the run's first one

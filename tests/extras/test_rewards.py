@@ -18,7 +18,9 @@ from test_seam import refused
 
 from config import Config
 from inspo import train
-from tasks import Job, Question, Task, Trajectory, Turn, check_questions, load_task, reward
+from tasks import Job, Question, Task, Trajectory, Turn
+from tasks.loading import check_questions, load_task
+from tasks.metrics import set_rewards
 from tasks.search import Search
 
 GRADES = """
@@ -114,22 +116,22 @@ def test_each_form_scores_and_several_are_summed_by_weight(grades, spec, rewards
     if "awaited" in spec:
         for tau in played:
             tau.question.data["reward_model"] = {"ground_truth": "q"}
-    reward(task, played)
+    set_rewards(task, played)
     assert [tau.reward for tau in played] == rewards and [tau.failed for tau in played] == failed
 
 
 def test_a_trajectory_without_a_reward_moves_nothing(grades, capsys):
     task = task_with("grades_here:even")
     played = taus(task, *"xxxx")
-    reward(task, played)  # 1 of 2 in each group is scored
+    set_rewards(task, played)  # 1 of 2 in each group is scored
     assert [tau.reward for tau in played] == [1.0] * 4 and not any(tau.failed for tau in played)
     played = taus(task, *"xxxx")
     for tau in played[2:]:
         tau.question = Question("1", "Who?", ("x",))  # a group that is not scored at all
-    reward(task, played)
+    set_rewards(task, played)
     assert [tau.reward for tau in played] == [1.0] * 4 and "3 of 4" in capsys.readouterr().out
     task = task_with("grades_here:never")
-    reward(task, played := taus(task, *"xy", "z", "x"))
+    set_rewards(task, played := taus(task, *"xy", "z", "x"))
     assert [tau.reward for tau in played] == [0.0] * 4 and not any(tau.failed for tau in played)
 
 
@@ -161,7 +163,7 @@ def test_a_sum_that_cannot_be_read_is_refused(grades, spec, says):
 )
 def test_what_is_no_number_for_each_is_refused(grades, name, says):
     task = task_with(f"grades_here:{name}")
-    assert says in refused(reward, task, taus(task, *"xyzx"))
+    assert says in refused(set_rewards, task, taus(task, *"xyzx"))
 
 
 def test_a_column_that_the_questions_lack_is_named_before_anything_is_loaded(grades):
@@ -263,7 +265,7 @@ def test_the_columns_of_a_file_reach_trl_s_and_verl_s_functions(grades, tmp_path
     check_questions(task)
     [tau] = [Trajectory(0, task.questions("train")[1], 0, [], 0, turns=[Turn("y")], response="y")]
     with pytest.raises(TypeError):  # a dictionary is not in a text: it arrived as it is
-        reward(task, [tau])
+        set_rewards(task, [tau])
     columns, (source, text, truth, info) = grades.seen
     assert columns["solution"] == ["y"] and columns["reward_model"] == [rows[1]["reward_model"]]
     assert (source, text, truth) == ("quiz", "y", {"target": ["x"]}) and info["index"] == 1

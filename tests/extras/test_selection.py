@@ -111,7 +111,7 @@ def test_a_batch_has_as_many_groups_as_the_paper_s_and_its_pairs_are_balanced():
     last alone."""
     P, rng, asked = of(7), np.random.default_rng(0), list(questions("q", 60).values())
     for _ in range(12):
-        jobs = P.draw(rng, asked[:25], 3)
+        jobs = P.draw_jobs(rng, asked[:25], 3)
         assert [job.group for job in jobs] == [k // 3 for k in range(75)]
         drawn = [(job.question, job.instruction) for job in jobs]
         assert drawn == [x for x in drawn[::3] for _ in range(3)]  # three of each group
@@ -128,7 +128,7 @@ def test_a_batch_has_as_many_groups_as_the_paper_s_and_its_pairs_are_balanced():
 def ids_of(P, seed, asked):
     return [
         job.instruction
-        for job in P.draw(np.random.default_rng(seed), list(questions("q", asked).values()), 1)
+        for job in P.draw_jobs(np.random.default_rng(seed), list(questions("q", asked).values()), 1)
     ]
 
 
@@ -145,7 +145,7 @@ def test_by_question_every_rollout_of_a_group_draws_its_instruction():
     P, D = of(3, ByQuestion), list(questions("q", 4).values())
     for I, w in zip(P.active, (0.1, 0.3, 0.2), strict=True):
         I.rewards = [w]
-    jobs = P.draw(np.random.default_rng(3), D, 5)
+    jobs = P.draw_jobs(np.random.default_rng(3), D, 5)
     assert [(job.group, job.question) for job in jobs] == [
         (k, q) for k, q in enumerate(D) for _ in range(5)
     ]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from test_inspo import ENV, finish, metrics, popen, wait_for_step
 
-from config import PRESETS, WORLD, Config, parse
+from config import PRESETS, WORLD, Config, parse_flags
 from engines import FinishedTurn
 from engines.chat_engine import Words
 from evaluation.agents import Agent, Subject, infer_method
@@ -90,7 +90,7 @@ def test_every_row_of_table_1_has_a_name_and_ends_its_turns_as_it_plays():
     for name, method in TABLE_1.items():
         task = SearchQA(Config(**method.knobs))
         assert bool(task.tools) == (name not in ("direct", "sft", "grpo"))
-        ends = (method.stop or task.format.stop)(task)
+        ends = method.stop(task) if method.stop else task.make_format().stop_strings()
         assert ("</search>" in ends) == (name in ("sft_reject", "search_r1", "inspo")) and 1 <= len(
             ends
         ) <= 4
@@ -260,7 +260,7 @@ def test_the_flags_of_the_methods_that_train(tmp_path):
             1,
             0,
         )
-    assert grpo.beta == parse(flags).beta
+    assert grpo.beta == parse_flags(flags).beta
     assert list_stop_strings(SearchQA(grpo).tools) == ("</answer>",)
     assert (tmp_path / "run.instruction.txt").read_text().strip() == IN_WORLD.direct
 

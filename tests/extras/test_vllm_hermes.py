@@ -104,7 +104,7 @@ def test_without_stop_strings_a_turn_ends_with_eos_or_is_cut_off(path):
     with torch.no_grad():
         # all tokens are about as likely, EOS among them
         model.get_output_embeddings().weight.mul_(0.01)
-    stop = Chat().format.stop(Chat())
+    stop = Chat().make_format().stop_strings()
     engine = VllmEngine(path, tokenizer, stop, max_len=500, dtype="float32", memory=0.08)
     try:
         engine.load(weights(model))

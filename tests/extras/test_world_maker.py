@@ -18,9 +18,8 @@ from extras.world.demos import CHOICES, SEARCH, TASK, choose_clauses, demo, demo
 from extras.world.facts import MINI, the_world
 from extras.world.tokenizer import build_tokenizer, save_tokenizer
 from extras.world.warm_start import tiny_policy, write_files
-from reflect import check, normalize, reflection_prompt
-from reflect import parse as parse_reply
-from rollout import encode_prompt
+from reflect import find_flaw, fold_words, reflection_prompt
+from reflect import read_blocks as parse_reply
 from tasks import Question
 from tasks.formats import encode_observation, find_lost_tag
 from tasks.questions import em
@@ -170,7 +169,7 @@ def test_the_tokenizer_knows_every_text_of_the_world(tokenizer, full_world):
     said += questions("train") + questions("test")
     for text, ids in zip(said, tokenizer(said, add_special_tokens=False)["input_ids"], strict=True):
         assert tokenizer.unk_token_id not in ids, text
-    prompt = encode_prompt(tokenizer, TASK, START, Question("", questions("test")[0]))
+    prompt = TASK.make_format(tokenizer).encode_prompt(START, Question("", questions("test")[0]))
     assert tokenizer.decode(prompt).startswith("<|user|>") and tokenizer.decode(prompt).endswith(
         "<|assistant|>"
     )
@@ -275,10 +274,10 @@ def replies(full_world):
             if not reward
         ][:4]
         prompt = reflection_prompt(parent, failed, 6, 10_000)
-        used, judged = {normalize(parent)}, []
+        used, judged = {fold_words(parent)}, []
         for text in propose(prompt):
-            judged.append((text, check(text, parent, used, [], 1000, unfit)))
-            used.add(normalize(text))
+            judged.append((text, find_flaw(text, parent, used, [], 1000, unfit)))
+            used.add(fold_words(text))
         out.append((parent, prompt, judged))
     return out
 

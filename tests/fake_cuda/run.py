@@ -270,7 +270,9 @@ def policy_of(cfg, ranks):
     )
     group.gather, group.thread = lambda answer, _=None: [answer], lambda: ThreadPoolExecutor(1)
     group.broadcast = lambda message: message
-    return inspo.make_policy(cfg, group, SimpleNamespace(tools=[], format=Tags), Watched)
+    task = SimpleNamespace(tools=[])
+    task.make_format = lambda: Tags(task)
+    return inspo.make_policy(cfg, group, task, Watched)
 
 
 def outside(function):
@@ -322,7 +324,7 @@ FAKE, TRACKER = FakeTensorMode(allow_non_fake_inputs=True), Tracker()
 
 def main():
     ranks = int(sys.argv[2])
-    cfg = config.parse(sys.argv[4:])
+    cfg = config.parse_flags(sys.argv[4:])
     pretend(ranks, sys.argv[3])
     choose.vllm_version, choose.check_vllm = lambda: True, lambda: None
     cfg = replace(

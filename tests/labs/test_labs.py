@@ -111,13 +111,13 @@ ALIKE = [Question(f"q{k}", f"Name the film {k}?") for k in range(12)]
 
 def with_step(*calls):
     """Returns a step of INSPO that makes these calls in this order."""
-    from tasks import reward
+    from tasks.metrics import set_rewards
 
     def step(t, P, player, task, questions, rng, G):
-        taus = player.rollout(t, "rollout", P.draw(rng, questions, G))
+        taus = player.rollout(t, "rollout", P.draw_jobs(rng, questions, G))
         for call in calls:
             {
-                "reward": lambda: reward(task, taus),
+                "reward": lambda: set_rewards(task, taus),
                 "advantages": lambda: player.learner.set_advantages(taus),
                 "update": lambda: player.learner.update(t, [taus]),
                 "attribute": lambda: P.attribute(taus),

@@ -1,0 +1,153 @@
+"""Makes the task that the flags name: its class, reward, tools and first instruction."""
+
+from __future__ import annotations
+
+import copy
+import os
+import unicodedata
+from collections import Counter
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from config import PRESETS, Config
+from plumbing.faults import Fault, together
+from plumbing.outside import JOINERS, printable, without_secrets
+from tasks.plugs import find_plug, import_named
+from tasks.task import Task
+from tasks.tools import Tool, check_words
+from tasks.trajectories import Question
+
+LINE_ENDS = "\r\x0b\x0c\x85\u2028\u2029"  # besides the usual one
+
+
+def load_task(cfg: Config, given: Any = None) -> Task:
+    """Returns the task that --task, --tools and --reward name. Raises Fault, or what the task's own
+    code raises.
+
+    `given`: from Python, a class in place of that name, or a task, of which it returns a copy.
+    """
+    where = f"--task {cfg.task}"
+    kind = given if isinstance(given, type) else type(given)
+    if given is None or kind is str:
+        word, _, rest = cfg.task.partition(":")
+        plug = find_plug(f"--task {word}")
+        if plug:
+            kind = import_named(where, plug, "function")(rest)
+        else:
+            kind = import_named(where, cfg.task, "class")
+    if not issubclass(kind, Task):
+        plug = find_plug("--task")  # for classes of another convention
+        if not plug:
+            raise Fault(f"{where}: it does not extend tasks.Task")
+        kind = import_named(where, plug, "function")(kind, where)
+    if cfg.reward:
+        flag = f"--reward {cfg.reward}"
+        kind = import_named(flag, find_plug("--reward"), "function")(kind, cfg.reward)
+
+    # The task itself gets those of --tools that have no module.
+    words = cfg.tools.split(",")
+    specs = [word for word in words if ":" in word]
+    if specs:
+        others = [word for word in words if ":" not in word]
+        cfg = replace(cfg, tools=",".join(others) or "none")
+    task: Task
+    if isinstance(given, Task):
+        task = copy.copy(given)
+        task.__class__, task.cfg = kind, cfg  # `kind` may have the reward of --reward
+    else:
+        task = kind(cfg)
+    questions = task.questions  # asked once a split: it may draw them
+    task.questions = cache(lambda split: list(questions(split) or ()))  # type: ignore[method-assign]
+    for spec in specs:
+        add_tools(task, spec)
+    check_words(where, task.tools)
+    return task
+
+
+def add_tools(task: Task, spec: str) -> None:
+    """Adds the tools that a part of --tools names, module:function or those of a plug-in. Raises
+    Fault if none fits."""
+    word, _, rest = spec.partition(":")
+    plug = find_plug(f"--tools {word}")
+    loader = import_named("--tools", plug or "tasks.functions:load_tools", "function")
+    fitting, faults = list[Tool](), list[Fault]()
+    for tool in loader(rest.strip() if plug else spec, f"--tools {spec}"):
+        try:
+            if isinstance(tool, Fault):  # a server has it, and no policy could call it
+                raise tool
+            check_words(without_secrets(f"--tools {spec}"), [*task.tools, *fitting, tool])
+            fitting.append(tool)
+        except Fault as e:
+            faults.append(e)
+    if not fitting:
+        raise faults[0]
+    leads = os.environ.get("RANK", "0") == "0"
+    for fault in faults if leads else ():
+        print(printable(f"note: {fault}; it is left out"), flush=True)
+    task.tools = [*task.tools, *fitting]
+
+
+def choose_instruction(task: Task) -> str:
+    """Returns the instruction with which a run begins: that of --instruction, else the task's.
+    Raises Fault.
+
+    A task with an instruction of its own keeps it where --instruction is only a preset's.
+    """
+    text, file = task.instruction, task.cfg.instruction
+    author = next(
+        kind for kind in type(task).__mro__ if "instruction" in vars(kind)
+    ).__module__.partition(".")[0]
+    own = author != "tasks" or "instruction" in vars(task)
+    if file and not (own and file in [preset.get("instruction") for preset in PRESETS.values()]):
+        text = read_instruction("instruction", file)
+    return task.make_format().adapt_instruction(text)
+
+
+def read_instruction(knob: str, path: str) -> str:
+    """Returns the instruction in a file; Fault if it is empty, or holds what no revision of it may
+    hold.
+
+    A byte order mark, invisible format characters and other line ends are taken out: an editor puts
+    them there.
+    """
+    try:
+        text = Path(path).read_text("utf-8-sig")
+    except (OSError, ValueError) as e:
+        raise Fault(f"--{knob} {path}: cannot be read as UTF-8 ({e})") from None
+    text = "".join("\n" if c in LINE_ENDS else c for c in text.replace("\r\n", "\n"))
+    text = "".join(c for c in text if unicodedata.category(c) != "Cf" or c in JOINERS).strip()
+    if not text:
+        raise Fault(f"--{knob} {path}: the file is empty")
+    if (shown := printable(text)) != text:
+        k = next(k for k, (a, b) in enumerate(zip(text, shown, strict=False)) if a != b)
+        raise Fault(f"--{knob} {path}: it holds the control character {text[k]!r}; take it out")
+    return text
+
+
+def check_questions(task: Task) -> None:
+    """Raises Fault unless there is something to train and to test on, and every question has an id
+    of its own."""
+    together(*(partial(_check_split, task, split) for split in ("train", "valid", "test")))
+
+
+def _check_split(task: Task, split: str) -> None:
+    ids = Counter[str]()
+    for q in task.questions(split):
+        texts = (
+            [q.text, *q.golds] if isinstance(q, Question) and isinstance(q.golds, tuple) else [None]
+        )
+        if not all(isinstance(text, str) for text in texts):
+            raise Fault(
+                f"--task {task.cfg.task}: of {split} it has {q!r:.99}; return Question(id, text, [gold, ...])"
+            )
+        ids[q.id] += 1
+    if not ids and split != "valid":
+        raise Fault(
+            f"--task {task.cfg.task}: there are no questions to {split} on; return at least one"
+        )
+    if twice := [id for id, n in ids.items() if n > 1]:
+        raise Fault(
+            f"--task {task.cfg.task}: several {split} questions have the id {twice[0]!r}; make it unique"
+        )

@@ -1,0 +1,86 @@
+"""Rewards and metrics of trajectories, by the task, and their means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from typing import Any
+
+from plumbing.faults import Fault
+from plumbing.stop import may_stop
+from tasks.task import Task
+from tasks.tools import COLUMNS
+from tasks.trajectories import Trajectory
+
+
+def set_rewards(task: Task, taus: Sequence[Trajectory]) -> None:
+    """Sets `reward` and `failed` of the trajectories; Fault if the task's rewards are not a number
+    for each."""
+    with may_stop():  # a judge may take minutes
+        rewards = task.reward(list(taus))  # its own, to sort or filter
+    where = f"--task {task.cfg.task}: its reward"
+    if task.cfg.reward:
+        where = f"--reward {task.cfg.reward}: the reward"
+    if isinstance(rewards, (Mapping, Set, bytes, bytearray)):
+        raise Fault(
+            f"{where} returned a {type(rewards).__name__}; return a list of numbers, one for each trajectory"
+        )
+    count: Any = repr(rewards)
+    with suppress(TypeError):  # a scalar, numpy's too
+        count = len(rewards)
+    if count != len(taus):
+        raise Fault(
+            f"{where} returned {count} for {len(taus)} trajectories; return a number for each"
+        )
+    for tau, r in zip(taus, rewards, strict=True):
+        if not _finite(r):
+            raise Fault(f"{where} of question {tau.question.id} is {r!r}; return a finite number")
+        tau.reward = float(r)
+        tau.failed = bool(task.failed(tau))
+
+
+def compute_metrics(
+    task: Task, taus: Sequence[Trajectory], names: Sequence[str] = ()
+) -> list[dict[str, float]]:
+    """Returns the metrics of rewarded trajectories; Fault if their names differ, or one is no
+    number."""
+    rows = [task.metrics(tau) for tau in taus]
+    if not rows:
+        return []
+    first: Any = names or rows[0]
+    for tau, row in zip(taus, rows, strict=True):
+        where = f"--task {task.cfg.task}: its metrics of question {tau.question.id}"
+        if not row or list(row) != list(first) or not all(map(_finite, row.values())):
+            raise Fault(
+                f"{where} are {row}, the first {first}; return finite numbers of the same names for all"
+            )
+
+    # `time/total` and `searches/empty` are ours, too.
+    taken = COLUMNS | {tool.plural for tool in task.tools}
+    for name in first:
+        if name.partition("/")[0] in taken:
+            raise Fault(
+                f"--task {task.cfg.task}: its metric {name}: that is measured in every run; give it another name"
+            )
+    return [{name: float(x) for name, x in row.items()} for row in rows]
+
+
+def _finite(x: Any) -> bool:
+    try:
+        return math.isfinite(x)
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def average_by_source(
+    taus: Iterable[Trajectory], rows: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """Returns the means of metrics, a row for each trajectory, as `name`, and of each source as
+    `name/source`."""
+    columns: dict[str, list[float]] = {}
+    for tau, row in zip(taus, rows, strict=True):
+        for name, x in row.items():
+            columns.setdefault(name, []).append(x)
+            columns.setdefault(f"{name}/{tau.question.source}", []).append(x)
+    return {name: sum(x) / len(x) for name, x in sorted(columns.items())}

@@ -1,0 +1,59 @@
+"""Code that a flag names: `module:name`, or a plug-in, which is known by a word."""
+
+import asyncio
+import importlib
+import inspect
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from config import HERE
+from plumbing.faults import Fault, first_line
+
+
+def import_named(where: str, spec: str, kind: str) -> Any:
+    """Returns the "class" or "function" of "module:name"; the working directory is searched last.
+    Raises Fault."""
+    module, _, name = spec.partition(":")
+    if not module or module.startswith(".") or not name:
+        raise Fault(f"{where}: give it as module:name, for a {kind} in module.py")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        target = getattr(importlib.import_module(module), name, None)
+    except ImportError as e:
+        remedy = "run in the directory that it is in"
+        raise Fault(f"{where}: {module} cannot be imported ({first_line(e)}); {remedy}") from None
+    if not callable(target) or isinstance(target, type) != (kind == "class"):
+        remedy = "; give the module that it is in" * (module == "__main__")
+        raise Fault(f"{where}: {name} is not a {kind} in {module}{remedy}")
+    return target
+
+
+def find_plug(word: str) -> str:
+    """Returns module:name of the plug-in that a flag's word asks for ("--format hermes"); "" if
+    there is none.
+
+    A folder `plugs` in any folder of this project lists what it has in PLUGS. A folder with a run in
+    it is passed over: it may be a stranger's.
+    """
+    for path in HERE.glob("*/plugs/__init__.py"):
+        wing = path.parent.parent
+        if not any(wing.rglob("config.json")):
+            plugs: dict[str, str] = importlib.import_module(f"{wing.name}.plugs").PLUGS
+            if word in plugs:
+                return plugs[word]
+    return ""
+
+
+def wait_for(result: Any) -> Any:
+    """Returns the result of a user's function, `async` or not."""
+    if not inspect.iscoroutine(result):
+        return result
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(result)
+    with ThreadPoolExecutor(1) as thread:  # in a notebook this one has a loop already
+        return thread.submit(asyncio.run, result).result()
