@@ -7,11 +7,13 @@ from typing import Any
 from config import CARDS, Config
 from models.model import blocks, skeleton
 
-REACHED = (
-    0.54  # share of a card's FLOP/s that forward and backward passes reach, attention included
-)
-HOST = 12e-3  # seconds of Python a layer and micro-batch: the reference, forward, backward
-ROW = 77e-6  # seconds a token that vLLM generates, with some 160 rows at once
+# share of a card's FLOP/s that forward and backward passes reach, attention included
+REACHED = 0.54
+# seconds of Python a layer and micro-batch: the reference, forward, backward
+HOST = 12e-3
+# the same where all weights are gathered, with activations kept and recomputed
+HOST_GATHERED = 5.3e-3, 9.3e-3
+ROW = 60e-6  # seconds a token that vLLM generates, with some 160 rows at once
 PROMPT = 300  # tokens of an instruction and a question, assumed
 
 
@@ -41,7 +43,8 @@ def update_seconds(cfg: Config, model: Any, gpus: int, flops: float) -> float:
     micro_batches = math.ceil(tokens / cfg.micro_tokens)
     weights = sum(p.numel() for p in model.parameters())
     card = 2 * passes * weights * tokens / micro_batches / (REACHED * flops)
-    return cfg.batch / cfg.mini * micro_batches * max(card, HOST * len(blocks(model)))
+    host = len(blocks(model)) * (HOST_GATHERED[cfg.recompute > 0] if cfg.gather == 1 else HOST)
+    return cfg.batch / cfg.mini * micro_batches * max(card, host)
 
 
 def rollout_seconds(cfg: Config, model: Any, gpus: int, flops: float) -> float:
