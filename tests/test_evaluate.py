@@ -974,7 +974,7 @@ assert locale.getpreferredencoding(False) != "utf-8", locale.getpreferredencodin
 with one_line():
     folder = pathlib.Path(sys.argv[1])
     assert find_subject(sys.argv[1]).I_star == "Write \u201canswer\u201d: \u5317\u4eac"
-    write(folder / "x.jsonl", '{"text": "\u201c\u5317"}')
+    write_file(folder / "x.jsonl", '{"text": "\u201c\u5317"}')
     assert read_jsonl(folder / "x.jsonl") == [{"text": "\u201c\u5317"}]
     print("printed: \u201c")
 """
