@@ -3,6 +3,7 @@
     python inspo.py                          # the embedded world, minutes on a laptop CPU
     python inspo.py --mode static            # the baseline: Search-R1, one fixed instruction
     python inspo.py --model path/or/hub-id --train q.jsonl --test q.jsonl --corpus c.jsonl
+    torchrun --nproc_per_node=8 inspo.py --model qwen2.5-3b      # the paper's run: docs/gpus.md
 
 `# Alg.1 Lnn` and `# Eq.n` mark the paper's lines and equations, `# CHOICE-n` a decision where the
 paper is silent (docs/choices.md lists them).

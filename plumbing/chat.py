@@ -70,7 +70,7 @@ def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
     closing = control(tokenizer).search(after)
     ends = [tokenizer.convert_tokens_to_ids(closing[0])] if closing else []
     ends += [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
-    return tuple(dict.fromkeys(end for end in ends if end is not None))
+    return tuple(dict.fromkeys(end for end in ends if end is not None))  # CHOICE-34
 
 
 def template_of(tokenizer: Tokenizer) -> str:

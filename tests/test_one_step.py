@@ -160,11 +160,11 @@ def test_p_is_the_softmax_of_the_weights(page):
 
 def test_the_trajectory_has_as_many_tokens_as_its_runs(page):
     text = section(page, 2)
-    total, sampled = map(int, re.search(r"again: (\d+) tokens, (\d+) of them", text).groups())
+    total, sampled = map(int, re.search(r": (\d+) tokens, (\d+) of them", text).groups())
     runs = re.search(r"\ntokens  sampled.*?```", text, re.S).group(0)
     assert sum(int(n) for n in re.findall(r"^(\d+) ", runs, re.M)) == total
     assert sum(int(n) for n in re.findall(r"^(\d+) {1,7}\S", runs, re.M)) == sampled
-    assert f"These 6 of the {sampled} tokens" in section(page, 5)
+    assert f"These {len(rows(section(page, 5)))} of the {sampled} tokens" in section(page, 5)
 
 
 def test_rewards_follow_from_the_gold_answer_and_advantages_from_the_rewards(page):
@@ -211,17 +211,12 @@ def test_a_token_s_term_follows_from_its_log_probabilities(page):
 
 
 def test_the_instruction_s_weight_is_the_mean_of_its_window(page):
-    before = {I["instruction"]: I for I in rows(section(page, 1))}
     after = rows(section(page, 6))
     drawn = re.search(r"\*\*number (\d+)\*\*", page).group(1)
     assert f"drew instruction {drawn}." in section(page, 6)
     for I in after:
         rewards = [float(r) for r in I["rewards so far"].split()]
         assert math.isclose(float(I["w"]), statistics.mean(rewards), abs_tol=6e-4)
-        assert (
-            I["w before"] == before[I["instruction"]]["w"]
-            and I["p before"] == before[I["instruction"]]["p"]
-        )
     assert value(section(page, 6), "w    ") == float(
         next(I["w"] for I in after if I["instruction"] == drawn)
     )
