@@ -400,13 +400,14 @@ def test_a_script_of_the_users_keeps_its_handlers_and_a_program_has_ours(tmp_pat
     )
     for name, handler in (
         ("mine.py", "default_int_handler"),
+        ("theirs/mine.py", "default_int_handler"),
         ("inspo.py", "_exit"),
         ("extras/fork.py", "_exit"),
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
+        if name.startswith("extras"):  # a package, as the project's folders are
+            (tmp_path / "extras" / "__init__.py").touch()
         (tmp_path / name).write_text(text)
-        (tmp_path / "extras").mkdir(exist_ok=True)
-        (tmp_path / "extras/__init__.py").touch()
         env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"PYTHONPATH": str(tmp_path)}
         done = subprocess.run(
             [sys.executable, name], cwd=tmp_path, env=env, capture_output=True, text=True
