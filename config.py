@@ -587,11 +587,10 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
     unknown = [name for name in content if name not in fields and program == own]
     missing = [name for name in fields if name not in content]
     if unknown or missing:
-        differs = (
-            f"it has --{unknown[0]}, which this one lacks"
-            if unknown
-            else f"it lacks --{missing[0]}"
-        )
+        if unknown:
+            differs = f"it has --{unknown[0]}, which this one lacks"
+        else:
+            differs = f"it lacks --{missing[0]}"
         raise Fault(
             f"{path} is of another version of {program} (commit {commit}; {differs}): use that one"
         )

@@ -165,11 +165,9 @@ class Learner:
         for tau in taus:
             groups.setdefault(tau.group, []).append(tau)
         for group in groups.values():
-            A = (
-                group_advantages(np.array([tau.reward for tau in group]))
-                if len(group) > 1
-                else np.zeros(1)
-            )
+            A = np.zeros(1)
+            if len(group) > 1:
+                A = group_advantages(np.array([tau.reward for tau in group]))
             for tau, a in zip(group, A.tolist(), strict=True):
                 tau.advantage = a
 
@@ -330,15 +328,13 @@ class Learner:
             beta=self.cfg.beta,
             **tokens,
         )
-        # (N,)
+        # of the engine, (N,), and where each token stands in its trajectory
         engine = torch.tensor(
             [lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m]
         )
-        old = (
-            extras["logp"]
-            if terms["old_logp"] is None
-            else tokens["old_logp"].to(extras["logp"].dtype)
-        )
+        old = extras["logp"]
+        if terms["old_logp"] is not None:
+            old = tokens["old_logp"].to(old.dtype)
         place = torch.tensor([k for tau in batch for k, m in enumerate(tau.mask) if m])
         return loss, extras | {
             "old_logp": old,

@@ -200,10 +200,8 @@ class Evolution:
             tried = [(I.text, I.w) for I in self.P.family if I.rewards]
             return history_prompt(sorted(tried, key=lambda pair: pair[1]), n)  # CHOICE-15
         if cfg.proposer == "reflection" and tau_fail:
-            failures, observations = (
-                [(e.text, e.golds) for e in tau_fail],
-                task.make_format().result_tags(),
-            )
+            failures = [(e.text, e.golds) for e in tau_fail]
+            observations = task.make_format().result_tags()
             return reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget, observations)
         return paraphrase_prompt(I_parent.text, n)
 

@@ -81,10 +81,8 @@ class ChatEngine:
                 f"--served_model: {self.url} has {', '.join(served[:5]) or 'no model'}: {remedy}"
             )
         except RequestFailed as e:
-            served, fault = (
-                [],
-                f"{e}; start the server, or check the URL (it ends in /v1 as a rule)",
-            )
+            served = []
+            fault = f"{e}; start the server, or check the URL (it ends in /v1 as a rule)"
         if not name and len(served) == 1:
             return served[0]
         if name not in served and not (name and self.serves({"model": name})):
@@ -152,11 +150,10 @@ class ChatEngine:
             head, found, _ = text.partition(end)
             text = head + found
         for end in self.stop:
-            begin = (
-                end.replace("</", "<", 1)
-                if end.startswith("</")
-                else end.replace("end", "begin", 1)
-            )
+            if end.startswith("</"):
+                begin = end.replace("</", "<", 1)
+            else:
+                begin = end.replace("end", "begin", 1)
             if begin != end and text.count(begin) > text.count(end):
                 return text + end
         return text

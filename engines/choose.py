@@ -53,11 +53,9 @@ def dtype_of(cfg: Config, device: str) -> str:
     cpu = torch.cpu.get_capabilities()
     amd = str(cpu.get("cpu_name", "")).startswith("AMD")
     fast = cpu.get("amx_bf16", False) or (amd and cpu.get("avx512_bf16", False))
-    return (
-        "bfloat16"
-        if fast and load_config(cfg.model).get_text_config().hidden_size >= NARROW
-        else "float32"
-    )
+    if fast and load_config(cfg.model).get_text_config().hidden_size >= NARROW:
+        return "bfloat16"
+    return "float32"
 
 
 def choose_engine(cfg: EngineKnobs, device: str) -> tuple[str, str]:

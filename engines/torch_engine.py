@@ -194,15 +194,12 @@ class TorchEngine:
                     break
                 keep = torch.tensor(unfinished, device=self.device)
                 cache = cache.copy(keep, capacity)
-                active, lengths, sampled = (
-                    [active[b] for b in unfinished],
-                    lengths[keep],
-                    sampled[keep],
-                )
+                active = [active[b] for b in unfinished]
+                lengths = lengths[keep]
+                sampled = sampled[keep]
                 self._rows = self._rows[keep]
-            h = self._forward(cache, sampled.view(-1, cache.M), lengths.view(-1, cache.M)).flatten(
-                0, 1
-            )
+            tokens, places = sampled.view(-1, cache.M), lengths.view(-1, cache.M)
+            h = self._forward(cache, tokens, places).flatten(0, 1)
             lengths = lengths + 1
         self.model.train(training)
 
@@ -215,10 +212,8 @@ class TorchEngine:
             of = torch.tensor(
                 [prompts.index(tuple(ids)) for ids in contexts.values()], device=self.device
             )
-            lengths, longest = (
-                torch.tensor(list(map(len, prompts)), device=self.device),
-                max(map(len, prompts)),
-            )
+            lengths = torch.tensor(list(map(len, prompts)), device=self.device)
+            longest = max(map(len, prompts))
             self.cache = RowCache(torch.zeros_like(lengths))
             h = self._extend([0] * len(prompts), list(map(list, prompts)))[of]
             M = len(of) // len(prompts)

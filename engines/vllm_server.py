@@ -85,10 +85,8 @@ class VllmServer:
             config: dict[str, Any] = self.request(url, "/server_info?config_format=json")[
                 "vllm_config"
             ]
-            longest, mode = (
-                config["model_config"]["max_model_len"],
-                config["model_config"]["logprobs_mode"],
-            )
+            longest = config["model_config"]["max_model_len"]
+            mode = config["model_config"]["logprobs_mode"]
             backend = (config["weight_transfer_config"] or {}).get("backend")
             if longest < max_len:
                 raise Outage(f"{url} takes {longest} tokens, {max_len} are needed")

@@ -147,15 +147,12 @@ def digest(value: Any) -> str:
     process agrees."""
 
     def stable(x: Any) -> Any:
-        return (
-            sorted(map(repr, x))
-            if isinstance(x, (set, frozenset))
-            else re.sub(r" at 0x\w+", "", repr(x))
-        )
+        if isinstance(x, (set, frozenset)):
+            return sorted(map(repr, x))
+        return re.sub(r" at 0x\w+", "", repr(x))
 
-    return hashlib.sha256(json.dumps(value, default=stable, skipkeys=True).encode()).hexdigest()[
-        :16
-    ]
+    text = json.dumps(value, default=stable, skipkeys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def digest_file(path: Path) -> str:

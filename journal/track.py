@@ -19,11 +19,9 @@ class Tracker:
         elif name:
             # trackio has wandb's interface, but knows a run by its name
             self.api = importlib.import_module(name)
-            which = (
-                {"name": path.name, "id": id, "dir": path}
-                if name == "wandb"
-                else {"name": f"{path.name}-{id}"}
-            )
+            which: dict[str, Any] = {"name": f"{path.name}-{id}"}
+            if name == "wandb":
+                which = {"name": path.name, "id": id, "dir": path}
             self.api.init(project="inspo", config=config, resume="allow", **which)
 
     def log(self, row: Mapping[str, Any], t: int) -> None:

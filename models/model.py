@@ -239,11 +239,9 @@ def _unsupported(model: Any, longest: int) -> str:
         ).last_hidden_state[0]
         if _close(packed[:-1], alone):
             rule = "its positions depend on the longest sequence of a batch"
-            return (
-                ""
-                if last == longest - 1
-                else f"{rule}{_settings(model.config, 'rope_type|original_max_pos')}"
-            )
+            if last == longest - 1:
+                return ""
+            return f"{rule}{_settings(model.config, 'rope_type|original_max_pos')}"
     return f"packed sequences change its hidden states ({model.config.model_type} has more than causal attention)"
 
 

@@ -93,12 +93,8 @@ class Client:
         revive: Callable[[], str] = lambda: "",
     ):
         self.urls = [at(url) for url in urls]  # the first is in use
-        self.timeout, self.retries, self.retry_timeout, self.revive = (
-            timeout,
-            retries,
-            retry_timeout,
-            revive,
-        )
+        self.timeout, self.retries = timeout, retries
+        self.retry_timeout, self.revive = retry_timeout, revive
         # a short one ("EMPTY") is a word of any text
         self.secrets = [key.strip()] if key and len(key) >= 8 else []
         self.faults = 0  # transient faults so far

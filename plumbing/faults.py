@@ -116,10 +116,8 @@ def one_line(program: str = "") -> Iterator[None]:
     # None: closed (>&-)
     before = sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
     if isinstance(before, io.TextIOWrapper) and before is sys.__stdout__:
-        buffer, at_once = (
-            io.BufferedWriter(Outlived(1, "w", closefd=False)),
-            before.isatty() or before.write_through,
-        )
+        buffer = io.BufferedWriter(Outlived(1, "w", closefd=False))
+        at_once = before.isatty() or before.write_through
         sys.stdout = io.TextIOWrapper(
             buffer, before.encoding, "backslashreplace", line_buffering=at_once
         )

@@ -90,10 +90,6 @@ def out_of_range(cfg: Any, names: Iterable[str]) -> str:
         if value < (least := limits["least"]):
             return f"--{name} {value}: must {'not be negative' if least == 0 else f'be at least {least}'}"
         if not limits["above"] < value < limits["below"]:
-            bound = (
-                f"above {limits['above']}"
-                if value <= limits["above"]
-                else f"below {limits['below']}"
-            )
-            return f"--{name} {value}: must be {bound}"
+            side = "above" if value <= limits["above"] else "below"
+            return f"--{name} {value}: must be {side} {limits[side]}"
     return ""

@@ -87,10 +87,8 @@ class Child(contextlib.AbstractContextManager["Child"]):
         env = {name: value for name, value in os.environ.items() if INHERITED.fullmatch(name)}
         # one thread: the trainer needs the cores
         env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        self._log, self._log_start = (
-            Path(log),
-            Path(log).stat().st_size if Path(log).exists() else 0,
-        )
+        self._log = Path(log)
+        self._log_start = self._log.stat().st_size if self._log.exists() else 0
         with open(log, "ab") as output:
             # a session of its own: a terminal's Ctrl-C and hang-up do not reach it
             self._process = subprocess.Popen(
@@ -105,11 +103,9 @@ class Child(contextlib.AbstractContextManager["Child"]):
         try:
             while not (ready := LISTENING.search(self._printed())):
                 if not self.alive() or time.monotonic() > end:
-                    problem = (
-                        f"not ready after {deadline:g} s"
-                        if self.alive()
-                        else "stopped while starting"
-                    )
+                    problem = "stopped while starting"
+                    if self.alive():
+                        problem = f"not ready after {deadline:g} s"
                     lines = [line for line in self._printed().splitlines() if line.strip()]
                     raise Fault(
                         f"{program} {problem}: {lines[-1] if lines else 'it printed no error'}"

@@ -53,19 +53,14 @@ class SchemaTool(Tool):
     def __init__(self, schema: dict[str, Any]):
         self.schema, self.name = schema, str(schema["name"])
         properties = schema["parameters"].get("properties", {})
-        self.bare = (
-            next(iter(properties))
-            if [p.get("type") for p in properties.values()] == ["string"]
-            else ""
-        )
+        self.bare = ""  # the only argument, where that is a text
+        if [p.get("type") for p in properties.values()] == ["string"]:
+            self.bare = next(iter(properties))
         types = ", ".join(f'"{name}": {_name_type(p)}' for name, p in properties.items())
         self.argument = self.bare or f"{{{types}}}"
         self.tag = re.sub(r"[^\w-]", "_", self.name)
-        self.noun, self.plural, self.result_tag = (
-            f"a call of {self.name}",
-            f"{self.tag}_calls",
-            "result",
-        )
+        self.noun, self.plural = f"a call of {self.name}", f"{self.tag}_calls"
+        self.result_tag = "result"
 
     @abstractmethod
     def read_arguments(self, arguments: str) -> dict[str, Any]:
@@ -90,11 +85,8 @@ class SchemaTool(Tool):
         lines = [f"<{self.tag}> {self.argument} </{self.tag}>: {' '.join(about.split())}"]
         for name, p in parameters.get("properties", {}).items():
             more = f"; one of {', '.join(map(json.dumps, p['enum']))}" if "enum" in p else ""
-            more += (
-                f"; {json.dumps(rest)}"
-                if (rest := {key: p[key] for key in p if key not in IN_WORDS})
-                else ""
-            )
+            rest = {key: p[key] for key in p if key not in IN_WORDS}
+            more += f"; {json.dumps(rest)}" if rest else ""
             more += "" if name in parameters.get("required", ()) else "; may be left out"
             lines.append(f"  {name}: {' '.join(p.get('description', _name_type(p)).split())}{more}")
         # What `$ref` names is shown once, not in its places: it may contain itself.

@@ -43,13 +43,8 @@ class Search(Tool):
     URL. After `retries` such rounds the futures raise ToolDown.
     """
 
-    tag, noun, argument, plural, result_tag = (
-        "search",
-        "a search",
-        "query",
-        "searches",
-        "information",
-    )
+    tag, noun, argument = "search", "a search", "query"
+    plural, result_tag = "searches", "information"
     description = "Searches a collection of passages and returns those that match the query best."
 
     def __init__(self, url: str, topk: int, timeout: float = 30, retries: int = 6):

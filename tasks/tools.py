@@ -93,13 +93,8 @@ class Function(Tool):
 class Calculator(Function):
     """Arithmetic on numbers: `<calculate> 3 * (4 + 5) </calculate>` returns 27."""
 
-    tag, noun, argument, plural, result_tag = (
-        "calculate",
-        "a calculation",
-        "expression",
-        "calculations",
-        "result",
-    )
+    tag, noun, argument = "calculate", "a calculation", "expression"
+    plural, result_tag = "calculations", "result"
     description = "Computes an arithmetic expression of numbers, such as 3 * (4 + 5)."
 
     def run(self, argument: str) -> str:

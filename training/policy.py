@@ -485,11 +485,9 @@ class Policy:
         """Returns in words what is trained, and on what."""
         parameters, ranks = list(self.learner.model.parameters()), self.ranks
         trained = sum(p.numel() for p in parameters if p.requires_grad) / 1e6
-        adapters = (
-            f", {trained:,.2f}M of {lora.coverage(self.learner.model)}"
-            if self.cfg.lora_rank
-            else ""
-        )
+        adapters = ""
+        if self.cfg.lora_rank:
+            adapters = f", {trained:,.2f}M of {lora.coverage(self.learner.model)}"
         devices = f"{ranks.size} x " * (ranks.size > 1) + ranks.device
         return f"{sum(p.numel() for p in parameters) / 1e6:,.2f}M parameters{adapters}, {devices}, {ranks.dtype}"
 
