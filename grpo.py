@@ -179,7 +179,7 @@ class Learner:
         training, so that rho = 1.
         """
         tokens = np.array([sum(tau.mask) for tau in part])
-        average = 1 / (np.maximum(1, tokens) * len(part))  # Eq.2 CHOICE-9: 1/G sum 1/|tau| sum
+        average = 1 / (np.maximum(1, tokens) * len(part))  # Eq.2 CHOICE-9: 1/|tau|, then 1/G
         return {
             "adv": np.repeat([tau.advantage for tau in part], tokens),
             "w": np.repeat(average, tokens),
@@ -212,8 +212,8 @@ class Learner:
         lr = lr_at(t, self.cfg)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # under pi_old
-        olds = [self.score(part) if k > 0 else None for k, part in enumerate(minibatches)]
+        # log-probs under pi_old; the policy still is pi_old when the first part is trained
+        olds = [None, *map(self.score, minibatches[1:])]
         total = dict.fromkeys(("loss", "kl", "entropy", "clipped", "gap", "tokens"), 0.0)
         gaps: list[Tensor] = []  # with the depths of their tokens
         norms: list[float] = []

@@ -75,7 +75,7 @@ def inspo(
         log.write_start(policy.evaluate(0, P.family[0], "test"))
         checkpoints.end_step(0)
     for t in range(start, cfg.T + 1):  # Alg.1 L3
-        if t > trained:
+        if t > trained:  # else the checkpoint was taken after this step's update
             # Policy optimization with dynamic instructions                                      # Alg.1 L4
             questions = draw_questions(D, cfg.batch, cfg.seed, t)
             jobs = P.draw_jobs(rng_of(cfg.seed, t, "instructions"), questions, cfg.G)  # Alg.1 L5
@@ -83,7 +83,8 @@ def inspo(
             with log.timing("reward"):
                 set_rewards(task, taus)  # Alg.1 L7
             policy.learner.set_advantages(taus)  # Eq.3
-            row = log.measure(taus)  # a task's own code fails here, and not after the update
+            # a task's own code fails here, and not after the update
+            row = log.measure(taus)
             texts = list(map(task.shown, taus))
             update = policy.update(t, taus)  # Alg.1 L8 Eq.5
             P.attribute(taus)  # Alg.1 L9
@@ -165,10 +166,11 @@ class Evolution:
             I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
             tau_fail = B.failures(rng, cfg.failures, I_parent.id)
             D_B = [self.D[q] for q in B.questions(rng, cfg.D_B, tau_fail)]
-            if not tau_fail or (cfg.D_B and not D_B):
-                shortfall = (
-                    "no failure to learn from" if not tau_fail else "no question left to verify on"
-                )
+            if not tau_fail:
+                shortfall = "no failure to learn from"
+                break
+            if cfg.D_B and not D_B:
+                shortfall = "no question left to verify on"
                 break
             try:
                 I_new = self.propose(I_parent, tau_fail)  # Alg.1 L20
@@ -246,9 +248,10 @@ class Evolution:
         sample = sample_verification(I_parent, taus)
         self.log.run.write_trajectories(f"verify-{self.t:06d}-{self.round}", sample)
         n, rewards = len(D_B), [tau.reward for tau in taus]
-        r_parent, *r_new = (rewards[k * n : (k + 1) * n] for k in range(1 + len(I_new)))
+        of_parent, *of_new = (rewards[k * n : (k + 1) * n] for k in range(1 + len(I_new)))
         verified = [
-            Candidate(I, I_parent.id, r, r_parent) for I, r in zip(I_new, r_new, strict=True)
+            Candidate(text, I_parent.id, r, of_parent)
+            for text, r in zip(I_new, of_new, strict=True)
         ]
         # --D_B 0 asks nothing: all join, in the optimizer's order
         return sorted(verified, key=lambda c: -c.r)

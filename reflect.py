@@ -1,7 +1,7 @@
 """The LLM-based optimizer O: prompts, client, strict parsing (§3.2, App. E).
 
 Works with any OpenAI-compatible chat endpoint. A reply is never adopted whole: only complete
-`<ins_k>` blocks count, at most as many as were asked for, and every candidate has to pass `check`.
+`<ins_k>` blocks count, at most as many as were asked for, and in every candidate `find_flaw` has to find none.
 """
 
 import contextlib
@@ -179,8 +179,8 @@ def read_candidates(
     n: int,
     unfit: Callable[[str, str], str],
 ) -> tuple[dict[int, str], list[dict[str, Any]]]:
-    """Returns the first `n` of a reply's candidates that pass `check`, {k: text}, and the others,
-    {"k", "reason"}.
+    """Returns the first `n` of a reply's candidates in which `find_flaw` finds none, {k: text}, and
+    the others, {"k", "reason"}.
 
     k counts the reply's blocks from 1. Adds the accepted texts, normalized, to `used`.
     """
@@ -345,6 +345,7 @@ class Optimizer:
         if down:
             down.call = call if any(billed) else None
             raise down
+        # with the estimates, where the endpoint counted none
         self.tokens = before + call.prompt_tokens + call.completion_tokens
         return call
 

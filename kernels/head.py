@@ -45,20 +45,22 @@ def grpo_head(
       6. together, with the 1/T of x:                     dL/dz[j] = (p[j] * (c + a * (log p[j] + H)) - c 1[j = y]) / T
       7. and from the dz (n, V) of a chunk:               dX = dz @ weight,  dW = dz.T @ hidden
 
-    hidden (N, H), weight (V, H), targets (N,) int64. On a GPU, bf16 hidden states are multiplied in
-    bf16 by the weight
-        in bf16, accumulated in float32, and dL/dz is rounded to bf16. Everything else is float32, or float64 for
-        float64 inputs (whose rows a GPU processes in float32). Inside FSDP2, cast nothing but hidden
-        (MixedPrecisionPolicy(cast_forward_inputs=False)): bf16 is too coarse for log-probs.
+    hidden (N, D), weight (V, D), targets (N,) int64. On a GPU, bf16 hidden states are multiplied in
+    bf16 by the weight in bf16, accumulated in float32, and dL/dz is rounded to bf16. Everything
+    else is float32, or float64 for float64 inputs (whose rows a GPU processes in float32). Inside
+    FSDP2, cast nothing but hidden (MixedPrecisionPolicy(cast_forward_inputs=False)): bf16 is too
+    coarse for log-probs.
+
     adv, w, old_logp, ref_logp: (N,); eps_low, eps_high: scalars or (N,). No gradient flows into
-    these. w: mask / normalizer * importance weight: any averaging scheme. Leaving out a row is
-    cheaper than w = 0. objective: J / w in torch, see `_two_passes`; None: the formula above in one
-    launch, which needs CUDA. old_logp: None is the on-policy step, rho = 1 with the gradient of
-    rho. ref_logp: None means no KL. Both are kept
-        within 40 of logp, so that the squares of their ratios are finite.
-    columns: what else the objective reads, scalars or (N,). chunk: rows at a time; takes the memory
-    of one float32 matrix (chunk, V) on a GPU, of two elsewhere. Small chunks
-        are slow: each reads weight and dW again.
+    these.
+    w: mask / normalizer, times any weight of the token. Leaving out a row is cheaper than w = 0.
+    objective: J / w in torch, see `_two_passes`; None: the formula above in one launch (CUDA only).
+    old_logp: None is the on-policy step, rho = 1 with the gradient of rho. ref_logp: None means no
+    KL. Both are kept within 40 of logp, so that the squares of their ratios are finite.
+    columns: what else the objective reads, scalars or (N,).
+    chunk: rows at a time; takes the memory of one float32 matrix (chunk, V) on a GPU, of two
+    elsewhere. Small chunks are slow: each reads weight and dW again.
+
     Returns L, a scalar, and detached (N,) tensors: logp, entropy (nats), kl, clipped (adv is not 0
     and yet S is flat).
     """

@@ -120,13 +120,13 @@ class Client:
             try:
                 return self._ask(path, body, read)
             except RequestFailed as e:
-                # 0: all have been asked in this round
-                round, others = divmod(attempts, len(self.urls))
+                # whole rounds, and how many servers were asked in the next one
+                round, asked = divmod(attempts, len(self.urls))
                 if not e.transient or round == rounds:
                     times = f", {rounds} times" if e.transient and rounds > 1 else ""
                     raise RequestFailed(f"{e}{times}", e.transient) from None
                 pause = e.retry_after
-            if not others:
+            if not asked:
                 sleep(max(back_off(round), min(MAX_WAIT, pause)))
             if url := self.revive():
                 self.urls[0] = at(url)

@@ -64,7 +64,7 @@ class Trajectory:
     acted: list[int] = field(default_factory=list)  # how many tokens each turn sampled
     turns: list[Turn] = field(default_factory=list)
     # Why it ended: "answer", "over" (the task ended it), "turns" (none left), "length" (context
-    # full) "refused" (by the server of a model that is evaluated).
+    # full), "refused" (by the server of a model that is evaluated).
     stop: str = ""
     response: str = ""  # everything after the prompt
     prediction: str | None = None

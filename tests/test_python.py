@@ -62,8 +62,8 @@ def test_the_page_and_the_readme_show_what_runs(tmp_path):
     assert len((ROOT / "docs" / "python.md").read_text().splitlines()) <= 60
     task, lines = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert len(lines.splitlines()) == 5
-    (tmp_path / "backwards.py").write_text(task)
-    small = lines.replace("T=80", "T=1, batch=2, mini=2")
+    (tmp_path / "alliteration.py").write_text(task)
+    small = lines.replace("T=40", "T=1, batch=2, mini=2")
     for script in (page, small):
         env = ENV | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
@@ -73,7 +73,7 @@ def test_the_page_and_the_readme_show_what_runs(tmp_path):
     runs = sorted((tmp_path / "runs").iterdir())
     assert [json.loads((run / "config.json").read_text())["task"] for run in runs] == [
         "__main__:Backwards",
-        "backwards:Backwards",
+        "alliteration:Alliteration",
     ]
 
 

@@ -390,7 +390,7 @@ class Policy:
     def sleep(self) -> None:
         """Makes room for training: the engine's weights and cache wait until the next rollout."""
         if self.synced:  # or it sleeps already
-            self.synced = self.shared
+            self.synced = self.shared  # asleep, an engine's own copy of the weights is gone
             self.engine.sleep()
 
     @on_all_ranks(of_rank_0)
