@@ -179,7 +179,7 @@ class Learner:
         training, so that rho = 1.
         """
         tokens = np.array([sum(tau.mask) for tau in part])
-        average = 1 / (np.maximum(1, tokens) * len(part))  # Eq.2 CHOICE-9: 1/|tau|, then 1/G
+        average = 1 / (np.maximum(1, tokens) * len(part))  # Eq.2 CHOICE-9: 1/|tau|, then the mean
         return {
             "adv": np.repeat([tau.advantage for tau in part], tokens),
             "w": np.repeat(average, tokens),
@@ -192,9 +192,8 @@ class Learner:
         """Yields this rank's micro-batches of a mini-batch, each with the rows of its action tokens
         among the N."""
         ends = np.cumsum([0, *(sum(tau.mask) for tau in part)])
-        for batch in micro_batches(part, self.cfg.micro_tokens, self.ranks)[
-            self.rank :: self.ranks
-        ]:
+        batches = micro_batches(part, self.cfg.micro_tokens, self.ranks)
+        for batch in batches[self.rank :: self.ranks]:
             rows = [np.arange(ends[place], ends[place + 1]) for place in batch]
             yield [part[place] for place in batch], np.concatenate(rows or [np.arange(0)])
 
@@ -220,7 +219,8 @@ class Learner:
         self.model.train()
         for k, part in enumerate(minibatches):
             terms, longest = self.terms(part, olds[k]), max(len(tau.ids) for tau in part)
-            seen, before = torch.zeros(5, dtype=torch.float64, device=self.device), len(gaps)
+            seen = torch.zeros(5, dtype=torch.float64, device=self.device)
+            before = len(gaps)  # to drop this part's, if it is skipped
             share = list(self.share(part))
             for place, (batch, rows) in enumerate(share, 1):
                 if self.sharded and self.cfg.gather == 1:

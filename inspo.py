@@ -137,10 +137,10 @@ class Evolution:
         """
         I_0 = self.P.join(self.task.instruction, None, 0)
         self.used = {fold_words(I_0.text)}
+        paraphrases = list[str]()
         try:
-            paraphrases = (
-                self.propose(I_0, []) if self.optimizer and self.cfg.N_P > 1 else []
-            )  # CHOICE-22
+            if self.optimizer and self.cfg.N_P > 1:  # CHOICE-22
+                paraphrases = self.propose(I_0, [])  # no failures: paraphrases
         except OptimizerDown as e:
             raise Fault(
                 f"the optimizer gave no reply to its first call: {e}; check OPENAI_BASE_URL, OPENAI_API_KEY and"

@@ -115,7 +115,7 @@ class Population:
         self._drop([I for I in self.active if I not in parents], t)
         self.ids = [I.id for I in parents]
         for I in parents:
-            I.rewards = []
+            I.rewards = []  # W <- 0
         return [self.join(c.text, c.parent, t, c.r) for c in new]
 
     def _drop(self, dropped: Sequence[Instruction], t: int) -> list[Instruction]:

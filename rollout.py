@@ -147,7 +147,7 @@ def play(
         settle(k)
     engine.begin(seed)
     while playing:
-        contexts = {k: e.tau.ids for k, e in playing.items() if not (k in generating or e.call)}
+        contexts = {k: e.tau.ids for k, e in playing.items() if k not in generating and not e.call}
         generating |= contexts.keys()
         # A row calls its tool the moment its turn ends, while other rows still generate.
         for k, ids, logps, stop in engine.generate(contexts, cfg.max_response, temperature):
@@ -156,7 +156,7 @@ def play(
             settle(k)
         calls = [e.call for e in playing.values() if e.call]
         # With all results back the next batch is independent of timing. Any other engine waits only
-        # if it has no row.
+        # where all its rows wait for calls.
         if engine.lockstep or len(calls) == len(playing):
             began = time.perf_counter()
             wait(calls, return_when=ALL_COMPLETED if engine.lockstep else FIRST_COMPLETED)

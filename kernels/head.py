@@ -82,8 +82,8 @@ def grpo_head(
             | columns
         )
         tokens = {k: _each(v, N, like) for k, v in tokens.items() if v is not None}
-        dX = torch.empty(hidden.shape, **like) if need_grad else None  # (N, H)
-        dW = None  # (V, H)
+        dX = torch.empty(hidden.shape, **like) if need_grad else None  # (N, D)
+        dW = None  # (V, D)
         J, logp, entropy, kl = torch.empty(4, N, **like)
         clipped = torch.empty(N, dtype=torch.bool, device=hidden.device)
         for rows, x, z in _chunks(hidden, W, chunk):
@@ -122,6 +122,7 @@ def _two_passes(
     logp, entropy, softmax = passes.logp_rows(z, targets, temperature)
     least, most = logp - 40, logp + 40
     old, ref = (logp if x is None else x.clamp(least, most) for x in (old, ref))
+    # constants; where old is None, rho is 1 and has a gradient
     now, H = (x.detach().requires_grad_() for x in (logp, entropy))
     with torch.enable_grad():
         value, S, kl = objective(logp=now, entropy=H, old=old, ref=ref, w=w, **tokens)
@@ -156,7 +157,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, chunk=4096):
     """Returns log p of each target and the entropy in nats, for p = softmax(hidden @ weight.T /
     temperature).
 
-    hidden (N, H), weight (V, H), targets (N,) int64 -> (N,), (N,). No gradient; precision as in
+    hidden (N, D), weight (V, D), targets (N,) int64 -> (N,), (N,). No gradient; precision as in
     grpo_head.
     """
     with torch.autocast(hidden.device.type, enabled=False):
@@ -204,7 +205,7 @@ def _factor(hidden):
 
 
 def _chunks(hidden, W, chunk):
-    """Yields the slice, the hidden states (n, H) and the logits (n, V) of each chunk of n rows."""
+    """Yields the slice, the hidden states (n, D) and the logits (n, V) of each chunk of n rows."""
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
         x = hidden[rows].to(W.dtype)
@@ -217,7 +218,7 @@ def _product(a, b):
 
 
 def _product_over_vocabulary(dz, W, block=16384):
-    """Returns dz @ W (n, H). Summed in blocks: for a few rows MKL adds up 152,064 terms in float32,
+    """Returns dz @ W (n, D). Summed in blocks: for a few rows MKL adds up 152,064 terms in float32,
     one by one."""
     if dz.is_cuda or W.shape[0] <= block:
         return _product(dz, W)
@@ -246,7 +247,7 @@ class _Attach(torch.autograd.Function):
     def backward(ctx, scale):
         dX, dW = ctx.saved_tensors
         dX = (scale * dX).to(ctx.dtypes[0])
-        # directly in its dtype: a second (V, H) in float32 would be the peak of memory
+        # directly in its dtype: a second (V, D) in float32 would be the peak of memory
         if dW is not None:
             dW = torch.mul(
                 dW, scale, out=torch.empty(dW.shape, dtype=ctx.dtypes[1], device=dW.device)
