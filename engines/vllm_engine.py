@@ -112,7 +112,7 @@ class VllmEngine:
         """As Engine; a call advances all running turns by one token.
 
         vLLM's core alone takes part. Its frontend would turn every token into text to look for stop
-        strings, which took a third of the rollouts' time (LOG.md, 2026-11-27).
+        strings, which took a third of the rollouts' time (docs/LOG.md, 2026-11-27).
         """
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest

@@ -121,8 +121,8 @@ def _two_passes(
     """
     logp, entropy, softmax = passes.logp_rows(z, targets, temperature)
     least, most = logp - 40, logp + 40
+    # constants: where old is None, rho is 1 and still has a gradient
     old, ref = (logp if x is None else x.clamp(least, most) for x in (old, ref))
-    # constants; where old is None, rho is 1 and has a gradient
     now, H = (x.detach().requires_grad_() for x in (logp, entropy))
     with torch.enable_grad():
         value, S, kl = objective(logp=now, entropy=H, old=old, ref=ref, w=w, **tokens)

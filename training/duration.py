@@ -7,6 +7,8 @@ from typing import Any
 from config import CARDS, Config
 from models.model import blocks, skeleton
 
+# by a part of the card's name; the first that fits counts
+TFLOPS = {"h100pcie": 756, "b200": 2250, "l40s": 362} | {name: x for name, (_, x) in CARDS.items()}
 # share of a card's FLOP/s that forward and backward passes reach, attention included
 REACHED = 0.54
 # seconds of Python a layer and micro-batch: the reference, forward, backward
@@ -17,13 +19,18 @@ ROW = 60e-6  # seconds a token that vLLM generates, with some 160 rows at once
 PROMPT = 300  # tokens of an instruction and a question, assumed
 
 
-def flops_of(card: str) -> float:
-    """Returns the FLOP/s of a card by its name, as torch or --dry_run has it; an A100's if it is
-    none of CARDS."""
-    for name, (_, tflops) in CARDS.items():
+def find_peak(card: str) -> float | None:
+    """Returns the data sheet's FLOP/s, dense bfloat16, of a card by its name, as torch or --dry_run
+    has it; None if it is not known."""
+    for name, tflops in TFLOPS.items():
         if name in card.lower().replace(" ", ""):
             return tflops * 1e12
-    return CARDS["a100"][1] * 1e12
+    return None
+
+
+def flops_of(card: str) -> float:
+    """Returns the FLOP/s of a card, an A100's if they are not known."""
+    return find_peak(card) or TFLOPS["a100"] * 1e12
 
 
 def trajectory(cfg: Config) -> tuple[int, int]:

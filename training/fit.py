@@ -272,9 +272,9 @@ def add_vllm(fit: Fit, cfg: Config, model: Any, gpus: int, share: float) -> None
 def decide(
     cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float, flops: float
 ) -> tuple[Config, Fit]:
-    """Returns `cfg` with --recompute and --gather -1 decided, and its estimate: activations are kept where there
-    is room, if need be in smaller micro-batches, and the update takes less time so, as computed for
-    a card of that many FLOP/s."""
+    """Returns `cfg` with --recompute and --gather -1 decided, and its estimate: activations are kept
+    where there is room, if need be in smaller micro-batches, and the update takes no more time so,
+    as computed for a card of that many FLOP/s."""
     best, model = replace(cfg, recompute=abs(cfg.recompute)), skeleton(config)
     fit = estimate(best, config, engine, gpus, gpu_mem)
     for halvings in range(3 if cfg.recompute < 0 else 0):

@@ -51,6 +51,7 @@ from tasks import Job, Task, Trajectory
 from tasks.metrics import set_rewards
 from tasks.sampling import rng_of, take_subset
 from training import checkpoint
+from training.duration import find_peak
 from training.ranks import Ranks
 
 S = ParamSpec("S")
@@ -58,11 +59,6 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 WATCHED = 10  # trajectories of a step, rounded up to whole groups, whose tokens the run stores
-# FLOP/s of dense bfloat16 products, by a part of the card's name; the first that fits counts
-PEAK = {
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
-    "4090": 165e12,
-}  # fmt: skip
 # what saves memory in it
 UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens, --offload_reference or more GPUs"
 ROLLOUT = "a smaller --vllm_memory, or --max_rows of the torch engine"
@@ -369,12 +365,13 @@ class Policy:
         """
         if self.ranks.device != "cuda" or self.ranks.dtype != "bfloat16":
             return {}
-        name = torch.cuda.get_device_name(0)
-        peaks = [flops for part, flops in PEAK.items() if part in name]
+        peak = find_peak(torch.cuda.get_device_name(0))
+        if not peak:
+            return {}
         flops = sum(
             (6 if p.requires_grad else 4) * p.numel() for p in self.learner.model.parameters()
         )
-        return {"time/mfu": flops * tokens_per_s / peaks[0] / self.ranks.size} if peaks else {}
+        return {"time/mfu": flops * tokens_per_s / peak / self.ranks.size}
 
     @on_all_ranks(sum)
     def faults(self) -> int:

@@ -60,11 +60,10 @@ from models.model import empty, hold, score, shard, skeleton, weights
 from models.packing import micro_batches
 from plumbing.faults import Fault, one_line
 from tasks import Question, Trajectory
+from training.duration import find_peak
 from training.fit import KNOWN, RESERVE, estimate
 from training.ranks import Ranks
 
-# dense bf16 FLOP/s, NVIDIA's data sheets
-PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "4090": 165e12}
 TOY = dict(
     hidden_size=64,
     intermediate_size=128,
@@ -185,7 +184,7 @@ def measure(args: argparse.Namespace) -> dict:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     learner = Learner(model, reference, cfg, max_gap=Learner.MAX_GAP[dtype])
     name = torch.cuda.get_device_name() if cuda else args.device
-    peak = next((flops for key, flops in PEAK.items() if key in name), float("inf"))
+    peak = find_peak(name) or float("inf")
     parameters = sum(p.numel() for p in model.parameters())
     rng, rows = random.Random(0), []
     for t in range(1, args.steps + 2):
