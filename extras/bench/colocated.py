@@ -161,16 +161,20 @@ class Speed(Task):
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
         return [0.0] * len(taus)
 
-    @property
-    def format(self) -> type[Tags]:
-        class Paced(Tags):
-            def prompt(self, instruction: str, question: Question) -> list[int]:
-                return draw_ids(question.id, self.task.words, self.task.prompt_tokens)
+    def make_format(self, tokenizer: Any = None) -> Tags:
+        return Paced(self, tokenizer)
 
-            def invalid(self, action: Action) -> list[int]:
-                return draw_ids(action.text[:50], self.task.words, self.task.read)
 
-        return Paced
+class Paced(Tags):
+    """Random tokens as the prompt, and as what follows a turn that calls nothing."""
+
+    task: Speed
+
+    def encode_prompt(self, instruction: str, question: Question) -> list[int]:
+        return draw_ids(question.id, self.task.words, self.task.prompt_tokens)
+
+    def encode_reminder(self, action: Action) -> list[int]:
+        return draw_ids(action.text[:50], self.task.words, self.task.read)
 
 
 def draw_ids(seed: Any, words: int, n: int) -> list[int]:

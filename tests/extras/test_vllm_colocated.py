@@ -38,6 +38,8 @@ def test_all_the_time_of_a_rollout_has_a_part(monkeypatch, capsys):
     assert bare["prefill_tokens"] == 10 * (50 + 50 + 6 + 83)
     for name in ("our engine", "our loop"):  # some of the tokens end a turn of ours
         assert 0 < settings[name]["sampled"] <= 10 * 2 * 6
+        read = settings[name]["prefill_tokens"]  # the same prompts, the same texts between turns
+        assert 10 * (50 + 50 + 1 + 83) <= read <= bare["prefill_tokens"]
     assert settings["one by one"]["decode_passes"] > 2 * 5
 
 
