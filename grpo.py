@@ -213,34 +213,33 @@ class Learner:
             group["lr"] = lr
         # log-probs under pi_old; the policy still is pi_old when the first part is trained
         olds = [None, *map(self.score, minibatches[1:])]
-        total = dict.fromkeys(("loss", "kl", "entropy", "clipped", "gap", "tokens"), 0.0)
+        names = ("loss", "kl", "entropy", "clipped", "gap")
+        total = dict.fromkeys((*names, "tokens"), 0.0)
         gaps: list[Tensor] = []  # with the depths of their tokens
         norms: list[float] = []
         self.model.train()
         for k, part in enumerate(minibatches):
-            terms, longest = self.terms(part, olds[k]), max(len(tau.ids) for tau in part)
-            seen = torch.zeros(5, dtype=torch.float64, device=self.device)
+            terms = self.terms(part, olds[k])
+            longest = max(len(tau.ids) for tau in part)
+            seen = torch.zeros(len(names), dtype=torch.float64, device=self.device)
             before = len(gaps)  # to drop this part's, if it is skipped
             share = list(self.share(part))
-            for place, (batch, rows) in enumerate(share, 1):
+            for done, (batch, rows) in enumerate(share, 1):
                 if self.sharded and self.cfg.gather == 1:
-                    hold(self.model, place < len(share))
+                    hold(self.model, done < len(share))
                 some = {
                     name: x[rows] if isinstance(x, np.ndarray) else x for name, x in terms.items()
                 }
                 loss, extras = self.loss(batch, some)
                 loss.backward()
                 note_tokens(batch, extras)
-                row = [
-                    loss.detach(),
-                    *(extras[name].sum() for name in ("kl", "entropy", "clipped", "gap")),
-                ]
-                seen += torch.stack([x.double() for x in row])
-                gaps.append(torch.stack([extras["gap"].detach(), extras["place"] / longest]))
+                extras["loss"] = loss.detach()
+                seen += torch.stack([extras[name].sum().double() for name in names])
+                gaps.append(torch.stack([extras["gap"].detach(), extras["depth"] / longest]))
             if self.sharded:
                 dist.all_reduce(seen)
-            n = sum(sum(tau.mask) for tau in part)
-            sums = dict(zip(total, [*seen.tolist(), n], strict=True))
+            sums = dict(zip(names, seen.tolist(), strict=True))
+            sums["tokens"] = sum(sum(tau.mask) for tau in part)
             gap = sums["gap"] / max(1, sums["tokens"])
             # `not <=` holds for NaN, too; a loss that is not finite is the trainer's own fault.
             if k == 0 and math.isfinite(sums["loss"]) and not gap <= self.max_gap:
@@ -308,7 +307,7 @@ class Learner:
         `terms`.
 
         extras["old_logp"] (N,): log-probs under pi_old; extras["gap"] (N,): their distance to the
-        engine's; extras["place"] (N,): tokens before each in its trajectory.
+        engine's; extras["depth"] (N,): tokens before each in its trajectory.
         """
         packed, T = pack(batch, self.device), self.cfg.temperature
         tokens = {
@@ -328,18 +327,18 @@ class Learner:
             beta=self.cfg.beta,
             **tokens,
         )
-        # of the engine, (N,), and where each token stands in its trajectory
+        # (N,): the engine's log-probs, and how far each token is into its trajectory
         engine = torch.tensor(
             [lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m]
         )
         old = extras["logp"]
         if terms["old_logp"] is not None:
             old = tokens["old_logp"].to(old.dtype)
-        place = torch.tensor([k for tau in batch for k, m in enumerate(tau.mask) if m])
+        depth = torch.tensor([k for tau in batch for k, m in enumerate(tau.mask) if m])
         return loss, extras | {
             "old_logp": old,
             "gap": (old - send(engine, self.device)).abs(),
-            "place": send(place, self.device),
+            "depth": send(depth, self.device),
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The LLM-based optimizer O: prompts, client, strict parsing (§3.2, App. E).
 
 Works with any OpenAI-compatible chat endpoint. A reply is never adopted whole: only complete
-`<ins_k>` blocks count, at most as many as were asked for, and in every candidate `find_flaw` has to find none.
+`<ins_k>` blocks count, at most as many as were asked for, and `find_flaw` must find nothing in a
+candidate.
 """
 
 import contextlib

@@ -158,16 +158,11 @@ def fsdp(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
         if ranks.rank == 0:
             print(f"fused layers: {fused[0]}", flush=True)
     trained, *frozen = models
-    trained = fill(
-        shard(trained, ranks.device, compute=compute, gather=cfg.gather == 1),
-        first,
-        choose_dither_seed(cfg, ranks),
-    )
+    gather, offload = cfg.gather == 1, cfg.offload_reference
+    trained = shard(trained, ranks.device, compute=compute, gather=gather)
+    trained = fill(trained, first, choose_dither_seed(cfg, ranks))
     frozen = [
-        shard(
-            model, ranks.device, frozen=True, offload=cfg.offload_reference, gather=cfg.gather == 1
-        )
-        for model in frozen
+        shard(model, ranks.device, frozen=True, offload=offload, gather=gather) for model in frozen
     ]
     return trained, fill(frozen[0], first) if frozen else None
 
