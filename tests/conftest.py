@@ -38,7 +38,7 @@ def pytest_collection_finish():
     gc.enable()
 
 
-def pytest_unconfigure():
+def pytest_sessionfinish():
     gc.unfreeze()  # extension modules look for leaks as they leave
 
 
