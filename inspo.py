@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -229,7 +230,9 @@ class Evolution:
     def note_call(self, I_parent: Instruction, call: Call) -> None:
         """Writes down a call to the optimizer, unless an earlier process of this run has."""
         if not call.paid_before:
-            self.log.write_row("reflections", make_call_row(self.t, self.round, I_parent, call))
+            self.log.write_row(
+                "reflections", make_call_row(self.t, self.round, I_parent, asdict(call))
+            )
 
     def verify(
         self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]

@@ -12,7 +12,7 @@ from journal.record import Row
 from journal.summary import final_table
 from plumbing.files import read_jsonl
 from plumbing.outside import without_secrets
-from rollout import space_evenly
+from tasks.sampling import space_evenly
 
 POINTS = 12  # of the curve, at most
 

@@ -22,14 +22,13 @@ import torch
 
 from config import Config, holds_a_run, preset_of, program_of, read_config
 from journal.record import FREE, Row, describe_run, differences, with_absolute_paths
-from plumbing import stop
+from plumbing import checkpoint, stop
 from plumbing.faults import CheckpointFault, DiskFault, Diverged, Fault
 from plumbing.files import read_jsonl, write_file, writing
 from plumbing.outside import decoded, printable
 from plumbing.trust import remember_run
 from plumbing.versions import commit
 from tasks import Task
-from training import checkpoint
 
 LOGS = ("metrics", "population", "reflections")  # .jsonl
 # may differ in a resumed run: a note names them

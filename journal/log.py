@@ -35,10 +35,9 @@ from plumbing.faults import Fault
 from plumbing.outside import printable
 from plumbing.versions import versions
 from population import Instruction, Population
-from rollout import STORED, space_evenly
 from tasks import Task, Trajectory
 from tasks.metrics import compute_metrics
-from tasks.sampling import take_subset
+from tasks.sampling import STORED, space_evenly, take_subset
 
 # attributes of Log that a resumed run goes on with
 BOOKS = ("row", "held_out", "spread", "metrics")

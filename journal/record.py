@@ -12,6 +12,7 @@ from typing import Any
 
 from config import HERE, Config
 from plumbing.client import Client, RequestFailed
+from plumbing.hub import commit_of
 from plumbing.outside import without_secrets
 from tasks import Question, Task
 from tasks.tools import WORDS
@@ -116,13 +117,7 @@ def describe_model(path: str) -> str:
             file for file in Path(path).glob("[!.]*") if file.is_file() and file.suffix != ".md"
         )
         return ", ".join(f"{file.name} {digest_file(file)}" for file in files)
-    from huggingface_hub import try_to_load_from_cache
-
-    from models.model import load_config  # here: it imports torch, and a page needs none
-
-    load_config(path)  # which fetches the file below
-    file = str(try_to_load_from_cache(path, "config.json"))  # snapshots/COMMIT/config.json
-    return f"{path} {Path(file).parent.name}"
+    return f"{path} {commit_of(path)}"
 
 
 def describe_corpus(task: Task) -> str | None:

@@ -8,10 +8,9 @@ from dataclasses import asdict
 
 from journal.summary import Row, many
 from population import Candidate, Instruction, Population, mean_rewards
-from reflect import Call
-from rollout import STORED, space_evenly
 from tasks import Question, Task, Trajectory
 from tasks.metrics import average_by_source, compute_metrics
+from tasks.sampling import STORED, space_evenly
 from tasks.tools import Failure, Tool
 
 # ---- metrics.jsonl
@@ -136,8 +135,8 @@ def find_added(text: str, parent: str, width: int = 90) -> str:
 # ---- reflections.jsonl
 
 
-def make_call_row(t: int, round: int, parent: Instruction, call: Call) -> Row:
-    return {"t": t, "round": round, "parent": parent.id, "call": asdict(call)}
+def make_call_row(t: int, round: int, parent: Instruction, call: Row) -> Row:
+    return {"t": t, "round": round, "parent": parent.id, "call": call}
 
 
 def make_reply_row(

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from reflect import cut_middle
+from plumbing.words import cut_middle
 from tasks import Trajectory
 
 

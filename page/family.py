@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from page.read import Row, Run
-from reflect import read_blocks
+from plumbing.replies import read_blocks
 
 EXAMPLE = re.compile(
     r"<example>\n(?:Response: )?(.*?)(?:\nCorrect answer: (.*?))?\n</example>", re.S

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given, settings
@@ -194,7 +195,7 @@ def test_a_run_s_notes_move_no_cursor(capsys):
         Call("k", "p", "r", 1, 1, 0.0, False, cut=True),
         Call("k", "p", "r", 1, 1, 0.0, False),
     ]:
-        screen.show_row("reflections", make_call_row(15, 0, parent, call))
+        screen.show_row("reflections", make_call_row(15, 0, parent, asdict(call)))
     begin = "step  15  the optimizer's reply"
     assert capsys.readouterr().out.splitlines() == [
         f"{begin} has no candidate, 0 were rejected; it has no <ins_k> block",
