@@ -30,7 +30,7 @@ from journal.record import describe, describe_model, differences
 from journal.summary import SHARES, count_calls, label
 from plumbing import stop
 from plumbing.faults import Fault, Outage
-from plumbing.files import read_jsonl, writing
+from plumbing.files import Row, read_jsonl, writing
 from plumbing.outside import decoded, finite, without_secrets
 from plumbing.versions import commit
 from tasks import Question, Task, Trajectory
@@ -42,7 +42,6 @@ from tasks.search_qa import SearchQA
 # questions that are played together; an evaluation that was stopped repeats at most so many
 CHUNK = 256
 SPLITS = ("test", "valid", "train")
-Row = dict[str, Any]
 Chunk = tuple[str, int, list[Question]]  # name of the set, number of the chunk in it, its questions
 
 

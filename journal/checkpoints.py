@@ -16,9 +16,9 @@ import torch
 from config import Config
 from journal.directory import RunDirectory, remove
 from journal.log import Log
-from journal.record import Row
 from plumbing import checkpoint
 from plumbing.faults import DiskFault
+from plumbing.files import Row
 from population import Instruction, Population, ReplayBuffer
 from training.policy import Policy
 
