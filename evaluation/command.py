@@ -13,7 +13,7 @@ again continues where it was stopped, unless questions, gold answers, instructio
 passages, or the code of task, reward and tools have changed since (a model behind a URL is known by
 its name). Options that a model at a URL refuses (temperature, stop, seed, max_tokens) are left out,
 and named; a conversation that its server refuses counts as wrong, with "length" or "refused" as its
-`stop`. Benchmarks that --data_dir lacks come from the Hugging Face hub.
+`stop`. Benchmarks come from the Hugging Face hub, once.
 """
 
 import argparse
@@ -23,14 +23,13 @@ from typing import Any
 
 from config import Config
 from evaluation.agents import METHODS, PLAYED, SERVED, Method
-from evaluation.benchmarks import SIZES
+from evaluation.benchmarks import BENCHMARKS
 from plumbing import stop
 from plumbing.faults import one_line
 from plumbing.threads import choose_threads, use_threads
 
 # default and help of the flags that take one value, of the default's type
 FLAGS: dict[str, tuple[Any, str]] = {
-    "data_dir": ("data", "folder of the benchmarks' files"),
     "n": (0, "questions of a set, a fixed sample by --seed; 0: all"),
     "seed": (0, "of that sample, and of what is sampled"),
     "temperature": (0.0, "0 is greedy"),
@@ -76,7 +75,7 @@ def parse(
     add = parser.add_argument
     add("what", nargs="?", metavar="WHAT")
     add("--method", choices=methods, help="how it plays; default: as it was trained, or search_r1")
-    sets = f"test (the task's own held-out questions), valid, train; search QA: world, {', '.join(SIZES)}, files"
+    sets = f"test (the task's own held-out questions), valid, train; search QA: world, {', '.join(BENCHMARKS)}, files"
     add("--data", nargs="+", default=["test"], help=sets)
     for name, (default, text) in FLAGS.items():
         add(f"--{name}", type=type(default), default=default, help=text)

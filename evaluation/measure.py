@@ -103,7 +103,7 @@ def collect_questions(task: Task, args: argparse.Namespace) -> dict[str, list[Qu
         if name in SPLITS:
             every = task.questions(name)
         else:
-            every = load_benchmark(name, Path(args.data_dir))
+            every = load_benchmark(name)
         title = Path(name).stem if name.endswith((".jsonl", ".parquet")) else name
         if title in questions:
             raise Fault(
