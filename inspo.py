@@ -14,15 +14,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config, parse_flags
 from journal.rows import (
-    make_call_row,
     make_evolution_row,
+    make_proposal_row,
     make_prune_row,
-    make_reply_row,
     make_start_row,
     make_verification_row,
     make_weights_row,
@@ -222,14 +222,17 @@ class Evolution:
         accepted, rejected = read_candidates(
             call.reply, I_parent.text, self.used, golds, self.cfg.max_instruction, n, find_unfit
         )
-        row = make_reply_row(self.t, self.round, I_parent, list(accepted), rejected)
+        row = make_proposal_row(
+            self.t, self.round, I_parent, accepted=list(accepted), rejected=rejected
+        )
         self.log.write_row("reflections", row)
         return list(accepted.values())
 
     def note_call(self, I_parent: Instruction, call: Call) -> None:
         """Writes down a call to the optimizer, unless an earlier process of this run has."""
         if not call.paid_before:
-            self.log.write_row("reflections", make_call_row(self.t, self.round, I_parent, call))
+            row = make_proposal_row(self.t, self.round, I_parent, call=asdict(call))
+            self.log.write_row("reflections", row)
 
     def verify(
         self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]

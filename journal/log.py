@@ -20,7 +20,6 @@ from journal.silence import Silence
 from journal.summary import (
     START,
     TABLE,
-    Row,
     conclude,
     count_calls,
     label,
@@ -32,13 +31,13 @@ from journal.summary import (
 from journal.tokens import show_mask, token_data
 from journal.track import Tracker
 from plumbing.faults import Fault
+from plumbing.files import Row
 from plumbing.outside import printable
 from plumbing.versions import versions
 from population import Instruction, Population
-from rollout import STORED, space_evenly
 from tasks import Task, Trajectory
 from tasks.metrics import compute_metrics
-from tasks.sampling import take_subset
+from tasks.sampling import STORED, space_evenly, take_subset
 
 # attributes of Log that a resumed run goes on with
 BOOKS = ("row", "held_out", "spread", "metrics")
@@ -62,10 +61,10 @@ class Log:
         self.spread: dict[str, float] = {}
         self.metrics: list[str] = []  # names of the task's metrics, the most important first
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Row:
         return {name: getattr(self, name) for name in BOOKS}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Row) -> None:
         for name in BOOKS:
             setattr(self, name, state[name])
         for row in self.run.rows("metrics"):

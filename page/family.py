@@ -2,10 +2,10 @@
 what was refused."""
 
 import re
-from typing import Any
 
-from page.read import Row, Run
-from reflect import read_blocks
+from page.read import Run
+from plumbing.files import Row
+from plumbing.replies import read_blocks
 
 EXAMPLE = re.compile(
     r"<example>\n(?:Response: )?(.*?)(?:\nCorrect answer: (.*?))?\n</example>", re.S
@@ -89,6 +89,8 @@ def _instructions(run: Run) -> dict[int, Row]:
 def _call(call: Row) -> Row:
     """What was sent to the optimizer and what it replied."""
     keys = ("prompt", "reply", "prompt_tokens", "completion_tokens", "seconds")
-    kept: dict[str, Any] = {key: call[key] for key in keys}
-    failures = [{"text": text, "gold": gold} for text, gold in EXAMPLE.findall(call["prompt"])]
-    return kept | {"failures": failures, "analysis": BLOCKS.sub("", call["reply"]).strip()}
+    shown = {key: call[key] for key in keys}
+    examples = EXAMPLE.findall(call["prompt"])
+    shown["failures"] = [{"text": text, "gold": gold} for text, gold in examples]
+    shown["analysis"] = BLOCKS.sub("", call["reply"]).strip()
+    return shown

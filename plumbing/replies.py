@@ -22,6 +22,7 @@ CLOSING = re.compile(
     rf"|<channel\|>|<\|inner_suffix\|>){QUOTED}",
     re.I,
 )
+BLOCK = re.compile(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", re.S)
 TEXTS = ("text", "output_text")  # others are thoughts, references, images
 CUT = ("length", "max_tokens", "model_length", "model_context_window_exceeded")
 REFUSED = ("content_filter", "refusal", "safety", "prohibited_content", "sensitive")
@@ -80,3 +81,11 @@ def without_thoughts(text: str, part: re.Pattern[str]) -> str:
         start = mark.end()
     opened = OPENING.search(outside, start)
     return text[start : opened.start() if opened else None]
+
+
+def read_blocks(reply: str) -> list[str]:
+    """Returns the texts of a reply's complete `<ins_k>...</ins_k>` blocks, k >= 1, in their order.
+
+    What a reasoning model thinks before it answers holds drafts, which do not count.
+    """
+    return [text.strip() for _, text in BLOCK.findall(without_thoughts(reply, BLOCK))]

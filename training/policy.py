@@ -43,14 +43,13 @@ from models.model import (
     skeleton,
     weights,
 )
-from plumbing import stop
+from plumbing import checkpoint, stop
 from plumbing.faults import DiskFault, Diverged, Fault
 from population import Instruction
-from rollout import STORED, rollout, space_evenly
+from rollout import rollout
 from tasks import Job, Task, Trajectory
 from tasks.metrics import set_rewards
-from tasks.sampling import rng_of, take_subset
-from training import checkpoint
+from tasks.sampling import STORED, rng_of, space_evenly, take_subset
 from training.duration import find_peak
 from training.ranks import Ranks
 
