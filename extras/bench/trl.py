@@ -214,19 +214,13 @@ def compare_steps(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
 
 def update_here(config: Any, cfg: Config, device: str, data: list) -> list[dict[str, float]]:
     """Returns seconds and gradient's norm of each of our updates. Needs a process group."""
-    import torch
+    from extras.bench.update import build_learner, time_update
 
-    from extras.bench.update import build, wait
-    from grpo import Learner, minibatches
-
-    compute, rows = getattr(torch, cfg.dtype), []
-    model = build(config, device, torch.float32, compute=compute)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    learner = Learner(model, build(config, device, compute, frozen=True), cfg)
+    learner, rows = build_learner(config, device, cfg), []
+    learner.model.gradient_checkpointing_enable({"use_reentrant": False})
     for t, taus in enumerate(data, 1):
         learner.set_advantages(taus)
-        parts = minibatches(taus, cfg)
-        update, seconds = timed(lambda t=t, parts=parts: wait(lambda: learner.update(t, parts)))
+        update, seconds = time_update(learner, t, taus)
         rows.append({"update_s": seconds, "grad_norm": update["grad_norm"]})
     return rows
 

@@ -45,7 +45,7 @@ def test_micro_batches_are_measured_one_at_a_time():
     command += ["--shape", "toy", "--device", "cpu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
-    assert not [row for row in rows if "faults" in row]
+    assert not [row for row in rows if "fault" in row]
     ways = {(row["way"], row["recompute"], row["shared"]) for row in rows}
     assert len(ways) == 7 and len(rows) == 14
     assert all(0 < row["wall_ms"] for row in rows)
