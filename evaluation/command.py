@@ -18,7 +18,7 @@ and named; a conversation that its server refuses counts as wrong, with "length"
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from config import Config
 from evaluation.agents import METHODS, PLAYED, SERVED, Method
@@ -26,6 +26,24 @@ from evaluation.benchmarks import SIZES
 from plumbing import stop
 from plumbing.faults import one_line
 from plumbing.threads import choose_threads, use_threads
+
+
+def add_player_flags(parser: argparse.ArgumentParser, knobs: Sequence[str]) -> None:
+    """Adds how an agent plays, and these fields of Config."""
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument(
+        "--instruction",
+        default="",
+        help="file; default: I_star for inspo, else the run's first one or the task's",
+    )
+    parser.add_argument(
+        "--served_model", default="", help="model of a URL; default: the only one that it serves"
+    )
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    for name in knobs:
+        doc = fields[name].metadata["doc"].replace("%", "%%")
+        parser.add_argument(f"--{name}", type=fields[name].type, help=doc)
 
 
 def main(
@@ -56,16 +74,6 @@ def main(
     parser.add_argument(
         "--n", type=int, default=0, help="questions of a set, a fixed sample by --seed; 0: all"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument(
-        "--instruction",
-        default="",
-        help="file; default: I_star for inspo, else the run's first one or the task's",
-    )
-    parser.add_argument(
-        "--served_model", default="", help="model of a URL; default: the only one that it serves"
-    )
     parser.add_argument(
         "--out",
         help="directory to write; default: runs/evaluation/NAME-METHOD, with the names of --data",
@@ -73,11 +81,7 @@ def main(
     parser.add_argument(
         "--compare", nargs="+", metavar="DIR", help="evaluations; seeds of one arm joined by commas"
     )
-    knobs = {f.name: f for f in dataclasses.fields(Config)}
-    for name in (*PLAYED, *SERVED):
-        parser.add_argument(
-            f"--{name}", type=knobs[name].type, help=knobs[name].metadata["doc"].replace("%", "%%")
-        )
+    add_player_flags(parser, (*PLAYED, *SERVED))
     args = parser.parse_args(argv)
     if bool(args.what) == bool(args.compare):
         parser.error("give WHAT to evaluate, or --compare with two evaluations or more")

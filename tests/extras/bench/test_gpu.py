@@ -78,11 +78,10 @@ def test_a_part_passes_fails_or_is_skipped(tmp_path, code, needs, cards, status,
     assert (row["status"], row["line"]) == (status, line) and row["seconds"] < 30
 
 
-def test_what_is_missing_is_named_with_its_pin():
-    assert gpu.missing("torch json") == ""
-    assert gpu.missing("torch no_such_module") == "'no_such_module'"
-    if not gpu.importlib.util.find_spec("vllm"):
-        assert gpu.missing("vllm").startswith("'vllm==")
+def test_a_part_without_its_package_is_skipped_and_names_it(tmp_path):
+    part = gpu.Part("x", 5, "json no_such_module", "-c pass")
+    row = gpu.attempt(part, 0, 5, tmp_path, {})
+    assert row["status"] == "SKIP" and "without no_such_module:" in row["line"]
 
 
 @pytest.mark.parametrize(
