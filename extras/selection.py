@@ -4,7 +4,6 @@ what they cost.
     python extras/selection.py --rank paired                         # two share a question, a test prunes
     python extras/selection.py --gate lower_bound --rounds 2         # a revision must almost surely be hardly worse
     python extras/selection.py --gate fill                           # places left go to revisions not shown to be worse
-    python extras/selection.py --groups question                     # Eq. 3 compares a question's rollouts under all
     python extras/selection.py --rank paired --objective consistent  # any of objectives.py, and the flags of inspo.py
 
 A rule is a subclass of Population with the methods in which it differs from Algorithm 1;
@@ -16,7 +15,6 @@ if not __package__:
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -51,21 +49,11 @@ class SelectionConfig(ObjectiveConfig):
         " are left, also those not significantly below",
         of=("paper", "lower_bound", "fill"),
     )
-    groups: str = knob(
-        "pair",
-        "pair: trajectories of an instruction and question are compared; question: of a question under any",
-        of=("pair", "question"),
-    )
 
     def find_fault(self) -> str:
         for name in ("rank", "gate"):
             if self.mode == "static" and getattr(self, name) != "paper":
                 return f"--{name} {getattr(self, name)}: --mode static has one instruction; leave it out"
-        if self.rank == "paired" and self.groups != "pair":
-            return (
-                f"--groups {self.groups}: --rank paired compares whole groups of a question and instruction; leave"
-                " it out"
-            )
         if self.gate == "lower_bound" and self.D_B < 2:
             return f"--D_B {self.D_B}: --gate lower_bound needs at least 2 questions"
         return ""
@@ -75,20 +63,6 @@ class Rule(Population):
     def __init__(self, cfg: SelectionConfig):
         super().__init__(cfg.tau_s, cfg.window)
         self.cfg = cfg
-
-
-class ByQuestion(Rule):
-    """A group of Eq. 3 is a question's rollouts, each under an instruction drawn for it."""
-
-    def draw_jobs(
-        self, rng: np.random.Generator, questions: Sequence[Question], G: int
-    ) -> list[Job]:
-        drawn = iter(self.sample(rng, G * len(questions)))
-        return [
-            Job(I.id, I.text, q, group)
-            for group, q in enumerate(questions)
-            for I in islice(drawn, G)
-        ]
 
 
 class Fill(Rule):
@@ -253,13 +227,13 @@ class Paired(Rule):
         self.looks = state["looks"]
 
 
-RULES = {"paired": Paired, "question": ByQuestion, "lower_bound": LowerBound, "fill": Fill}
+RULES = {"paired": Paired, "lower_bound": LowerBound, "fill": Fill}
 
 
 def population_of(cfg: SelectionConfig) -> Population:
-    """Makes an empty population that follows the rules of --rank, --gate and --groups, and else the
+    """Makes an empty population that follows the rules of --rank and --gate, and else the
     paper."""
-    rules = [RULES[name] for name in (cfg.gate, cfg.rank, cfg.groups) if name in RULES]
+    rules = [RULES[name] for name in (cfg.gate, cfg.rank) if name in RULES]
     P: Population = type("Chosen", (*rules, Rule), {})(cfg)
     return P
 

@@ -136,19 +136,14 @@ def check_diagnose(diagnose):
 @app.cell(hide_code=True)
 def _():
     right_diagnose = desk.verdict(check_diagnose, diagnose)
-    return (right_diagnose,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## Propose
 
     You get the instruction and how many failures show each symptom. Return up to $n$ instructions, all different.
     `advised` writes an instruction that takes some advice, in place of what contradicts it. You may use it or write
     sentences of your own, but `reflect.py` refuses what loses a tag, repeats an instruction or gives an answer away.
     """)
-    return
+    return (right_diagnose,)
 
 
 @app.function
@@ -197,18 +192,13 @@ def check_propose(propose):
 @app.cell(hide_code=True)
 def _():
     right_propose = desk.verdict(check_propose, propose)
-    return (right_propose,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## Let them in
 
     `verify` returns candidates by falling mean reward `r`, each with `r_parent`, its parent's mean on the same
     questions. Who joins? The best first, at most as many as there is room for, and none below its parent (CHOICE-12).
     """)
-    return
+    return (right_propose,)
 
 
 @app.function
@@ -240,19 +230,14 @@ def check_admit(admit):
 @app.cell(hide_code=True)
 def _():
     right_admit = desk.verdict(check_admit, admit)
-    return (right_admit,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## The run
 
     Your program reads twelve failures and proposes; `Evolution.verify` plays its proposals and the parent on $D_B$. The
     world's own optimizer gets the same failures in the paper's prompt, and its proposals are verified alongside yours.
     Finally the best of each and the parent are played on the test questions, which have decided nothing so far.
     """)
-    return
+    return (right_admit,)
 
 
 @app.cell

@@ -13,7 +13,6 @@ from test_algorithm import Evolved, questions, restored, run
 from config import PRESETS, validate
 from extras.selection import (
     ALPHA,
-    ByQuestion,
     Fill,
     LowerBound,
     Paired,
@@ -139,18 +138,6 @@ def test_any_pair_may_come_first_but_for_one_that_has_met_and_who_is_alone_gets_
     # though 4 has had fewer questions
     assert all({0, 1} == set(ids_of(P, seed, 2)) for seed in range(5))
     assert ids_of(of(1), 0, 3) == [0, 0, 0]
-
-
-def test_by_question_every_rollout_of_a_group_draws_its_instruction():
-    P, D = of(3, ByQuestion), list(questions("q", 4).values())
-    for I, w in zip(P.active, (0.1, 0.3, 0.2), strict=True):
-        I.rewards = [w]
-    jobs = P.draw_jobs(np.random.default_rng(3), D, 5)
-    assert [(job.group, job.question) for job in jobs] == [
-        (k, q) for k, q in enumerate(D) for _ in range(5)
-    ]
-    drawn = np.random.default_rng(3).choice(3, size=20, p=P.probabilities()).tolist()
-    assert [(job.instruction, job.text) for job in jobs] == [(j, f"I{j}") for j in drawn]
 
 
 # ---- pruning
@@ -343,10 +330,10 @@ def test_rules_combine():
     assert [I.text for I in P.succeed([old], [], 9)] == ["near"] and P.design is None
     P, paper = (
         population_of(SelectionConfig(**knobs))
-        for knobs in (dict(gate="lower_bound", groups="question"), {})
+        for knobs in (dict(gate="lower_bound", rank="paired"), {})
     )
-    assert isinstance(P, LowerBound) and isinstance(P, ByQuestion)
-    assert not isinstance(paper, (Paired, Fill, LowerBound, ByQuestion))
+    assert isinstance(P, LowerBound) and isinstance(P, Paired)
+    assert not isinstance(paper, (Paired, Fill, LowerBound))
 
 
 @pytest.mark.parametrize(
@@ -354,13 +341,8 @@ def test_rules_combine():
     [
         (dict(rank="best"), "--rank best: choose paper or paired"),
         (dict(gate="upper"), "--gate upper: choose paper, lower_bound or fill"),
-        (dict(groups="pairs"), "--groups pairs: choose pair or question"),
         (dict(rank="paired", mode="static"), "--rank paired: --mode static"),
         (dict(gate="fill", mode="static"), "--gate fill: --mode static"),
-        (
-            dict(rank="paired", groups="question"),
-            "--groups question: --rank paired compares whole groups",
-        ),
         (
             dict(objective="consistent"),
             "--objective consistent: compares a question's instructions",
