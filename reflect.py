@@ -163,12 +163,13 @@ def cut_middle(text: str, keep: int) -> str:
     )
 
 
-def read_blocks(reply: str) -> list[str]:
+def read_blocks(reply: str, cut: bool = True) -> list[str]:
     """Returns the texts of a reply's complete `<ins_k>...</ins_k>` blocks, k >= 1, in their order.
 
-    What a reasoning model thinks before it answers holds drafts, which do not count.
+    What a reasoning model thinks before it answers holds drafts, which do not count. `cut`: the
+    reply ended at a limit.
     """
-    return [text.strip() for _, text in BLOCK.findall(without_thoughts(reply, BLOCK))]
+    return [text.strip() for _, text in BLOCK.findall(without_thoughts(reply, BLOCK, cut))]
 
 
 def read_candidates(
@@ -179,6 +180,7 @@ def read_candidates(
     max_tokens: int,
     n: int,
     unfit: Callable[[str, str], str],
+    cut: bool = True,
 ) -> tuple[dict[int, str], list[dict[str, Any]]]:
     """Returns the first `n` of a reply's candidates in which `find_flaw` finds none, {k: text}, and
     the others, {"k", "reason"}.
@@ -187,7 +189,7 @@ def read_candidates(
     """
     accepted: dict[int, str] = {}
     rejected: list[dict[str, Any]] = []
-    for k, text in enumerate(read_blocks(reply), 1):
+    for k, text in enumerate(read_blocks(reply, cut), 1):
         if len(accepted) == n:
             rejected.append(
                 {"k": k, "reason": f"{n} were asked for: neither this nor any after it is read"}
