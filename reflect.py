@@ -319,7 +319,9 @@ class Optimizer:
             return replace(self.paid[key], paid_before=True)
         self.check_budget()
         start, before, billed, down = time.perf_counter(), self.tokens, [0, 0], None
-        body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
+        messages = [{"role": "user", "content": prompt}]
+        # some gateways stream unless they are told not to
+        body = {"model": self.model, "messages": messages, "stream": False}
 
         def read(answer: Any) -> Reply:
             # every try's, before anything can be wrong with it

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 # Marks of thoughts, in any case: <think>, [THINK], <seed:think>, ◁think▷, <|begin_of_thought|>,
 # <|START_THINKING|>; gpt-oss, Gemma 4, MedGemma and Apertus have others. A quoted mark is mentioned, and so
 # is an opening one inside a sentence.
-NAMES = "(?:ant)?think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad|cot|monologue"
+NAMES = (
+    "(?:ant)?think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad|cot|monologue"
+)
 TAG = rf"(?:\w+[:_])?(?:{NAMES})(?:[:_]\w+)?[|｜]?[>\]▷]"
 QUOTED = r"(?![`'\"”][\s.,;:!?)])"
 OPENING = re.compile(

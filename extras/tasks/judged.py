@@ -83,8 +83,7 @@ class JudgedQA(SearchQA):
 def score_of(completion: Any) -> float:
     """Returns the score in the last line of a reply, from 0 to 1; LookupError, TypeError or
     ValueError if none is."""
-    reply = read_reply(completion)
-    text = without_thoughts(reply.text, SCORE, reply.cut)
-    if found := re.search(r"(?:^|\n)[*_ ]*Score:[*_ ]*(10|\d)(?:/10)?[*_. ]*\s*$", text):
+    reply = without_thoughts(read_reply(completion).text, SCORE)
+    if found := re.search(r"(?:^|\n)[*_ ]*Score:[*_ ]*(10|\d)(?:/10)?[*_. ]*\s*$", reply):
         return int(found[1]) / 10
-    raise ValueError(f"no line `Score: n` at the end of {text[-100:]!r}")
+    raise ValueError(f"no line `Score: n` at the end of {reply[-100:]!r}")
