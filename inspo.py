@@ -220,7 +220,14 @@ class Evolution:
         self.note_call(I_parent, call)
         find_unfit = self.task.make_format().find_unfit
         accepted, rejected = read_candidates(
-            call.reply, I_parent.text, self.used, golds, self.cfg.max_instruction, n, find_unfit
+            call.reply,
+            I_parent.text,
+            self.used,
+            golds,
+            self.cfg.max_instruction,
+            n,
+            find_unfit,
+            call.cut,
         )
         row = make_proposal_row(
             self.t, self.round, I_parent, accepted=list(accepted), rejected=rejected
