@@ -38,7 +38,7 @@ def export_checkpoint(
         raise Fault(f"{out} exists already; remove it, or choose another with --out")
     if wrong := checkpoint.damage(chosen):
         raise CheckpointFault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
-    P = Population(cfg.tau_s, cfg.window)
+    P = Population(cfg)
     P.load_state_dict(run.load_mark(chosen)["population"])
 
     config, computed = load_config(cfg.model), getattr(torch, cfg.dtype)

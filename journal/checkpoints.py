@@ -117,6 +117,7 @@ class Checkpoints:
         try:
             yield
         except BaseException as e:
+            self.log.screen.close()
             with contextlib.suppress(Exception):  # what ended the run comes first
                 if not isinstance(e, DiskFault):  # a checkpoint would not fit either
                     self.save()
