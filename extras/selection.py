@@ -59,13 +59,7 @@ class SelectionConfig(ObjectiveConfig):
         return ""
 
 
-class Rule(Population):
-    def __init__(self, cfg: SelectionConfig):
-        super().__init__(cfg.tau_s, cfg.window)
-        self.cfg = cfg
-
-
-class Fill(Rule):
+class Fill(Population):
     """Places that are left after the rounds go to candidates that a sign test does not find worse
     than their parent.
 
@@ -98,7 +92,7 @@ def significantly_worse(r: Sequence[float], r_parent: Sequence[float]) -> bool:
     return bool(bdtr(wins, wins + losses, 0.5) < 0.05)  # ties say nothing
 
 
-class LowerBound(Rule):
+class LowerBound(Population):
     """A candidate joins if it loses at most TOLERANCE against its parent, with confidence SURE."""
 
     def admit(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
@@ -122,7 +116,7 @@ def lower_bound(r: Sequence[float], r_parent: Sequence[float]) -> float:
     return sum(r) / n - float(stdtrit(n - 1, SURE)) * float(difference.std(ddof=1)) / math.sqrt(n)
 
 
-class Paired(Rule):
+class Paired(Population):
     """A population that compares its instructions on questions which they share, since the
     generation began.
 
@@ -234,7 +228,7 @@ def population_of(cfg: SelectionConfig) -> Population:
     """Makes an empty population that follows the rules of --rank and --gate, and else the
     paper."""
     rules = [RULES[name] for name in (cfg.gate, cfg.rank) if name in RULES]
-    P: Population = type("Chosen", (*rules, Rule), {})(cfg)
+    P: Population = type("Chosen", (*rules, Population), {})(cfg)
     return P
 
 

@@ -151,7 +151,7 @@ def _(right_probabilities, w):
     desk.need("The figure", right_probabilities)
 
     def theirs(tau):
-        P = Population(tau, 1)
+        P = Population(Config(tau_s=tau, window=1))
         for x in w:
             P.join("", None, 0).rewards = [x]
         return P.probabilities()
@@ -199,7 +199,7 @@ def _(right_probabilities, right_weight, tau_s, w):
 
     def shares(tau, seed):
         """Returns p (20, |P|) of a population whose true mean rewards are w."""
-        rng, P = np.random.default_rng(seed), Population(tau, 5)
+        rng, P = np.random.default_rng(seed), Population(Config(tau_s=tau))
         for _ in w:
             P.join("", None, 0)
         seen = []

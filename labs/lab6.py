@@ -12,6 +12,7 @@ with app.setup:
     import marimo as mo
     import numpy as np
 
+    from config import Config
     from inspo import Evolution
     from labs import desk, play
     from population import Candidate, Population, ReplayBuffer
@@ -57,7 +58,7 @@ def _():
     task = play.LibraryQA(cfg)
     player = play.Player(cfg, task)  # plays questions under any instruction
     first = task.instruction
-    P, B = Population(cfg.tau_s, cfg.window), ReplayBuffer(cfg.buffer)
+    P, B = Population(cfg), ReplayBuffer(cfg.buffer)
     P.join(first, None, 0)
     D = {q.id: q for q in task.questions("train")}
     _jobs = [Job(0, first, q, group) for group, q in enumerate(list(D.values())[:48])]
@@ -214,7 +215,7 @@ def check_admit(admit):
 
     cases = [(named(0.5, 0.2, 0.1), 3), (named(0.5, 0.4, 0.3), 2), (named(0.1, 0.0), 2), (named(0.0, parent=0.0), 1)]
     for verified, room in cases:
-        got, want = admit(verified, room), Population(0.2, 5).admit(verified, room)
+        got, want = admit(verified, room), Population(Config()).admit(verified, room)
         if [c.text for c in got] == [c.text for c in want]:
             continue
         if len(got) > room:

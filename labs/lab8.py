@@ -12,6 +12,7 @@ with app.setup:
     import numpy as np
 
     import inspo
+    from config import Config
     from evaluation.agents import load_agent
     from labs import desk, play
     from population import Population
@@ -210,7 +211,7 @@ def check_step(step):
     def noted(name, f=lambda *args: None):
         return lambda *args: (done.append(name), f(*args))[1]
 
-    P = Population(0.2, 5)
+    P = Population(Config())
     P.join("Answer.", None, 0)
     P.draw_jobs, P.attribute = noted("draw", P.draw_jobs), noted("attribute", P.attribute)
     player = SimpleNamespace(
@@ -282,7 +283,7 @@ def _(
 
     cfg = play.config(T=60, warmup=0.05, lr=2e-3)
     task = Alliteration(cfg)
-    player, P = play.Player(cfg, task), Population(cfg.tau_s, cfg.window)
+    player, P = play.Player(cfg, task), Population(cfg)
     for _text in instructions:
         P.join(_text, None, 0)
     train, history, asked = task.questions("train"), [], 20
