@@ -85,7 +85,7 @@ def inspo(
             row = log.measure(taus)
             texts = list(map(task.shown, taus))
             update = policy.update(t, taus)  # Alg.1 L8 Eq.5
-            P.attribute(taus)  # Alg.1 L9
+            P.update_weights(taus)  # Alg.1 L9
             row |= update | policy.measure_speed(taus) | make_weights_row(P)
             log.keep_step(t, taus, row)
             if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
@@ -157,7 +157,7 @@ class Evolution:
         n = cfg.N_P - cfg.N_parent  # CHOICE-24
         self.t = t
         self.used = {fold_words(I.text) for I in P_parent}
-        shortfall = "too few revisions verified"
+        reason = "too few revisions verified"
         for round in range(cfg.rounds):
             room = cfg.N_P - len(P_parent) - len(P_new)
             if not room:  # Alg.1 L18 CHOICE-6
@@ -168,24 +168,24 @@ class Evolution:
             tau_fail = B.failures(rng, cfg.failures, I_parent.id)
             D_B = [self.D[q] for q in B.questions(rng, cfg.D_B, tau_fail)]
             if not tau_fail:
-                shortfall = "no failure to learn from"
+                reason = "no failure to learn from"
                 break
             if cfg.D_B and not D_B:
-                shortfall = "no question left to verify on"
+                reason = "no question left to verify on"
                 break
             try:
                 I_new = self.propose(I_parent, tau_fail, n)  # Alg.1 L20
             except OptimizerDown as e:
-                shortfall = f"the optimizer gave no reply ({e})"
+                reason = f"the optimizer gave no reply ({e})"
                 break
             if I_new:
                 verified = self.verify(policy, I_parent, I_new, D_B)  # Alg.1 L21
-                joining = P.admit(verified, min(room, cfg.top_n))
+                joining = P.select_top(verified, min(room, cfg.top_n))
                 P_new += joining
                 row = make_verification_row(t, round, D_B, verified, joining)
                 self.log.write_row("reflections", row)
-        P.succeed(P_parent, P_new, t)  # Alg.1 L23
-        outcome = tell_succession(P_parent, P_new, cfg.N_P - len(P), shortfall)
+        P.replace_by(P_parent, P_new, t)  # Alg.1 L23
+        outcome = tell_succession(P_parent, P_new, cfg.N_P - len(P), reason)
         self.log.write_row("population", make_evolution_row(t, P, outcome))
 
     def propose(self, I_parent: Instruction, tau_fail: list[Experience], n: int) -> list[str]:

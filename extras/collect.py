@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             read(Path(args.what), args) if is_run else play(args, done)
         ):
             row = row_of(task, instruction, q, played)
-            good = played["reward"] >= (task.best_reward if args.least is None else args.least)
+            good = played["reward"] >= (task.passing_reward if args.least is None else args.least)
             whole = (
                 played["stop"] in ("answer", "over")
                 and not played["invalid"]

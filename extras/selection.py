@@ -71,17 +71,19 @@ class Fill(Population):
         super().__init__(cfg)
         self.spare: list[Candidate] = []  # of the evolution under way
 
-    def admit(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
-        joining = super().admit(verified, room)
+    def select_top(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
+        joining = super().select_top(verified, room)
         others = (c for c in verified if c not in joining)
         self.spare += [c for c in others if not significantly_worse(c.rewards, c.parent_rewards)]
         return joining
 
-    def succeed(
+    def replace_by(
         self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int
     ) -> list[Instruction]:
         spare, self.spare = sorted(self.spare, key=lambda c: c.r_parent - c.r), []
-        return super().succeed(parents, [*new, *spare[: self.cfg.N_P - len(parents) - len(new)]], t)
+        return super().replace_by(
+            parents, [*new, *spare[: self.cfg.N_P - len(parents) - len(new)]], t
+        )
 
 
 def significantly_worse(r: Sequence[float], r_parent: Sequence[float]) -> bool:
@@ -95,7 +97,7 @@ def significantly_worse(r: Sequence[float], r_parent: Sequence[float]) -> bool:
 class LowerBound(Population):
     """A candidate joins if it loses at most TOLERANCE against its parent, with confidence SURE."""
 
-    def admit(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
+    def select_top(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
         return [
             c
             for c in verified
@@ -151,7 +153,7 @@ class Paired(Population):
         same."""
         return np.full(len(self.ids), 1 / len(self.ids))
 
-    def attribute(self, taus: Iterable[Trajectory]) -> None:
+    def update_weights(self, taus: Iterable[Trajectory]) -> None:
         """Adds a step's questions to the comparison, and sets weights by it."""
         rewards: dict[str, dict[int, list[float]]] = {}
         for tau in taus:
@@ -202,11 +204,11 @@ class Paired(Population):
         t = -float(stdtrit(max(1, fit.df), ALPHA / (self.looks * (self.looks + 1) * n * (n - 1))))
         return [I for I, k in zip(ranked, rows, strict=True) if distance[k] > t * se[k] + 1e-9]
 
-    def succeed(
+    def replace_by(
         self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int
     ) -> list[Instruction]:
         """Starts the comparison anew with each generation."""
-        joined = super().succeed(parents, new, t)
+        joined = super().replace_by(parents, new, t)
         if joined:
             self.design, self.looks = None, 0
         return joined

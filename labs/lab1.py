@@ -205,8 +205,10 @@ def _(right_probabilities, right_weight, tau_s, w):
         seen = []
         for _ in range(20):
             seen.append(P.probabilities())
-            drawn = [I.id for I in P.sample(rng, 24)]
-            P.attribute(Trajectory(j, Question("", ""), 0, [], 0, reward=float(rng.random() < w[j])) for j in drawn)
+            drawn, taus = [I.id for I in P.sample(rng, 24)], []
+            for j in drawn:
+                taus.append(Trajectory(j, Question("", ""), 0, [], 0, reward=float(rng.random() < w[j])))
+            P.update_weights(taus)
         return np.array(seen)
 
     greedy = float(np.mean([shares(tau_s / 10, seed)[-1].argmax() != 0 for seed in range(200)]))

@@ -196,7 +196,7 @@ def _(best, cfg, other, right_drop, right_needed, right_survivors):
                 r = rng.binomial(cfg.G, p) / cfg.G  # the mean reward of each group
                 # One trajectory with the mean reward stands for all of an instruction's in this step.
                 means = {int(j): float(r[drawn == j].mean()) for j in np.unique(drawn)}
-                P.attribute(Trajectory(j, Question("", ""), 0, [], 0, reward=mean) for j, mean in means.items())
+                P.update_weights(Trajectory(j, Question("", ""), 0, [], 0, reward=mean) for j, mean in means.items())
             times += any(I.id == cfg.N_P - 1 for I in P.prune(P.ranked(), cfg.N_parent, cfg.K_p))
         return times / trials
 

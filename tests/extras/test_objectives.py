@@ -840,9 +840,9 @@ def test_an_objective_that_looks_at_the_whole_mini_batch_does_not_depend_on_micr
     taus = batch_of(4)
     for tau in taus[::2]:
         tau.instruction = 1
-        tau.credit = [tau.advantage + k for k in range(len(tau.acted))]
+        tau.credit = [tau.advantage + k for k in range(len(tau.turn_tokens))]
     for tau in taus[1::2]:
-        tau.credit = [tau.advantage] * len(tau.acted)
+        tau.credit = [tau.advantage] * len(tau.turn_tokens)
     parts = [taus[: 2 * G], taus[2 * G :]]
     (one, metrics, _), (other, also, _) = (
         gradients(learner_of(model, name, micro_tokens=micro_tokens), parts)
