@@ -162,6 +162,7 @@ def read_candidates(
     max_tokens: int,
     n: int,
     unfit: Callable[[str, str], str],
+    cut: bool = True,
 ) -> tuple[dict[int, str], list[dict[str, Any]]]:
     """Returns the first `n` of a reply's candidates in which `find_flaw` finds none, {k: text}, and
     the others, {"k", "reason"}.
@@ -170,7 +171,7 @@ def read_candidates(
     """
     accepted: dict[int, str] = {}
     rejected: list[dict[str, Any]] = []
-    for k, text in enumerate(read_blocks(reply), 1):
+    for k, text in enumerate(read_blocks(reply, cut), 1):
         if len(accepted) == n:
             rejected.append(
                 {"k": k, "reason": f"{n} were asked for: neither this nor any after it is read"}
@@ -300,7 +301,9 @@ class Optimizer:
             return replace(self.paid[key], paid_before=True)
         self.check_budget()
         start, before, billed, down = time.perf_counter(), self.tokens, [0, 0], None
-        body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
+        messages = [{"role": "user", "content": prompt}]
+        # some gateways stream unless they are told not to
+        body = {"model": self.model, "messages": messages, "stream": False}
 
         def read(answer: Any) -> Reply:
             # every try's, before anything can be wrong with it

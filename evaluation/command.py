@@ -18,7 +18,7 @@ and named; a conversation that its server refuses counts as wrong, with "length"
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from config import Config
@@ -28,15 +28,23 @@ from plumbing import stop
 from plumbing.faults import one_line
 from plumbing.threads import choose_threads, use_threads
 
-# default and help of the flags that take one value, of the default's type
-FLAGS: dict[str, tuple[Any, str]] = {
-    "n": (0, "questions of a set, a fixed sample by --seed; 0: all"),
-    "seed": (0, "of that sample, and of what is sampled"),
+# default and help of the flags of whoever plays, of the default's type
+PLAYER: dict[str, tuple[Any, str]] = {
+    "seed": (0, "of what is sampled"),
     "temperature": (0.0, "0 is greedy"),
     "instruction": ("", "file; default: I_star for inspo, else the run's first one or the task's"),
     "served_model": ("", "model of a URL; default: the only one that it serves"),
-    "out": ("", "default: runs/evaluation/NAME-METHOD, with the names of --data"),
 }
+
+
+def add_player_flags(parser: argparse.ArgumentParser, knobs: Sequence[str]) -> None:
+    """Adds how an agent plays, and these fields of Config."""
+    for name, (default, text) in PLAYER.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    for name in knobs:
+        text = fields[name].metadata["doc"].replace("%", "%%")
+        parser.add_argument(f"--{name}", type=fields[name].type, help=text)
 
 
 def main(
@@ -77,18 +85,12 @@ def parse(
     add("--method", choices=methods, help="how it plays; default: as it was trained, or search_r1")
     sets = f"test (the task's own held-out questions), valid, train; search QA: world, {', '.join(BENCHMARKS)}, files"
     add("--data", nargs="+", default=["test"], help=sets)
-    for name, (default, text) in FLAGS.items():
-        add(f"--{name}", type=type(default), default=default, help=text)
+    add("--n", type=int, default=0, help="questions of a set, a fixed sample by --seed; 0: all")
+    add("--out", help="default: runs/evaluation/NAME-METHOD, with the names of --data")
     add(
         "--compare", nargs="+", metavar="DIR", help="evaluations; seeds of one arm joined by commas"
     )
-
-    # those of inspo.py
-    knobs = {f.name: f for f in dataclasses.fields(Config)}
-    for name in (*PLAYED, *SERVED):
-        text = knobs[name].metadata["doc"].replace("%", "%%")
-        add(f"--{name}", type=knobs[name].type, help=text)
-
+    add_player_flags(parser, (*PLAYED, *SERVED))
     args = parser.parse_args(argv)
     if bool(args.what) == bool(args.compare):
         parser.error("give WHAT to evaluate, or --compare with two evaluations or more")

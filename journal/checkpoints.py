@@ -25,7 +25,7 @@ from training.policy import Policy
 
 def best_of_mark(mark: Row, cfg: Config) -> Instruction:
     """Returns the best instruction of the population in a checkpoint's mark."""
-    P = Population(cfg.tau_s, cfg.window)
+    P = Population(cfg)
     P.load_state_dict(mark["population"])
     return P.best()
 
@@ -125,6 +125,7 @@ class Checkpoints:
         try:
             yield
         except BaseException as e:
+            self.log.screen.close()
             with contextlib.suppress(Exception):  # what ended the run comes first
                 if not isinstance(e, DiskFault):  # a checkpoint would not fit either
                     self.save()

@@ -112,15 +112,15 @@ def make_evolution_row(t: int, P: Population, outcome: str) -> Row:
 
 
 def tell_succession(
-    P_parent: Sequence[Instruction], P_new: Sequence[Candidate], left: int, shortfall: str
+    P_parent: Sequence[Instruction], P_new: Sequence[Candidate], left: int, reason: str
 ) -> str:
-    """Returns the outcome of Alg.1 L17 to L23; `left`: places that nobody took, `shortfall`: why
+    """Returns the outcome of Alg.1 L17 to L23; `left`: places that nobody took, `reason`: why
     not."""
     if not P_new:
-        return f"no new instruction: {shortfall}; P stays as it is"
+        return f"no new instruction: {reason}; P stays as it is"
     parents = ", ".join(f"#{I.id}" for I in P_parent)
     text = f"parent {parents} ({P_new[-1].r_parent:.2f} on D_B); {len(P_new)} joined"
-    return text + (f"; {many(left, 'place')} left: {shortfall}" if left else "")
+    return text + (f"; {many(left, 'place')} left: {reason}" if left else "")
 
 
 def find_added(text: str, parent: str, width: int = 90) -> str:

@@ -25,14 +25,17 @@ def collect_family(run: Run) -> Row:
     born = {(I["born"], I["text"]): I for I in instructions.values()}
     refused: list[Row] = []
     calls: dict[str, Row] = {}
+    blocks: dict[str, list[str]] = {}  # of its reply
     accepted: dict[str, tuple[int, str]] = {}  # the step and the text of each candidate
     for row in run.reflections:
         t = row["t"]
         place = f"{t}.{row.get('round', 0)}"
         child = {"parents": [row.get("parent")], "t": t, "call": place}
         if "call" in row:
-            calls[place] = _call(row["call"])
-        reply = dict(enumerate(read_blocks(calls[place]["reply"]), 1)) if place in calls else {}
+            call = row["call"]
+            calls[place] = _call(call)
+            blocks[place] = read_blocks(call["reply"], call.get("cut", True))
+        reply = dict(enumerate(blocks.get(place, ()), 1))
 
         # what the checks said of each text of the reply
         for k, number in enumerate(row.get("accepted", ()), 1):

@@ -151,7 +151,7 @@ def resume(path: Path) -> int | None:
             return None
         loaded = tensors(0)
         checkpoint.load(loaded, found[0], alone=True)
-        P, B = Population(0.2, 5), ReplayBuffer(9)
+        P, B = Population(Config()), ReplayBuffer(9)
         P.load_state_dict(found[1]["population"])
         B.load_state_dict(found[1]["buffer"])
         t = found[1]["t"]

@@ -558,6 +558,7 @@ def test_the_client_speaks_openai_s_chat_completions(endpoint):
     assert json.loads(body) == {
         "model": "some-model",
         "messages": [{"role": "user", "content": "what?\n☃"}],
+        "stream": False,
     }
     assert call.reply == "héllo"
     assert (call.prompt_tokens, call.completion_tokens) == (11, 7)

@@ -335,7 +335,8 @@ def test_what_is_sampled_is_what_is_read(real):
         )
         starts = [k for k, m in enumerate(tau.mask) if m and not tau.mask[k - 1]]
         read = [
-            tokenizer.decode(tau.ids[k : k + n]) for k, n in zip(starts, tau.acted, strict=True)
+            tokenizer.decode(tau.ids[k : k + n])
+            for k, n in zip(starts, tau.turn_tokens, strict=True)
         ]
         assert read == [turn.text for turn in tau.turns]
         assert [text for kind, text in split_response(tau.record()) if kind == "act"] == read
