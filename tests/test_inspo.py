@@ -395,7 +395,7 @@ def test_a_hostile_optimizer_s_words_stay_words(tmp_path, monkeypatch):
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
         code, stdout, stderr = run_here(*flags)
         assert code == 0, (code, stderr)
-        assert "1 evolution left the population as it was" in stdout and "\x1b" not in stdout
+        assert "1 evolution changed no instruction" in stdout and "\x1b" not in stdout
         summary = json.loads((tmp_path / "r" / "summary.json").read_text())
         assert summary["evolved"] is False and summary["ledger"]["evolutions_in_vain"] == 1
         family = {
