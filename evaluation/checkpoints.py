@@ -36,7 +36,8 @@ def export_checkpoint(
     out = out or path / chosen.name
     if out.exists():
         raise Fault(f"{out} exists already; remove it, or choose another with --out")
-    if wrong := checkpoint.damage(chosen):
+    wrong = checkpoint.damage(chosen)
+    if wrong:
         raise CheckpointFault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
     I = best_of_mark(run.load_mark(chosen), cfg)
 

@@ -13,7 +13,7 @@ again continues where it was stopped, unless questions, gold answers, instructio
 passages, or the code of task, reward and tools have changed since (a model behind a URL is known by
 its name). Options that a model at a URL refuses (temperature, stop, seed, max_tokens) are left out,
 and named; a conversation that its server refuses counts as wrong, with "length" or "refused" as its
-`stop`. Benchmarks that --data_dir lacks come from the Hugging Face hub.
+`stop`. Benchmarks come from the Hugging Face hub, once.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 
 from config import Config
 from evaluation.agents import METHODS, PLAYED, SERVED, Method
-from evaluation.benchmarks import SIZES
+from evaluation.benchmarks import BENCHMARKS
 from plumbing import stop
 from plumbing.faults import one_line
 from plumbing.threads import choose_threads, use_threads
@@ -83,9 +83,8 @@ def parse(
     add = parser.add_argument
     add("what", nargs="?", metavar="WHAT")
     add("--method", choices=methods, help="how it plays; default: as it was trained, or search_r1")
-    sets = f"test (the task's own held-out questions), valid, train; search QA: world, {', '.join(SIZES)}, files"
+    sets = f"test (the task's own held-out questions), valid, train; search QA: world, {', '.join(BENCHMARKS)}, files"
     add("--data", nargs="+", default=["test"], help=sets)
-    add("--data_dir", default="data", help="folder of the benchmarks' files")
     add("--n", type=int, default=0, help="questions of a set, a fixed sample by --seed; 0: all")
     add("--out", help="default: runs/evaluation/NAME-METHOD, with the names of --data")
     add(

@@ -103,7 +103,7 @@ def collect_questions(task: Task, args: argparse.Namespace) -> dict[str, list[Qu
         if name in SPLITS:
             every = task.questions(name)
         else:
-            every = load_benchmark(name, Path(args.data_dir))
+            every = load_benchmark(name)
         title = Path(name).stem if name.endswith((".jsonl", ".parquet")) else name
         if title in questions:
             raise Fault(
@@ -199,7 +199,11 @@ def play(
     total = len(rows) + sum(len(some) for _, _, some in chunks)
     seconds = 0.1 if sys.stderr.isatty() else 30
     with tqdm(total=total, initial=len(rows), unit="question", mininterval=seconds) as bar:
-        player.progress = lambda ended: bar.update(len(rows) + ended - bar.n)
+
+        def show(ended: int) -> None:
+            bar.update(len(rows) + ended - bar.n)
+
+        player.progress = show
         for title, number, some in chunks:
             bar.set_description(title, refresh=False)
             player.seed = int(rng_of(setting["seed"], number, f"{title} 0").integers(2**31))

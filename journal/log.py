@@ -98,8 +98,9 @@ class Log:
         """Appends a row to `name`.jsonl, and shows what a person has to see of it."""
         self.run.append(name, row)
         self.screen.show_row(name, row)
-        for line in self.silence.hear(row) if name == "metrics" else ():
-            self.screen.note(line)
+        if name == "metrics":
+            for line in self.silence.hear(row):
+                self.screen.note(line)
         if "accepted" in row:
             self.row["candidates"] = self.row.get("candidates", 0) + len(row["accepted"])
         if name == "population" and row["event"] != "prune":
@@ -117,11 +118,11 @@ class Log:
 
     def keep_step(self, t: int, taus: Sequence[Trajectory], row: Row) -> None:
         """Writes what an update learned from; its row waits for evolution and evaluation."""
-        rows = [
-            tau.record()
-            | ({"token_data": token_data(tau, self.policy.tokenizer)} if tau.tokens else {})
-            for tau in taus
-        ]
+        rows = []
+        for tau in taus:
+            rows.append(tau.record())
+            if tau.tokens:
+                rows[-1]["token_data"] = token_data(tau, self.policy.tokenizer)
         self.run.write_trajectories(f"step-{t:06d}", rows)
         if t == 1:
             longest = max(taus, key=lambda tau: len(tau.turns))

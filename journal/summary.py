@@ -30,9 +30,11 @@ def count_calls(row: Row, tools: Sequence[str]) -> dict[str, float]:
 
 def trace_lineage(parents: Mapping[int, int | None], id: int) -> list[int]:
     """Returns the ids from the first instruction to `id`; `parents`: of each instruction."""
-    line = [id]
-    while (parent := parents.get(line[0])) is not None:
-        line.insert(0, parent)
+    line: list[int] = []
+    at: int | None = id
+    while at is not None:
+        line.insert(0, at)
+        at = parents.get(at)
     return line
 
 
