@@ -400,7 +400,13 @@ def test_what_is_hardly_meant_is_noted_with_its_count(tmp_path, capsys):
     assert [int(re.search(r"q\.jsonl: (\d+) ", note)[1]) for note in notes] == [2, 2, 1]
     load_questions(write(tmp_path / "q.jsonl", *rows[4:5], rows[6]))
     assert capsys.readouterr().out == ""
-    lists = ["('x', 'y')", "{'x', 'y'}", "array(['x', 'y'], dtype=object)", "[['x']\n ['y']]", '("x",)']
+    lists = [
+        "('x', 'y')",
+        "{'x', 'y'}",
+        "array(['x', 'y'], dtype=object)",
+        "[['x']\n ['y']]",
+        '("x",)',
+    ]
     rows = [ROW | {"id": str(k), "golden_answers": text} for k, text in enumerate(lists)]
     load_questions(write(tmp_path / "q.jsonl", *rows))
     assert "5 questions have a list as the text" in capsys.readouterr().out
