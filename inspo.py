@@ -14,15 +14,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config, parse_flags
 from journal.rows import (
-    make_call_row,
     make_evolution_row,
+    make_proposal_row,
     make_prune_row,
-    make_reply_row,
     make_start_row,
     make_verification_row,
     make_weights_row,
@@ -32,7 +32,6 @@ from journal.rows import (
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown, one_line
 from plumbing.servers import Servers
-from plumbing.status import status
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer
 from reflect import (
     Call,
@@ -55,7 +54,6 @@ if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from journal.checkpoints import Checkpoints
     from journal.log import Log
     from training.policy import Policy
-    from training.ranks import Ranks
 
 
 def inspo(
@@ -87,7 +85,7 @@ def inspo(
             row = log.measure(taus)
             texts = list(map(task.shown, taus))
             update = policy.update(t, taus)  # Alg.1 L8 Eq.5
-            P.attribute(taus)  # Alg.1 L9
+            P.update_weights(taus)  # Alg.1 L9
             row |= update | policy.measure_speed(taus) | make_weights_row(P)
             log.keep_step(t, taus, row)
             if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
@@ -129,8 +127,8 @@ class Evolution:
         self.used = set[str]()  # the texts used in it, normalized: none is proposed again
 
     def fill_population(self) -> None:
-        """Fills P with P_0: the first instruction, up to N_P - 1 paraphrases of it from one call to
-        the optimizer.
+        """Fills P with P_0: the first instruction, and N_P - 1 paraphrases of it that one call to
+        the optimizer asks for.
 
         An optimizer that does not even answer that one is a Fault: the run would be the static
         baseline.
@@ -140,7 +138,7 @@ class Evolution:
         paraphrases = list[str]()
         try:
             if self.optimizer and self.cfg.N_P > 1:  # CHOICE-22
-                paraphrases = self.propose(I_0, [])  # no failures: paraphrases
+                paraphrases = self.propose(I_0, [], self.cfg.N_P - 1)
         except OptimizerDown as e:
             raise Fault(
                 f"the optimizer gave no reply to its first call: {e}; check OPENAI_BASE_URL, OPENAI_API_KEY and"
@@ -156,41 +154,43 @@ class Evolution:
         cfg, P, B = self.cfg, self.P, self.B
         P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
         P_new = list[Candidate]()
-        self.t, self.used = t, {fold_words(I.text) for I in P_parent}
-        shortfall = "too few revisions verified"
+        n = cfg.N_P - cfg.N_parent  # CHOICE-24
+        self.t = t
+        self.used = {fold_words(I.text) for I in P_parent}
+        reason = "too few revisions verified"
         for round in range(cfg.rounds):
             room = cfg.N_P - len(P_parent) - len(P_new)
             if not room:  # Alg.1 L18 CHOICE-6
                 break
-            self.round, rng = round, rng_of(cfg.seed, t, f"evolve {round}")
+            self.round = round
+            rng = rng_of(cfg.seed, t, f"evolve {round}")
             I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
             tau_fail = B.failures(rng, cfg.failures, I_parent.id)
             D_B = [self.D[q] for q in B.questions(rng, cfg.D_B, tau_fail)]
             if not tau_fail:
-                shortfall = "no failure to learn from"
+                reason = "no failure to learn from"
                 break
             if cfg.D_B and not D_B:
-                shortfall = "no question left to verify on"
+                reason = "no question left to verify on"
                 break
             try:
-                I_new = self.propose(I_parent, tau_fail)  # Alg.1 L20
+                I_new = self.propose(I_parent, tau_fail, n)  # Alg.1 L20
             except OptimizerDown as e:
-                shortfall = f"the optimizer gave no reply ({e})"
+                reason = f"the optimizer gave no reply ({e})"
                 break
             if I_new:
                 verified = self.verify(policy, I_parent, I_new, D_B)  # Alg.1 L21
-                joining = P.admit(verified, min(room, cfg.top_n))
+                joining = P.select_top(verified, min(room, cfg.top_n))
                 P_new += joining
                 row = make_verification_row(t, round, D_B, verified, joining)
                 self.log.write_row("reflections", row)
-        P.succeed(P_parent, P_new, t)  # Alg.1 L23
-        outcome = tell_succession(P_parent, P_new, cfg.N_P - len(P), shortfall)
+        P.replace_by(P_parent, P_new, t)  # Alg.1 L23
+        outcome = tell_succession(P_parent, P_new, cfg.N_P - len(P), reason)
         self.log.write_row("population", make_evolution_row(t, P, outcome))
 
-    def propose(self, I_parent: Instruction, tau_fail: list[Experience]) -> list[str]:
-        """Returns well-formed revisions of a parent by the optimizer, and adds them to `used`.
-        Raises OptimizerDown."""
-        n = self.cfg.N_P - self.cfg.N_parent  # CHOICE-24
+    def propose(self, I_parent: Instruction, tau_fail: list[Experience], n: int) -> list[str]:
+        """Returns at most `n` well-formed revisions of a parent by the optimizer, and adds them to
+        `used`; paraphrases where there are no failures. Raises OptimizerDown."""
         golds = [gold for e in tau_fail for gold in e.golds]
         return self.ask(I_parent, self.prompt(I_parent, tau_fail, n), golds, n)
 
@@ -220,16 +220,26 @@ class Evolution:
         self.note_call(I_parent, call)
         find_unfit = self.task.make_format().find_unfit
         accepted, rejected = read_candidates(
-            call.reply, I_parent.text, self.used, golds, self.cfg.max_instruction, n, find_unfit
+            call.reply,
+            I_parent.text,
+            self.used,
+            golds,
+            self.cfg.max_instruction,
+            n,
+            find_unfit,
+            call.cut,
         )
-        row = make_reply_row(self.t, self.round, I_parent, list(accepted), rejected)
+        row = make_proposal_row(
+            self.t, self.round, I_parent, accepted=list(accepted), rejected=rejected
+        )
         self.log.write_row("reflections", row)
         return list(accepted.values())
 
     def note_call(self, I_parent: Instruction, call: Call) -> None:
         """Writes down a call to the optimizer, unless an earlier process of this run has."""
         if not call.paid_before:
-            self.log.write_row("reflections", make_call_row(self.t, self.round, I_parent, call))
+            row = make_proposal_row(self.t, self.round, I_parent, call=asdict(call))
+            self.log.write_row("reflections", row)
 
     def verify(
         self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
@@ -267,25 +277,6 @@ def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: 
         log.add_result("first policy, I_star", policy.evaluate(T, I_star, "test"))
 
 
-def population_of(cfg: Config, kind: Callable[..., Population] = Population) -> Population:
-    """Returns an empty population that follows Eq. 4 and 6, or `kind`: a subclass, or a function of
-    `cfg`."""
-    return kind(cfg.tau_s, cfg.window) if isinstance(kind, type) else kind(cfg)
-
-
-def make_policy(
-    cfg: Config, ranks: Ranks, task: Task, learner: type[Learner] | None = None
-) -> Policy:
-    """Makes pi_theta, on all ranks together: FSDP shards what is trained, and vLLM or plain torch
-    samples."""
-    from grpo import Learner
-    from training.policy import Policy, fsdp, plain_torch, vllm, whole
-
-    status("loading the policy")
-    models, engine = fsdp if ranks.grouped else whole, vllm if cfg.engine == "vllm" else plain_torch
-    return Policy(cfg, ranks, task, learner or Learner, models, engine)
-
-
 class Result(NamedTuple):
     """What a run leaves: its directory, the best instruction, and summary.json."""
 
@@ -297,7 +288,7 @@ class Result(NamedTuple):
 def train(
     cfg: Config | None = None,
     learner: type[Learner] | None = None,
-    population: Callable[..., Population] = Population,
+    population: Callable[[Any], Population] = Population,
     evolution: type[Evolution] = Evolution,
     algorithm: Callable[..., tuple[Policy, Instruction]] = inspo,
     *,
@@ -318,14 +309,12 @@ def train(
     from journal.checkpoints import Checkpoints
     from journal.directory import RunDirectory
     from journal.log import Log
+    from training.policy import Policy, follow
 
     cfg, fitted, why, task, ranks = started
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:
-            fitted, address = ranks.broadcast()
-            task.connect(address)
-            # does what rank 0 calls, until it closes
-            make_policy(fitted, ranks, task, learner).follow()
+            follow(ranks, task, learner)
             return None
         with stop.may_stop():
             run = stack.enter_context(
@@ -335,18 +324,10 @@ def train(
             tools = task.start(serve)
             optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))
             ranks.broadcast((fitted, task.address()))
-            policy = stack.enter_context(
-                contextlib.closing(make_policy(fitted, ranks, task, learner))
-            )
-        log = Log(cfg, run, task, policy.tokenizer)
-        stack.callback(log.screen.close)
-        policy.progress, log.began = log.screen.show_rollouts, began
-        log.introduce(
-            f"{policy.describe()}, {fitted.engine} engine: {why}",
-            tools,
-            describe_optimizer(optimizer),
-        )
-        evolving = evolution(cfg, task, optimizer, population_of(cfg, population), log)
+            policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, task, learner)))
+        log = Log(cfg, run, task, policy, began)
+        log.introduce(why, tools, describe_optimizer(optimizer))
+        evolving = evolution(cfg, task, optimizer, population(cfg), log)
         checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
         with checkpoints.rescued():
             policy, I_star = algorithm(cfg, task, policy, evolving, checkpoints, log)

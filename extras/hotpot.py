@@ -10,13 +10,13 @@ that one machine searches: OUT/corpus.jsonl. OUT/train.jsonl and OUT/test.jsonl 
 
 if not __package__:
     import root  # noqa: F401
-import argparse
 import contextlib
 import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from extras.bench.harness import parser_of
 from plumbing.faults import one_line
 from plumbing.hub import fetch_file
 from tasks.questions import read_parquet
@@ -71,9 +71,7 @@ def convert(out: Path, files: dict[str, Sequence[str]]) -> Counter[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument(
         "--train", nargs="+", default=TRAIN, help="files of training questions; default: the hub's"

@@ -4,7 +4,6 @@ what they cost.
     python extras/selection.py --rank paired                         # two share a question, a test prunes
     python extras/selection.py --gate lower_bound --rounds 2         # a revision must almost surely be hardly worse
     python extras/selection.py --gate fill                           # places left go to revisions not shown to be worse
-    python extras/selection.py --groups question                     # Eq. 3 compares a question's rollouts under all
     python extras/selection.py --rank paired --objective consistent  # any of objectives.py, and the flags of inspo.py
 
 A rule is a subclass of Population with the methods in which it differs from Algorithm 1;
@@ -16,7 +15,6 @@ if not __package__:
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -51,47 +49,17 @@ class SelectionConfig(ObjectiveConfig):
         " are left, also those not significantly below",
         of=("paper", "lower_bound", "fill"),
     )
-    groups: str = knob(
-        "pair",
-        "pair: trajectories of an instruction and question are compared; question: of a question under any",
-        of=("pair", "question"),
-    )
 
     def find_fault(self) -> str:
         for name in ("rank", "gate"):
             if self.mode == "static" and getattr(self, name) != "paper":
                 return f"--{name} {getattr(self, name)}: --mode static has one instruction; leave it out"
-        if self.rank == "paired" and self.groups != "pair":
-            return (
-                f"--groups {self.groups}: --rank paired compares whole groups of a question and instruction; leave"
-                " it out"
-            )
         if self.gate == "lower_bound" and self.D_B < 2:
             return f"--D_B {self.D_B}: --gate lower_bound needs at least 2 questions"
         return ""
 
 
-class Rule(Population):
-    def __init__(self, cfg: SelectionConfig):
-        super().__init__(cfg.tau_s, cfg.window)
-        self.cfg = cfg
-
-
-class ByQuestion(Rule):
-    """A group of Eq. 3 is a question's rollouts, each under an instruction drawn for it."""
-
-    def draw_jobs(
-        self, rng: np.random.Generator, questions: Sequence[Question], G: int
-    ) -> list[Job]:
-        drawn = iter(self.sample(rng, G * len(questions)))
-        return [
-            Job(I.id, I.text, q, group)
-            for group, q in enumerate(questions)
-            for I in islice(drawn, G)
-        ]
-
-
-class Fill(Rule):
+class Fill(Population):
     """Places that are left after the rounds go to candidates that a sign test does not find worse
     than their parent.
 
@@ -103,17 +71,19 @@ class Fill(Rule):
         super().__init__(cfg)
         self.spare: list[Candidate] = []  # of the evolution under way
 
-    def admit(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
-        joining = super().admit(verified, room)
+    def select_top(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
+        joining = super().select_top(verified, room)
         others = (c for c in verified if c not in joining)
         self.spare += [c for c in others if not significantly_worse(c.rewards, c.parent_rewards)]
         return joining
 
-    def succeed(
+    def replace_by(
         self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int
     ) -> list[Instruction]:
         spare, self.spare = sorted(self.spare, key=lambda c: c.r_parent - c.r), []
-        return super().succeed(parents, [*new, *spare[: self.cfg.N_P - len(parents) - len(new)]], t)
+        return super().replace_by(
+            parents, [*new, *spare[: self.cfg.N_P - len(parents) - len(new)]], t
+        )
 
 
 def significantly_worse(r: Sequence[float], r_parent: Sequence[float]) -> bool:
@@ -124,10 +94,10 @@ def significantly_worse(r: Sequence[float], r_parent: Sequence[float]) -> bool:
     return bool(bdtr(wins, wins + losses, 0.5) < 0.05)  # ties say nothing
 
 
-class LowerBound(Rule):
+class LowerBound(Population):
     """A candidate joins if it loses at most TOLERANCE against its parent, with confidence SURE."""
 
-    def admit(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
+    def select_top(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
         return [
             c
             for c in verified
@@ -148,7 +118,7 @@ def lower_bound(r: Sequence[float], r_parent: Sequence[float]) -> float:
     return sum(r) / n - float(stdtrit(n - 1, SURE)) * float(difference.std(ddof=1)) / math.sqrt(n)
 
 
-class Paired(Rule):
+class Paired(Population):
     """A population that compares its instructions on questions which they share, since the
     generation began.
 
@@ -183,7 +153,7 @@ class Paired(Rule):
         same."""
         return np.full(len(self.ids), 1 / len(self.ids))
 
-    def attribute(self, taus: Iterable[Trajectory]) -> None:
+    def update_weights(self, taus: Iterable[Trajectory]) -> None:
         """Adds a step's questions to the comparison, and sets weights by it."""
         rewards: dict[str, dict[int, list[float]]] = {}
         for tau in taus:
@@ -234,11 +204,11 @@ class Paired(Rule):
         t = -float(stdtrit(max(1, fit.df), ALPHA / (self.looks * (self.looks + 1) * n * (n - 1))))
         return [I for I, k in zip(ranked, rows, strict=True) if distance[k] > t * se[k] + 1e-9]
 
-    def succeed(
+    def replace_by(
         self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int
     ) -> list[Instruction]:
         """Starts the comparison anew with each generation."""
-        joined = super().succeed(parents, new, t)
+        joined = super().replace_by(parents, new, t)
         if joined:
             self.design, self.looks = None, 0
         return joined
@@ -253,14 +223,14 @@ class Paired(Rule):
         self.looks = state["looks"]
 
 
-RULES = {"paired": Paired, "question": ByQuestion, "lower_bound": LowerBound, "fill": Fill}
+RULES = {"paired": Paired, "lower_bound": LowerBound, "fill": Fill}
 
 
 def population_of(cfg: SelectionConfig) -> Population:
-    """Makes an empty population that follows the rules of --rank, --gate and --groups, and else the
+    """Makes an empty population that follows the rules of --rank and --gate, and else the
     paper."""
-    rules = [RULES[name] for name in (cfg.gate, cfg.rank, cfg.groups) if name in RULES]
-    P: Population = type("Chosen", (*rules, Rule), {})(cfg)
+    rules = [RULES[name] for name in (cfg.gate, cfg.rank) if name in RULES]
+    P: Population = type("Chosen", (*rules, Population), {})(cfg)
     return P
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from journal.summary import Row, count_calls
+from journal.summary import count_calls
+from plumbing.files import Row
 from plumbing.outside import printable
 from plumbing.status import status
 

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
 
-Row = dict[str, Any]
+from plumbing.files import Row
+
 START = "first policy, first instruction"
 TRAINED = "trained policy, first instruction"
 WON = "trained policy, I_star"

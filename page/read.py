@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.faults import Fault
-from plumbing.files import parse_lines
+from plumbing.files import Row, parse_lines
 from plumbing.outside import decoded
-
-Row = dict[str, Any]
 
 
 @dataclass

@@ -31,6 +31,8 @@ COLUMNS = (
 )
 ARTICLES = ("a", "an", "the")
 JSON_TEXT = re.compile(r'\s*"?(\[[\s\\n]*["{]|\{[\s\\n]*")')  # an answer may be [0, 1]
+# as Python, numpy and DuckDB print lists and sets; an answer may be {"a": 1}, too
+PRINTED = re.compile(r"\[.*,.*\]|(array\()?[\[(\s]+['\"].*[\])]|\{'[^:]*\}", re.S)
 OTHER_SCRIPTS = re.compile(f"[\u0530-\u1cff{SIGNS}]")
 
 
@@ -156,7 +158,7 @@ def _doubts(row: object, q: Question) -> Iterator[str]:
     """Yields what is probably a mistake in a question, to be counted."""
     if any(gold.lower() in ARTICLES or not any(map(str.isalnum, gold)) for gold in q.golds):
         yield "questions have a gold answer without a word but articles: it equals any article"
-    if any(re.fullmatch(r"\[([\s\[]*['\"].*|.*,.*)\]", gold) for gold in q.golds):
+    if any(map(PRINTED.fullmatch, q.golds)):
         yield "questions have a list as the text of one gold answer: write a JSON list"
     prompt = _find_question(_get(row, "prompt"))
     if prompt and prompt.strip().rstrip("?") != q.text.rstrip("?"):
@@ -188,7 +190,7 @@ def _find_question(prompt: object) -> str | None:
             (_get(m, "content") for m in reversed(list(prompt)) if _get(m, "role") == "user"), None
         )
     # messages as Python prints them
-    if not isinstance(prompt, str) or re.match(r"\s*\[\s*\{\s*'", prompt):
+    if not isinstance(prompt, str) or re.match(r"\s*(array\()?[\[(]\s*\{\s*'", prompt):
         return None
     return prompt.rpartition("Question:")[2]
 

@@ -175,18 +175,6 @@ PARTS = [
 ]  # fmt: skip
 
 
-def missing(needs: str) -> str:
-    """Returns what to install of these modules, as arguments of pip with the versions that are
-    required; or ""."""
-    pins = {}
-    files = "requirements.txt", "requirements/guests.txt"
-    for line in "\n".join((ROOT / file).read_text(encoding="utf-8") for file in files).splitlines():
-        if pin := re.match(r"(?:# )?([\w-]+)[<=>][^\s#;]*", line):
-            pins[pin[1].replace("-", "_")] = pin[0].removeprefix("# ")
-    absent = [name for name in needs.split() if not importlib.util.find_spec(name)]
-    return " ".join(f"'{pins.get(name, name)}'" for name in absent)
-
-
 # how torch's C++ warns, also after the line that says why a run stopped
 WARNING = r"(\[rank\d+\]:)?\[W\d{4} "
 
@@ -219,8 +207,10 @@ def attempt(part: Part, cards: int, limit: float, out: Path, env: dict[str, str]
         "log": "",
         "figures": {},
     }
-    if absent := missing(part.needs):
-        return row | {"line": f"pip install {absent}"}
+    absent = [name for name in part.needs.split() if not importlib.util.find_spec(name)]
+    if absent:
+        where = "-r requirements.txt -r requirements/guests.txt"
+        return row | {"line": f"without {', '.join(absent)}: pip install {where}"}
     if cards < part.cards and (cuda or not part.toy):
         return row | {"line": f"it takes {part.cards} cards; here is {cards}"}
     path = out / f"{part.name}.log"

@@ -217,14 +217,14 @@ def _text(content: str | list[Block]) -> str:
 
 
 def task_of(kind: type[Any], where: str) -> type[EnvironmentTask]:
-    """Returns the task of an environment; its `instruction` and `best_reward`, if it has them,
+    """Returns the task of an environment; its `instruction` and `passing_reward`, if it has them,
     replace the task's. Raises Fault, which begins with `where`, for a class that is none."""
     if not hasattr(kind, "reset"):
         raise Fault(
             f"{where}: it neither extends tasks.Task nor has a reset(), as TRL's environments do"
         )
     attributes: dict[str, Any] = {"environment": kind, "__module__": kind.__module__}
-    for name in ("instruction", "best_reward"):
+    for name in ("instruction", "passing_reward"):
         if hasattr(kind, name):
             attributes[name] = getattr(kind, name)
     return type(kind.__name__, (EnvironmentTask,), attributes)

@@ -214,10 +214,10 @@ async def gather(results: Sequence[Any]) -> list[Any]:
 
 
 def rewarded(kind: type[Task], spec: str) -> type[Task]:
-    """Returns the task with the reward of --reward; the first `best_reward` that one of its
+    """Returns the task with the reward of --reward; the first `passing_reward` that one of its
     functions has replaces the task's. Raises Fault."""
     scores = [read_score(item.strip()) for item in spec.split(",")]
-    best = [getattr(score.function, "best_reward", None) for score in scores]
-    least = next((r for r in best if r is not None), kind.best_reward)
-    own = {"scores": scores, "best_reward": least, "__module__": kind.__module__}
+    best = [getattr(score.function, "passing_reward", None) for score in scores]
+    least = next((r for r in best if r is not None), kind.passing_reward)
+    own = {"scores": scores, "passing_reward": least, "__module__": kind.__module__}
     return type(kind.__name__, (Rewarded, kind), own)

@@ -13,7 +13,6 @@ from test_algorithm import Evolved, questions, restored, run
 from config import PRESETS, validate
 from extras.selection import (
     ALPHA,
-    ByQuestion,
     Fill,
     LowerBound,
     Paired,
@@ -97,7 +96,7 @@ def test_trajectories_are_read_as_groups_of_a_question_and_instruction():
     P, q = of(2), [Question(x, "Who?", ("x",), "s") for x in "ab"]
     # by question and instruction
     rewards = {(0, 0): (1, 0), (0, 1): (0, 0), (1, 0): (1, 1), (1, 1): (1, 0)}
-    P.attribute(
+    P.update_weights(
         Trajectory(j, q[k], 0, [], 0, reward=r) for (k, j), rs in rewards.items() for r in rs
     )
     assert P.design.fit().behind(0)[0] == pytest.approx([0, 0.5]) and P.design.fit().df == 1
@@ -139,18 +138,6 @@ def test_any_pair_may_come_first_but_for_one_that_has_met_and_who_is_alone_gets_
     # though 4 has had fewer questions
     assert all({0, 1} == set(ids_of(P, seed, 2)) for seed in range(5))
     assert ids_of(of(1), 0, 3) == [0, 0, 0]
-
-
-def test_by_question_every_rollout_of_a_group_draws_its_instruction():
-    P, D = of(3, ByQuestion), list(questions("q", 4).values())
-    for I, w in zip(P.active, (0.1, 0.3, 0.2), strict=True):
-        I.rewards = [w]
-    jobs = P.draw_jobs(np.random.default_rng(3), D, 5)
-    assert [(job.group, job.question) for job in jobs] == [
-        (k, q) for k, q in enumerate(D) for _ in range(5)
-    ]
-    drawn = np.random.default_rng(3).choice(3, size=20, p=P.probabilities()).tolist()
-    assert [(job.instruction, job.text) for job in jobs] == [(j, f"I{j}") for j in drawn]
 
 
 # ---- pruning
@@ -223,8 +210,10 @@ def test_the_later_prunings_of_a_generation_ask_for_more():
 def test_the_comparison_begins_anew_with_a_generation():
     P, _ = generation([0.3, 0, 0], 40, np.random.default_rng(0), looks=1)
     # nobody new: it goes on
-    assert P.succeed(P.ranked()[:1], [], 15) == [] and P.design and P.looks == 1
-    assert [I.id for I in P.succeed(P.ranked()[:1], [Candidate("new", 0, [1.0], [0.0])], 15)] == [3]
+    assert P.replace_by(P.ranked()[:1], [], 15) == [] and P.design and P.looks == 1
+    assert [
+        I.id for I in P.replace_by(P.ranked()[:1], [Candidate("new", 0, [1.0], [0.0])], 15)
+    ] == [3]
     assert (P.design, P.looks, P.family[0].rewards) == (None, 0, [])
     ids_of(P, 0, 4)
     assert P.design.ids == [0, 3]
@@ -281,8 +270,8 @@ def test_the_lower_bound_by_hand():
         ([0.5] * 9, [0.5] * 9), ([0.495] * 9, [0.5] * 9), ([0.48] * 9, [0.5] * 9),
     ]  # fmt: skip
     near = [Candidate(str(k), 0, *pair) for k, pair in enumerate(near)]
-    assert [c.text for c in P.admit(near, 9)] == ["0", "2", "3"] and [
-        c.text for c in P.admit(near, 2)
+    assert [c.text for c in P.select_top(near, 9)] == ["0", "2", "3"] and [
+        c.text for c in P.select_top(near, 2)
     ] == ["0", "2"]
 
 
@@ -324,10 +313,11 @@ def test_the_smallest_loss_against_its_own_parent_fills_a_place_first():
     right = {"x": (5, 8), "y": (2, 3), "z": (1, 3)}  # of 10 questions, and its parent's
     for text, known in right.items():
         assert (
-            P.admit([Candidate(text, 0, *([1.0] * n + [0.0] * (10 - n) for n in known))], 2) == []
+            P.select_top([Candidate(text, 0, *([1.0] * n + [0.0] * (10 - n) for n in known))], 2)
+            == []
         )
-    assert [I.text for I in P.succeed(parents, [], 9)] == ["y", "z"]
-    assert P.succeed(parents, [], 20) == []  # those of an earlier evolution are forgotten
+    assert [I.text for I in P.replace_by(parents, [], 9)] == ["y", "z"]
+    assert P.replace_by(parents, [], 20) == []  # those of an earlier evolution are forgotten
 
 
 # ---- the rules together
@@ -339,14 +329,14 @@ def test_rules_combine():
     P = population_of(SelectionConfig(rank="paired", gate="fill", N_P=2))
     old = P.join("old", None, 0)
     P.learn([[0]] * 2, [[0.5]] * 2)
-    assert P.admit([Candidate("near", 0, [0.0, 1.0], [1.0, 1.0])], 1) == []
-    assert [I.text for I in P.succeed([old], [], 9)] == ["near"] and P.design is None
+    assert P.select_top([Candidate("near", 0, [0.0, 1.0], [1.0, 1.0])], 1) == []
+    assert [I.text for I in P.replace_by([old], [], 9)] == ["near"] and P.design is None
     P, paper = (
         population_of(SelectionConfig(**knobs))
-        for knobs in (dict(gate="lower_bound", groups="question"), {})
+        for knobs in (dict(gate="lower_bound", rank="paired"), {})
     )
-    assert isinstance(P, LowerBound) and isinstance(P, ByQuestion)
-    assert not isinstance(paper, (Paired, Fill, LowerBound, ByQuestion))
+    assert isinstance(P, LowerBound) and isinstance(P, Paired)
+    assert not isinstance(paper, (Paired, Fill, LowerBound))
 
 
 @pytest.mark.parametrize(
@@ -354,13 +344,8 @@ def test_rules_combine():
     [
         (dict(rank="best"), "--rank best: choose paper or paired"),
         (dict(gate="upper"), "--gate upper: choose paper, lower_bound or fill"),
-        (dict(groups="pairs"), "--groups pairs: choose pair or question"),
         (dict(rank="paired", mode="static"), "--rank paired: --mode static"),
         (dict(gate="fill", mode="static"), "--gate fill: --mode static"),
-        (
-            dict(rank="paired", groups="question"),
-            "--groups question: --rank paired compares whole groups",
-        ),
         (
             dict(objective="consistent"),
             "--objective consistent: compares a question's instructions",
