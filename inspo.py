@@ -44,10 +44,12 @@ from reflect import (
     read_candidates,
     reflection_prompt,
 )
-from tasks import Job, Question, Task
+from tasks import Job, Question, Task, Trajectory
 from tasks.metrics import set_rewards
 from tasks.sampling import draw_questions, rng_of
 from training.start import prepare
+
+Prompt = tuple[int | None, str]  # an instruction's id, None of one that is not in P, and its text
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from grpo import Learner
@@ -244,27 +246,33 @@ class Evolution:
     def verify(
         self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
     ) -> list[Candidate]:
-        """Returns the revisions by falling mean reward on D_B, each with its parent's on the same
-        questions."""
-        texts: list[tuple[int | None, str]] = [
-            (I_parent.id, I_parent.text),
-            *((None, text) for text in I_new),
-        ]
-        plays = [(id, text, q) for id, text in texts for q in D_B]
-        jobs = [Job(id, text, q, group) for group, (id, text, q) in enumerate(plays)]  # CHOICE-13
-        with self.log.timing("verify"):
-            taus = policy.rollout(self.t, f"verify {self.round}", jobs)
-            set_rewards(self.task, taus)
+        """Returns the revisions by falling mean reward on D_B, each with its parent's rewards on
+        the same questions."""
+        prompts: list[Prompt] = [(I_parent.id, I_parent.text)]
+        prompts += [(None, text) for text in I_new]
+        taus = self.play(policy, f"verify {self.round}", prompts, D_B)
         sample = sample_verification(I_parent, taus)
         self.log.run.write_trajectories(f"verify-{self.t:06d}-{self.round}", sample)
         n, rewards = len(D_B), [tau.reward for tau in taus]
-        of_parent, *of_new = (rewards[k * n : (k + 1) * n] for k in range(1 + len(I_new)))
-        verified = [
-            Candidate(text, I_parent.id, r, of_parent)
-            for text, r in zip(I_new, of_new, strict=True)
-        ]
+        verified = list[Candidate]()
+        for k, text in enumerate(I_new, 1):
+            r = rewards[k * n : (k + 1) * n]
+            verified.append(Candidate(text, I_parent.id, r, rewards[:n]))
         # --D_B 0 asks nothing: all join, in the optimizer's order
         return sorted(verified, key=lambda c: -c.r)
+
+    def play(
+        self, policy: Policy, purpose: str, prompts: list[Prompt], D_B: list[Question]
+    ) -> list[Trajectory]:
+        """Plays and rewards D_B under the first prompt, then under the next, and so on."""
+        jobs = list[Job]()
+        for id, text in prompts:
+            for q in D_B:
+                jobs.append(Job(id, text, q, len(jobs)))  # CHOICE-13
+        with self.log.timing("verify"):
+            taus = policy.rollout(self.t, purpose, jobs)
+            set_rewards(self.task, taus)
+        return taus
 
 
 def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: Log) -> None:

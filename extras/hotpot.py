@@ -38,33 +38,22 @@ def convert(out: Path, files: dict[str, Sequence[str]]) -> Counter[str]:
             name: stack.enter_context(open(out / f".{name}.part", "w", encoding="utf-8"))
             for name in (*files, "corpus")
         }
-        for name, some in files.items():
-            for _, row in (
-                pair for file in some for pair in read_parquet(fetch_file(file), COLUMNS)
-            ):
-                question = {
-                    "id": row["id"],
-                    "question": row["question"],
-                    "golden_answers": [row["answer"]],
-                }
-                question["data_source"] = "hotpotqa"
-                to[name].write(json.dumps(question, ensure_ascii=False) + "\n")
-                rows[name] += 1
-                for title, sentences in zip(
-                    row["context"]["title"], row["context"]["sentences"], strict=True
-                ):
-                    text = (
-                        f'"{title.strip()}"\n{" ".join(sentence.strip() for sentence in sentences)}'
-                    )
+
+        def write(name: str, **row: object) -> None:
+            to[name].write(json.dumps(row, ensure_ascii=False) + "\n")
+            rows[name] += 1
+
+        for name, file in [(name, file) for name, some in files.items() for file in some]:
+            for _, row in read_parquet(fetch_file(file), COLUMNS):
+                question = {"id": row["id"], "question": row["question"]}
+                write(name, **question, golden_answers=[row["answer"]], data_source="hotpotqa")
+                context = row["context"]
+                for title, sentences in zip(context["title"], context["sentences"], strict=True):
+                    body = " ".join(sentence.strip() for sentence in sentences)
+                    text = f'"{title.strip()}"\n{body}'
                     if any(sentences) and hash(text) not in seen:
                         seen.add(hash(text))
-                        to["corpus"].write(
-                            json.dumps(
-                                {"id": str(rows["corpus"]), "contents": text}, ensure_ascii=False
-                            )
-                            + "\n"
-                        )
-                        rows["corpus"] += 1
+                        write("corpus", id=str(rows["corpus"]), contents=text)
     for name in to:  # together, in the end: what is there is whole
         (out / f".{name}.part").replace(out / f"{name}.jsonl")
     return rows

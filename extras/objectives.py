@@ -114,8 +114,8 @@ class ObjectiveConfig(Config):
     def find_fault(self) -> str:
         if OBJECTIVES[self.objective].clip is not None and self.eps != ObjectiveConfig.eps:
             return f"--eps {self.eps}: --objective {self.objective} has its own; leave it out"
-        if self.objective == "consistent" and getattr(self, "rank", "") != "paired":
-            return "--objective consistent: compares a question's instructions; run extras/selection.py --rank paired"
+        if self.objective == "consistent" and getattr(self, "groups", "") != "question":
+            return "--objective consistent: compares a question's instructions; extras/selection.py --groups question"
         return ""
 
 

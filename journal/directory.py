@@ -99,11 +99,11 @@ class RunDirectory:
                 run.path = _unused(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{cfg.mode}")
             run.path.mkdir(parents=True, exist_ok=True)
             run.others = set(run.path.iterdir())
-            for name in OWN if not (cfg.resume or run.record) else ():
-                if run.path / name in run.others:
-                    raise Fault(
-                        f"{run.path} has {name!r}, which a run would replace: choose another --out"
-                    )
+            foreign = [name for name in OWN if run.path / name in run.others]
+            if foreign and not run.record:
+                raise Fault(
+                    f"{run.path} has {foreign[0]!r}, which a run would replace: choose another --out"
+                )
             run.lock()
             about = {
                 "program": program_of(type(cfg)),
@@ -111,16 +111,11 @@ class RunDirectory:
                 "content": content or {},
             }
             record = with_absolute_paths(cfg) | about
-            for name, text in differences(run.record, record, FREE).items() if cfg.resume else ():
-                # an older run may not have noted it
-                known = name in run.record | run.record.get("content", {})
-                if known and name.partition(" of ")[0] not in NOTED:
-                    flag = "--" if name in record else ""
-                    raise Fault(f"--resume: {run.path} was started with {flag}{text}")
-                print(printable(f"note: {run.path} was started with {text}"))
-            if not cfg.resume:
-                if (run.path / "config.json").exists():
-                    raise Fault(holds_a_run(str(run.path)))
+            if cfg.resume:
+                run.compare(record)
+            elif (run.path / "config.json").exists():
+                raise Fault(holds_a_run(str(run.path)))
+            else:
                 run.id = secrets.token_hex(4)
                 run.write("config.json", json.dumps(record | {"id": run.id}, indent=1))
             remember_run(run.path)
@@ -130,6 +125,17 @@ class RunDirectory:
                 remove(left)
             stack.pop_all()
         return run
+
+    def compare(self, record: Row) -> None:
+        """Raises Fault where the run that resumes would not compute what this one did; what may
+        differ is a note."""
+        for name, text in differences(self.record, record, FREE).items():
+            # an older run may not have noted it
+            known = name in self.record | self.record.get("content", {})
+            if known and name.partition(" of ")[0] not in NOTED:
+                flag = "--" if name in record else ""
+                raise Fault(f"--resume: {self.path} was started with {flag}{text}")
+            print(printable(f"note: {self.path} was started with {text}"))
 
     def lock(self) -> None:
         """Raises Fault if another process is writing to this directory; the lock ends with the
@@ -250,19 +256,25 @@ class RunDirectory:
         is told so; Fault if all are. Calls to the optimizer stay in reflections.jsonl: they have
         been paid for.
         """
-        saved, bad = self.checkpoints(), dict[Path, str]()
-        while saved and (wrong := damage(saved[-1].absolute())):
-            bad[saved.pop()] = wrong[0]
-        mark: Row = {"t": -1, "lengths": {}}  # without a checkpoint step 0 is written again
-        if saved:
-            mark = self.load_mark(saved[-1])
-        elif bad:
-            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in bad.items())
+        # the newest that is whole
+        whole, damaged = None, dict[Path, str]()
+        for path in reversed(self.checkpoints()):
+            faults = damage(path.absolute())
+            if not faults:
+                whole = path
+                break
+            damaged[path] = faults[0]
+        if damaged and not whole:
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in damaged.items())
             raise CheckpointFault(
                 f"no checkpoint of {self.path} is whole ({reasons}): remove {self.path / 'checkpoints'} to start over"
                 " there, or choose another --out without --resume"
             )
-        for path, reason in bad.items():
+        # without one step 0 is written again
+        mark: Row = self.load_mark(whole) if whole else {"t": -1, "lengths": {}}
+
+        # nothing is changed before this line
+        for path, reason in damaged.items():
             aside = path.with_name(f"damaged-{path.name}")
             with writing(aside):
                 remove(aside)
@@ -280,7 +292,7 @@ class RunDirectory:
             kept += [row for row in rows[n:] if "call" in row]
             self.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
             self.lengths[name] = len(kept)
-        return (saved[-1], mark) if saved else None
+        return (whole, mark) if whole else None
 
 
 def remove(path: Path) -> None:

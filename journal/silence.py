@@ -41,7 +41,7 @@ def signs(row: Mapping[str, Any]) -> dict[str, bool]:
     present = {
         NO_ACTION: row.get("valid_actions") == 0,
         NO_ANSWER: row.get("answered") == 0,
-        ALL_ALIKE: alike and not right,
+        ALL_ALIKE: alike,
         SOLVED: alike and right,
     }
     called = [name.removesuffix("/empty") for name in row if name.endswith("/empty")]
@@ -98,7 +98,7 @@ class Silence:
 
         A sign whose cause has lasted as long is left out.
         """
-        broken = self.since.keys() - {ALL_ALIKE, SOLVED, *UNITS}
+        broken = self.since.keys() - {ALL_ALIKE, *UNITS}
         causes = {NO_ANSWER: {NO_ACTION}, ALL_ALIKE: broken}
         for sign, n in self.since.items():
             caused = any(self.since[cause] >= n for cause in causes.get(sign, ()))

@@ -252,7 +252,10 @@ class Policy:
         cfg, rank, size = self.cfg, self.ranks.rank, self.ranks.size
         temperature = cfg.temperature if temperature is None else temperature
         seed = int(rng_of(cfg.seed, t, purpose).integers(2**31))
-        progress = lambda done: self.progress(purpose, min(done * size, len(jobs)), len(jobs))  # noqa: E731
+
+        def show(done: int) -> None:
+            self.progress(purpose, min(done * size, len(jobs)), len(jobs))
+
         groups = set(list(dict.fromkeys(job.group for job in jobs))[rank::size])
         mine = [k for k, job in enumerate(jobs) if job.group in groups]
         waited = self.task.waited
@@ -265,7 +268,7 @@ class Policy:
                 cfg,
                 temperature=temperature,
                 seed=seed + rank,
-                progress=progress,
+                progress=show,
             )
         self.seconds["tools"] = self.task.waited - waited
         for tau in played if size > 1 else ():

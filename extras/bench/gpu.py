@@ -18,8 +18,8 @@ engine  vllm     the world's run with vLLM: sleep, wake, reload, proof of weight
 Each part is a process with its own time limit; whatever happens to one, the next one runs. It
 PASSes, FAILs or is SKIPped because a package or a second card is missing, and then says what. A
 missed goal is a FAIL. Nothing outside this machine is reached. Exit code 1 if any part failed. It
-needs one GPU and `pip install -r requirements.txt` (torch 2.11 or later; without vLLM its part is
-skipped; the tests need pytest). `--device cpu` tries everything without a GPU on toy shapes, whose
+needs one GPU and `pip install -r requirements.txt` (without vLLM its part is skipped; the tests need
+pytest). `--device cpu` tries everything without a GPU on toy shapes, whose
 figures mean nothing.
 """
 
@@ -263,8 +263,6 @@ def probe(env: dict[str, str]) -> dict:
     if done.returncode:
         raise Fault(f"{error_line(done.stderr)}: pip install -r requirements.txt")
     machine = json.loads(done.stdout.splitlines()[-1])
-    if tuple(map(int, re.findall(r"\d+", machine["torch"])[:2])) < (2, 11):
-        raise Fault(f"torch {machine['torch']} is too old: 2.11 or later")
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(query, capture_output=True, text=True, timeout=30)

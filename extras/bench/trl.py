@@ -26,7 +26,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -41,13 +41,13 @@ from transformers import (
 )
 
 from config import PRESETS, Config, parse_flags
+from evaluation.agents import Subject, open_agent
 from extras.bench.harness import BEST, parser_of, timed
 from extras.bench.step import measure
 from extras.bench.update import TOY, build_learner, draw, fit_layers, randomize, time_update
-from labs.play import LibraryQA, Player
 from plumbing.chat import turn_ends
 from plumbing.faults import one_line
-from tasks import Job, Trajectory
+from tasks import Trajectory
 from tasks.formats import encode
 from tasks.loading import load_task
 from tasks.questions import em
@@ -75,19 +75,6 @@ def as_trl(taus: Sequence[Trajectory]) -> dict[str, list]:
         "logprobs": [tau.logps[tau.prompt_tokens :] for tau in taus],
         "env_mask": [tau.mask[tau.prompt_tokens :] for tau in taus],
     }
-
-
-def make_player(cfg: Config) -> Callable[[list, Any], dict[str, list]]:
-    """Returns TRL's `rollout_func`: trajectories of the first policy, which searches."""
-    task = LibraryQA(cfg)
-    player = Player(cfg, task)
-    asked = {str(task.prompt(BEST, q)): q for q in task.questions("train")}
-
-    def play(prompts: list, trainer: Any) -> dict[str, list]:
-        jobs = [Job(0, BEST, asked[str(prompt)], k // cfg.G) for k, prompt in enumerate(prompts)]
-        return as_trl(player.rollout(trainer.state.global_step, "rollout", jobs))
-
-    return play
 
 
 def train_with_trl(
@@ -188,8 +175,16 @@ def steps_of_trl(cfg: Config, steps: int, agent: bool) -> list[dict[str, float]]
         gradient_checkpointing=False,
         per_device_train_batch_size=micro,
     )
-    play = make_player(cfg) if agent else None
-    return train_with_trl(model, tokenizer, cfg, rows, exact_match, play, **settings)
+    if not agent:
+        return train_with_trl(model, tokenizer, cfg, rows, exact_match, None, **settings)
+    asked = {str(task.prompt(BEST, q)): q for q in D.values()}
+    with open_agent(Subject("", cfg.model, cfg), task, BEST, temperature=1.0) as player:
+
+        def play(prompts: list, trainer: Any) -> dict[str, list]:
+            player.seed = trainer.state.global_step
+            return as_trl(player.play([asked[str(prompt)] for prompt in prompts]))
+
+        return train_with_trl(model, tokenizer, cfg, rows, exact_match, play, **settings)
 
 
 def compare_steps(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:

@@ -6,13 +6,12 @@
 A step is the paper's: two mini-batches, log-probs of pi_old, the reference, recomputed activations.
 A group of 5 has a prompt of 300 tokens, a trajectory 2 to 8 turns of 40 to 120 sampled tokens with
 an observation of 500 between them: 2,700 tokens on average, 400 of them sampled. Weights are drawn
-on the device; the engine's log-probs are those of the policy. A smaller card gets fewer layers.
-Without a GPU the model is a toy, which only tests the script.
+on the device. A smaller card gets fewer layers. Without a GPU the model is a toy, which only tests
+the script.
 
 tokens/s  all tokens of the trajectories / seconds of the update
 MFU       6 FLOPs a parameter and token, as others count: forward and backward, without attention or recomputing
 peak      of the allocator, with the estimate of training/fit.py without an engine
-gather    all weights, one whole tensor at a time: what a sync streams into the engine
 
 With --micro single micro-batches are measured, of trajectories of 5 turns: 300 tokens of prompt, 5
 times 120 sampled, 4 times 500 read; or 5 shorter ones, where fewer would fit. Each size is measured
@@ -52,8 +51,7 @@ from engines.choose import dtype_of
 from extras.bench.harness import parser_of, timed
 from grpo import Learner, minibatches
 from models.layers import fuse
-from models.model import empty, hold, score, shard, skeleton, weights
-from models.packing import micro_batches
+from models.model import empty, hold, score, shard, skeleton
 from plumbing.faults import Fault, first_line, one_line
 from tasks import Question, Trajectory
 from training.duration import find_peak
@@ -119,9 +117,7 @@ def build(config, device, dtype, whole=False, **how):
     return model
 
 
-def build_learner(
-    config: Any, device: str, cfg: Config, way: str = "", gap: float = float("inf")
-) -> Learner:
+def build_learner(config: Any, device: str, cfg: Config, way: str = "") -> Learner:
     """Returns the learner of a random policy: as a run has it, its weights "gathered" for a whole
     update or not, or "without FSDP" and with weights in the dtype of the products."""
     compute = getattr(torch, cfg.dtype)
@@ -129,7 +125,7 @@ def build_learner(
         model = build(config, device, compute, whole=True)
     else:
         model = build(config, device, torch.float32, compute=compute, gather=way == "gathered")
-    return Learner(model, build(config, device, compute, frozen=True), cfg, gap)
+    return Learner(model, build(config, device, compute, frozen=True), cfg)
 
 
 def draw_tau(
@@ -207,7 +203,7 @@ def measure(args: argparse.Namespace) -> dict:
     micro, dtype = (Config.micro_tokens, dtype_of(Config(), "cuda")) if cuda else (800, "float32")
     cfg = Config(dtype=dtype, micro_tokens=micro, mini=args.trajectories // 10, T=args.steps + 1)
     config, estimated = fit_layers(cfg, KNOWN["Qwen/Qwen2.5-3B"] if cuda else TOY)
-    learner = build_learner(config, args.device, cfg, gap=Learner.MAX_GAP[dtype])
+    learner = build_learner(config, args.device, cfg)
     learner.model.gradient_checkpointing_enable({"use_reentrant": False})
     name = torch.cuda.get_device_name() if cuda else args.device
     peak = find_peak(name) or float("inf")
@@ -215,12 +211,6 @@ def measure(args: argparse.Namespace) -> dict:
     rng, rows = random.Random(0), []
     for t in range(1, args.steps + 2):
         taus = draw(rng, args.trajectories, config.vocab_size, 1 if cuda else 20)
-        # the policy's own log-probs, as an exact engine would give them
-        for places in micro_batches(taus, micro):
-            batch = [taus[k] for k in places]
-            logps = iter(learner.score(batch)[0].tolist())
-            for tau in batch:
-                tau.logps = [next(logps) if m else 0.0 for m in tau.mask]
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         update, seconds = time_update(learner, t, taus)
@@ -228,17 +218,15 @@ def measure(args: argparse.Namespace) -> dict:
         row = {"t": t, "update_s": seconds, "tokens_per_s": speed}
         row["mfu"] = 6 * parameters * speed / peak
         row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        row |= {name: update[name] for name in ("logp_gap", "kl", "grad_norm")}
+        row |= {name: update[name] for name in ("kl", "grad_norm")}
         show(**row)
         if not 0 < row["grad_norm"] < float("inf"):
             raise Fault(f"the gradient's norm is {row['grad_norm']}")
         rows.append(row)
-    whole = lambda: sum(w.to(getattr(torch, dtype)).nbytes for _, w in weights(learner.model))  # noqa: E731
-    _, gather_s = timed(lambda: wait(whole))
     x = {"layers": config.num_hidden_layers, "parameters": parameters}
     x |= {key: statistics.median(row[key] for row in rows[1:]) for key in ("tokens_per_s", "mfu")}
-    x |= {key: max(row[key] for row in rows) for key in ("peak_gb", "logp_gap")}
-    x |= {"estimate_gb": estimated / 1e9, "gather_s": gather_s, "rows": rows}
+    x |= {"peak_gb": max(row["peak_gb"] for row in rows), "estimate_gb": estimated / 1e9}
+    x["rows"] = rows
     return x | {"missed": find_missed(x)}
 
 
