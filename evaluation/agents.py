@@ -140,8 +140,8 @@ class Method(NamedTuple):
     # whether a run of this configuration trained for it
     trained: Callable[[Config], bool] = lambda cfg: False
     knobs: Mapping[str, Any] = {}  # of the configuration, that it changes
-    # what ends a turn; None: what the task's tools need
-    stop: Callable[[Task], tuple[str, ...]] | None = None
+    # what ends a turn, by default what the task's tools need
+    stop: Callable[[Task], tuple[str, ...]] = lambda task: task.make_format().stop_strings()
     task: type[Any] = Task  # what it can play
 
 

@@ -68,8 +68,9 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
         "commit": commit(),
         "content": describe(task, questions, instruction, weights),
     }
-    ends = method.stop(task) if method.stop else None
-    opened = partial(open_agent, chosen, task, instruction, args.temperature, stop=ends)
+    opened = partial(
+        open_agent, chosen, task, instruction, args.temperature, stop=method.stop(task)
+    )
 
     # what is played, and its figures
     data = [] if args.data == ["test"] else list(questions)

@@ -12,6 +12,7 @@ from page.read import Run
 from plumbing.files import Row, parse_lines
 from plumbing.outside import finite
 
+GROUP = 64  # trajectories of a group, at most
 COLUMNS = "page place kind t ins reward failed stop source calls question group tokens".split()
 SHOWN = "prediction golds metrics advantage action_tokens token_data".split()
 
@@ -75,8 +76,9 @@ def _rows(file: Path, limit: int) -> tuple[list[Row], int, bool]:
         damaged = True
     # stable: groups stay together
     watched_first = sorted(lines, key=lambda line: '"token_data": {"' not in line)
-    rows = parse_lines(watched_first[: limit + 64], "response")
-    damaged |= len(rows) < min(len(lines), limit + 64)
+    read = watched_first[: limit + GROUP]
+    rows = parse_lines(read, "response")
+    damaged |= len(rows) < len(read)
     while 0 < limit < len(rows) and rows[limit]["group"] == rows[limit - 1]["group"]:
         limit += 1
     return rows[:limit], len(lines), damaged

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from plumbing.faults import tell_torchrun
+from plumbing.stop import leads
 
 
 def knob(
@@ -32,7 +33,7 @@ def knob(
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") != "0":  # under torchrun one process speaks for all,
+        if not leads():  # under torchrun one process speaks for all,
             # and has to get its word in: torchrun ends the others as soon as one has failed
             time.sleep(30)
             self.exit(2)

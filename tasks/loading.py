@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import unicodedata
 from collections import Counter
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 from config import PRESETS, Config
 from plumbing.faults import Fault, together
 from plumbing.outside import JOINERS, printable, without_secrets
+from plumbing.stop import leads
 from tasks.plugs import find_plug, import_named
 from tasks.task import Task
 from tasks.tools import Tool, check_words
@@ -83,9 +83,9 @@ def add_tools(task: Task, spec: str) -> None:
             faults.append(e)
     if not fitting:
         raise faults[0]
-    leads = os.environ.get("RANK", "0") == "0"
-    for fault in faults if leads else ():
-        print(printable(f"note: {fault}; it is left out"), flush=True)
+    if leads():
+        for fault in faults:
+            print(printable(f"note: {fault}; it is left out"), flush=True)
     task.tools = [*task.tools, *fitting]
 
 
