@@ -130,6 +130,7 @@ def play_what_is_left(
 
     `setting` then has the commit of the first call. `opened` opens the agent.
     """
+    # what an earlier call has played
     rows, metrics, since = read_earlier(files, setting)
     left = cut_chunks(rows, questions)
     files.write("results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -141,6 +142,8 @@ def play_what_is_left(
             earlier += f" (commit {since}, not {setting['commit']})"
         setting["commit"] = since
         print(f"{earlier}; remove {files.path} to play them again", flush=True)
+
+    # the rest
     if not left:
         return metrics, rows
     try:
@@ -205,6 +208,8 @@ def play(
             bar.update(len(rows) + ended - bar.n)
 
         player.progress = show
+
+        # a chunk is played, scored and written
         for title, number, some in chunks:
             bar.set_description(title, refresh=False)
             player.seed = int(rng_of(setting["seed"], number, f"{title} 0").integers(2**31))

@@ -25,12 +25,15 @@ def sample_trajectories(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str,
     instruction's id, or "r" and the place of a refused candidate in the tree. pages: name -> gzip
     in base64.
     """
+    # steps give a part, verifications and evaluations all
     index: Row = {"columns": COLUMNS, "rows": [], "all": 0}
     pages, questions = dict[str, str](), dict[str, int]()
     folder = run.path / "trajectories"
     steps = sorted(folder.glob("step-*.jsonl.gz"))
     others = [*sorted(folder.glob("test-*.jsonl.gz")), *sorted(folder.glob("verify-*.jsonl.gz"))]
     of_step = math.ceil(limit / max(1, len(steps)))
+
+    # each file is a page
     for file in [*steps, *others]:
         rows, in_all, damaged = _rows(file, of_step if file in steps else 10**9)
         index["all"] += in_all

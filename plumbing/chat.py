@@ -61,11 +61,14 @@ def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
     except Fault:  # a template for questions alone
         after = ""
     try:
+        # what the model declares
         declared = GenerationConfig.from_pretrained(folder).eos_token_id
     except OSError:
         if Path(folder, "generation_config.json").is_file():  # it is damaged
             raise
         declared = None
+
+    # in this order, each once
     closing = control(tokenizer).search(after)
     ends = [tokenizer.convert_tokens_to_ids(closing[0])] if closing else []
     ends += [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]

@@ -82,6 +82,7 @@ def out_of_range(cfg: Any, names: Iterable[str]) -> str:
     knobs = {f.name: f.metadata for f in dataclasses.fields(cfg)}
     for name in names:
         value, limits, of = getattr(cfg, name), knobs[name], knobs[name]["of"]
+        # a choice, or a number in its bounds
         if of and value not in of:
             choices = [str(x) for x in of if x != ""]
             return f"--{name} {value}: choose {', '.join(choices[:-1])}{' or ' * (len(choices) > 1)}{choices[-1]}"
