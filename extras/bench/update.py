@@ -56,7 +56,7 @@ from engines.choose import dtype_of
 from extras.bench.harness import parser_of, timed
 from grpo import Learner, minibatches
 from models.layers import fuse
-from models.model import empty, hold, score, shard, skeleton, weights
+from models.model import empty, forward_packed, hold, shard, skeleton, weights
 from models.packing import micro_batches
 from plumbing.faults import Fault, one_line
 from tasks import Question, Trajectory
@@ -112,7 +112,7 @@ def build(config, device, dtype, whole=False, **how):
     if device == "cuda":
         fuse(model)
     if whole:
-        model.score = MethodType(score, model)
+        model.forward_packed = MethodType(forward_packed, model)
     else:
         model = shard(model, device, **how)
     randomize(model, 0)
