@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,10 +20,13 @@ from models import lora
 from models.model import hold, reshard
 from models.packing import micro_batches, pack, send
 from plumbing.faults import EngineFault
+from plumbing.threads import compute_alone
 from tasks import Trajectory
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
+# parameters of a model whose operations are too short for several threads to share one
+SMALL = 10**7
 MAX_SKIPPED = 5  # optimizer steps in a row without a finite gradient, after which a run stops
 # arguments of kernels.grpo_head by name: arrays (N,) over action tokens, numbers, or None
 Terms = dict[str, Any]
@@ -151,6 +155,10 @@ class Learner:
         self.reference = None
         if cfg.beta:
             self.reference = model if cfg.lora_rank else reference.requires_grad_(False).eval()
+        small = sum(p.numel() for p in model.parameters()) < SMALL
+        # adapters are switched off for all threads at once
+        alone = cfg.lora_rank or self.sharded or self.device.type != "cpu" or not small
+        self.threads = 1 if alone else torch.get_num_threads()
         self.optimizer = torch.optim.AdamW(  # CHOICE-17
             [p for p in model.parameters() if p.requires_grad],
             lr=cfg.lr,
@@ -267,18 +275,8 @@ class Learner:
         longest = max(len(tau.ids) for tau in part)
         seen = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         gaps: list[Tensor] = []
-        share = list(self.share(part))
-        for done, (batch, tokens) in enumerate(share, 1):
-            if self.sharded and self.cfg.gather == 1:
-                hold(self.model, done < len(share))
-            of_batch = dict(terms)
-            for name, x in terms.items():
-                if isinstance(x, np.ndarray):
-                    of_batch[name] = x[tokens]
-            loss, extras = self.loss(batch, of_batch)
-            loss.backward()
+        for batch, extras in self.differentiate(part, terms):
             note_tokens(batch, extras)
-            extras["loss"] = loss.detach()
             seen += torch.stack([extras[name].sum().double() for name in SUMS])
             gaps.append(torch.stack([extras["gap"].detach(), extras["depth"] / longest]))
         if self.sharded:
@@ -286,6 +284,48 @@ class Learner:
         sums = dict(zip(SUMS, seen.tolist(), strict=True))
         sums["tokens"] = sum(sum(tau.mask) for tau in part)
         return sums, torch.cat(gaps, dim=1)
+
+    def differentiate(
+        self, part: list[Trajectory], terms: Terms
+    ) -> Iterator[tuple[list[Trajectory], dict[str, Tensor]]]:
+        """Adds the gradients of this rank's micro-batches to those of the parameters; yields each
+        with its `extras` and its loss.
+
+        CPU threads share the micro-batches of a small model. The gradients are added in the same
+        order, so that the sum does not depend on how many threads there are.
+        """
+        trained = self.optimizer.param_groups[0]["params"]
+
+        def compute(batch: list[Trajectory], tokens: Indices) -> tuple[Tensor, dict[str, Tensor]]:
+            of_batch = dict(terms)
+            for name, x in terms.items():
+                if isinstance(x, np.ndarray):
+                    of_batch[name] = x[tokens]
+            loss, extras = self.loss(batch, of_batch)
+            return loss, extras | {"loss": loss.detach()}
+
+        def compute_in_thread(batch: list[Trajectory], tokens: Indices) -> Any:
+            loss, extras = compute(batch, tokens)
+            return torch.autograd.grad(loss, trained, allow_unused=True), extras
+
+        share = list(self.share(part))
+        if self.threads == 1:
+            for done, (batch, tokens) in enumerate(share, 1):
+                if self.sharded and self.cfg.gather == 1:
+                    hold(self.model, done < len(share))
+                loss, extras = compute(batch, tokens)
+                loss.backward()
+                yield batch, extras
+            return
+        with ThreadPoolExecutor(self.threads, initializer=compute_alone) as pool:
+            results = pool.map(compute_in_thread, *zip(*share))
+            for (batch, _), (gradients, extras) in zip(share, results, strict=True):
+                for p, gradient in zip(trained, gradients, strict=True):
+                    if p.grad is None:
+                        p.grad = gradient
+                    elif gradient is not None:
+                        p.grad += gradient
+                yield batch, extras
 
     def step(self, loss: float) -> float | None:
         """Takes one optimizer step on the clipped gradients; returns their norm before. None: it

@@ -14,15 +14,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config, parse_flags
 from journal.rows import (
-    make_call_row,
     make_evolution_row,
+    make_proposal_row,
     make_prune_row,
-    make_reply_row,
     make_start_row,
     make_verification_row,
     make_weights_row,
@@ -32,7 +32,6 @@ from journal.rows import (
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown, one_line
 from plumbing.servers import Servers
-from plumbing.status import status
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer
 from reflect import (
     Call,
@@ -45,17 +44,18 @@ from reflect import (
     read_candidates,
     reflection_prompt,
 )
-from tasks import Job, Question, Task
+from tasks import Job, Question, Task, Trajectory
 from tasks.metrics import set_rewards
 from tasks.sampling import draw_questions, rng_of
 from training.start import prepare
+
+Prompt = tuple[int | None, str]  # an instruction's id, None of one that is not in P, and its text
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from grpo import Learner
     from journal.checkpoints import Checkpoints
     from journal.log import Log
     from training.policy import Policy
-    from training.ranks import Ranks
 
 
 def inspo(
@@ -129,8 +129,8 @@ class Evolution:
         self.used = set[str]()  # the texts used in it, normalized: none is proposed again
 
     def fill_population(self) -> None:
-        """Fills P with P_0: the first instruction, up to N_P - 1 paraphrases of it from one call to
-        the optimizer.
+        """Fills P with P_0: the first instruction, and N_P - 1 paraphrases of it that one call to
+        the optimizer asks for.
 
         An optimizer that does not even answer that one is a Fault: the run would be the static
         baseline.
@@ -140,7 +140,7 @@ class Evolution:
         paraphrases = list[str]()
         try:
             if self.optimizer and self.cfg.N_P > 1:  # CHOICE-22
-                paraphrases = self.propose(I_0, [])  # no failures: paraphrases
+                paraphrases = self.propose(I_0, [], self.cfg.N_P - 1)
         except OptimizerDown as e:
             raise Fault(
                 f"the optimizer gave no reply to its first call: {e}; check OPENAI_BASE_URL, OPENAI_API_KEY and"
@@ -156,13 +156,16 @@ class Evolution:
         cfg, P, B = self.cfg, self.P, self.B
         P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
         P_new = list[Candidate]()
-        self.t, self.used = t, {fold_words(I.text) for I in P_parent}
+        n = cfg.N_P - cfg.N_parent  # CHOICE-24
+        self.t = t
+        self.used = {fold_words(I.text) for I in P_parent}
         reason = "too few revisions verified"
         for round in range(cfg.rounds):
             room = cfg.N_P - len(P_parent) - len(P_new)
             if not room:  # Alg.1 L18 CHOICE-6
                 break
-            self.round, rng = round, rng_of(cfg.seed, t, f"evolve {round}")
+            self.round = round
+            rng = rng_of(cfg.seed, t, f"evolve {round}")
             I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
             tau_fail = B.failures(rng, cfg.failures, I_parent.id)
             D_B = [self.D[q] for q in B.questions(rng, cfg.D_B, tau_fail)]
@@ -173,7 +176,7 @@ class Evolution:
                 reason = "no question left to verify on"
                 break
             try:
-                I_new = self.propose(I_parent, tau_fail)  # Alg.1 L20
+                I_new = self.propose(I_parent, tau_fail, n)  # Alg.1 L20
             except OptimizerDown as e:
                 reason = f"the optimizer gave no reply ({e})"
                 break
@@ -187,10 +190,9 @@ class Evolution:
         outcome = tell_succession(P_parent, P_new, cfg.N_P - len(P), reason)
         self.log.write_row("population", make_evolution_row(t, P, outcome))
 
-    def propose(self, I_parent: Instruction, tau_fail: list[Experience]) -> list[str]:
-        """Returns well-formed revisions of a parent by the optimizer, and adds them to `used`.
-        Raises OptimizerDown."""
-        n = self.cfg.N_P - self.cfg.N_parent  # CHOICE-24
+    def propose(self, I_parent: Instruction, tau_fail: list[Experience], n: int) -> list[str]:
+        """Returns at most `n` well-formed revisions of a parent by the optimizer, and adds them to
+        `used`; paraphrases where there are no failures. Raises OptimizerDown."""
         golds = [gold for e in tau_fail for gold in e.golds]
         return self.ask(I_parent, self.prompt(I_parent, tau_fail, n), golds, n)
 
@@ -220,41 +222,57 @@ class Evolution:
         self.note_call(I_parent, call)
         find_unfit = self.task.make_format().find_unfit
         accepted, rejected = read_candidates(
-            call.reply, I_parent.text, self.used, golds, self.cfg.max_instruction, n, find_unfit
+            call.reply,
+            I_parent.text,
+            self.used,
+            golds,
+            self.cfg.max_instruction,
+            n,
+            find_unfit,
+            call.cut,
         )
-        row = make_reply_row(self.t, self.round, I_parent, list(accepted), rejected)
+        row = make_proposal_row(
+            self.t, self.round, I_parent, accepted=list(accepted), rejected=rejected
+        )
         self.log.write_row("reflections", row)
         return list(accepted.values())
 
     def note_call(self, I_parent: Instruction, call: Call) -> None:
         """Writes down a call to the optimizer, unless an earlier process of this run has."""
         if not call.paid_before:
-            self.log.write_row("reflections", make_call_row(self.t, self.round, I_parent, call))
+            row = make_proposal_row(self.t, self.round, I_parent, call=asdict(call))
+            self.log.write_row("reflections", row)
 
     def verify(
         self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
     ) -> list[Candidate]:
-        """Returns the revisions by falling mean reward on D_B, each with its parent's on the same
-        questions."""
-        texts: list[tuple[int | None, str]] = [
-            (I_parent.id, I_parent.text),
-            *((None, text) for text in I_new),
-        ]
-        plays = [(id, text, q) for id, text in texts for q in D_B]
-        jobs = [Job(id, text, q, group) for group, (id, text, q) in enumerate(plays)]  # CHOICE-13
-        with self.log.timing("verify"):
-            taus = policy.rollout(self.t, f"verify {self.round}", jobs)
-            set_rewards(self.task, taus)
+        """Returns the revisions by falling mean reward on D_B, each with its parent's rewards on
+        the same questions."""
+        prompts: list[Prompt] = [(I_parent.id, I_parent.text)]
+        prompts += [(None, text) for text in I_new]
+        taus = self.play(policy, f"verify {self.round}", prompts, D_B)
         sample = sample_verification(I_parent, taus)
         self.log.run.write_trajectories(f"verify-{self.t:06d}-{self.round}", sample)
         n, rewards = len(D_B), [tau.reward for tau in taus]
-        of_parent, *of_new = (rewards[k * n : (k + 1) * n] for k in range(1 + len(I_new)))
-        verified = [
-            Candidate(text, I_parent.id, r, of_parent)
-            for text, r in zip(I_new, of_new, strict=True)
-        ]
+        verified = list[Candidate]()
+        for k, text in enumerate(I_new, 1):
+            r = rewards[k * n : (k + 1) * n]
+            verified.append(Candidate(text, I_parent.id, r, rewards[:n]))
         # --D_B 0 asks nothing: all join, in the optimizer's order
         return sorted(verified, key=lambda c: -c.r)
+
+    def play(
+        self, policy: Policy, purpose: str, prompts: list[Prompt], D_B: list[Question]
+    ) -> list[Trajectory]:
+        """Plays and rewards D_B under the first prompt, then under the next, and so on."""
+        jobs = list[Job]()
+        for id, text in prompts:
+            for q in D_B:
+                jobs.append(Job(id, text, q, len(jobs)))  # CHOICE-13
+        with self.log.timing("verify"):
+            taus = policy.rollout(self.t, purpose, jobs)
+            set_rewards(self.task, taus)
+        return taus
 
 
 def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: Log) -> None:
@@ -265,25 +283,6 @@ def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: 
         log.add_result("trained policy, I_star", policy.evaluate(T, I_star, "test"))
         policy.reset()
         log.add_result("first policy, I_star", policy.evaluate(T, I_star, "test"))
-
-
-def population_of(cfg: Config, kind: Callable[..., Population] = Population) -> Population:
-    """Returns an empty population that follows Eq. 4 and 6, or `kind`: a subclass, or a function of
-    `cfg`."""
-    return kind(cfg.tau_s, cfg.window) if isinstance(kind, type) else kind(cfg)
-
-
-def make_policy(
-    cfg: Config, ranks: Ranks, task: Task, learner: type[Learner] | None = None
-) -> Policy:
-    """Makes pi_theta, on all ranks together: FSDP shards what is trained, and vLLM or plain torch
-    samples."""
-    from grpo import Learner
-    from training.policy import Policy, fsdp, plain_torch, vllm, whole
-
-    status("loading the policy")
-    models, engine = fsdp if ranks.grouped else whole, vllm if cfg.engine == "vllm" else plain_torch
-    return Policy(cfg, ranks, task, learner or Learner, models, engine)
 
 
 class Result(NamedTuple):
@@ -297,7 +296,7 @@ class Result(NamedTuple):
 def train(
     cfg: Config | None = None,
     learner: type[Learner] | None = None,
-    population: Callable[..., Population] = Population,
+    population: Callable[[Any], Population] = Population,
     evolution: type[Evolution] = Evolution,
     algorithm: Callable[..., tuple[Policy, Instruction]] = inspo,
     *,
@@ -318,14 +317,12 @@ def train(
     from journal.checkpoints import Checkpoints
     from journal.directory import RunDirectory
     from journal.log import Log
+    from training.policy import Policy, follow
 
     cfg, fitted, why, task, ranks = started
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:
-            fitted, address = ranks.broadcast()
-            task.connect(address)
-            # does what rank 0 calls, until it closes
-            make_policy(fitted, ranks, task, learner).follow()
+            follow(ranks, task, learner)
             return None
         with stop.may_stop():
             run = stack.enter_context(
@@ -335,18 +332,10 @@ def train(
             tools = task.start(serve)
             optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))
             ranks.broadcast((fitted, task.address()))
-            policy = stack.enter_context(
-                contextlib.closing(make_policy(fitted, ranks, task, learner))
-            )
-        log = Log(cfg, run, task, policy.tokenizer)
-        stack.callback(log.screen.close)
-        policy.progress, log.began = log.screen.show_rollouts, began
-        log.introduce(
-            f"{policy.describe()}, {fitted.engine} engine: {why}",
-            tools,
-            describe_optimizer(optimizer),
-        )
-        evolving = evolution(cfg, task, optimizer, population_of(cfg, population), log)
+            policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, task, learner)))
+        log = Log(cfg, run, task, policy, began)
+        log.introduce(why, tools, describe_optimizer(optimizer))
+        evolving = evolution(cfg, task, optimizer, population(cfg), log)
         checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
         with checkpoints.rescued():
             policy, I_star = algorithm(cfg, task, policy, evolving, checkpoints, log)

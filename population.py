@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from config import Config
 from tasks import Job, Question, Trajectory
 
 Array = npt.NDArray[np.float64]
@@ -43,8 +44,8 @@ class Population:
     """The active instructions P with their weights W, and every instruction that was ever in P
     (`family`)."""
 
-    def __init__(self, tau_s: float, window: int):
-        self.tau_s, self.window = tau_s, window
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
         self.family: list[Instruction] = []  # by id
         self.ids: list[int] = []  # the active ones: parents first, then in order of joining
 
@@ -66,7 +67,7 @@ class Population:
 
     def probabilities(self) -> Array:
         """Returns p(. | W; P), (|P|,), in the order of `active`."""
-        z: Array = np.array([I.w for I in self.active]) / self.tau_s
+        z: Array = np.array([I.w for I in self.active]) / self.cfg.tau_s
         z = np.exp(z - z.max())
         p: Array = z / z.sum()  # Eq.4
         return p
@@ -91,7 +92,7 @@ class Population:
         """Credits every instruction with the mean reward of its trajectories in this step."""  # CHOICE-8
         for j, r_bar in mean_rewards(taus).items():
             I = self.family[j]
-            I.rewards = [*I.rewards, r_bar][-self.window :]  # Eq.6 CHOICE-18
+            I.rewards = [*I.rewards, r_bar][-self.cfg.window :]  # Eq.6 CHOICE-18
 
     def ranked(self) -> list[Instruction]:
         """Returns the active instructions by falling weight; ties keep the parents first."""

@@ -8,24 +8,21 @@ candidate.
 import contextlib
 import functools
 import hashlib
-import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from config import Config, evolves, scripted
+from config import Config, evolves, find_endpoint, scripted
 from plumbing.client import Client
-from plumbing.faults import Fault, OptimizerDown, Outage
+from plumbing.faults import OptimizerDown, Outage
 from plumbing.outside import plain, printable, without_secrets
-from plumbing.replies import Reply, read_reply, usage_of, without_thoughts
+from plumbing.replies import Reply, read_blocks, read_reply, usage_of
 from plumbing.stop import may_stop
-from plumbing.words import split_words
+from plumbing.words import cut_middle, split_words
 
-OPENAI = "https://api.openai.com/v1"
 MAX_REPLY = 200_000  # characters of a reply that are read and kept
-BLOCK = re.compile(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", re.S)
 QUESTION = re.compile(r"^\W*question\s*:", re.I | re.M)
 CONTROL = re.compile(
     r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk|(?:start|end)_of_turn)>|\[/?INST\]"
@@ -157,20 +154,6 @@ def shorten(
     return text
 
 
-def cut_middle(text: str, keep: int) -> str:
-    return (
-        text if len(text) <= keep else f"{text[: keep // 2]} [...] {text[len(text) - keep // 2 :]}"
-    )
-
-
-def read_blocks(reply: str) -> list[str]:
-    """Returns the texts of a reply's complete `<ins_k>...</ins_k>` blocks, k >= 1, in their order.
-
-    What a reasoning model thinks before it answers holds drafts, which do not count.
-    """
-    return [text.strip() for _, text in BLOCK.findall(without_thoughts(reply, BLOCK))]
-
-
 def read_candidates(
     reply: str,
     parent: str,
@@ -179,6 +162,7 @@ def read_candidates(
     max_tokens: int,
     n: int,
     unfit: Callable[[str, str], str],
+    cut: bool = True,
 ) -> tuple[dict[int, str], list[dict[str, Any]]]:
     """Returns the first `n` of a reply's candidates in which `find_flaw` finds none, {k: text}, and
     the others, {"k", "reason"}.
@@ -187,7 +171,7 @@ def read_candidates(
     """
     accepted: dict[int, str] = {}
     rejected: list[dict[str, Any]] = []
-    for k, text in enumerate(read_blocks(reply), 1):
+    for k, text in enumerate(read_blocks(reply, cut), 1):
         if len(accepted) == n:
             rejected.append(
                 {"k": k, "reason": f"{n} were asked for: neither this nor any after it is read"}
@@ -317,7 +301,9 @@ class Optimizer:
             return replace(self.paid[key], paid_before=True)
         self.check_budget()
         start, before, billed, down = time.perf_counter(), self.tokens, [0, 0], None
-        body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
+        messages = [{"role": "user", "content": prompt}]
+        # some gateways stream unless they are told not to
+        body = {"model": self.model, "messages": messages, "stream": False}
 
         def read(answer: Any) -> Reply:
             # every try's, before anything can be wrong with it
@@ -363,24 +349,6 @@ def read_paid_calls(rows: Iterable[Any]) -> dict[str, Call]:
             call = read(row["call"])
             paid[call.key] = call
     return paid
-
-
-def find_endpoint(cfg: Config) -> tuple[str, str]:
-    """Returns URL and key of the optimizer: OPENAI_BASE_URL's, else OpenAI's; both "" if the run
-    calls neither.
-
-    Raises Fault if none can be called.
-    """
-    if not evolves(cfg) or scripted(cfg):
-        return "", ""
-    url, key = os.environ.get("OPENAI_BASE_URL", ""), os.environ.get("OPENAI_API_KEY", "").strip()
-    if not (cfg.optimizer_model and (url or key)):
-        openai = "OPENAI_API_KEY to take OpenAI's, or OPENAI_BASE_URL and --optimizer_model"
-        missing = "--optimizer_model to a model of OPENAI_BASE_URL" if url else openai
-        raise Fault(f"no optimizer: set {missing}, or choose --mode static")
-    if url and not url.startswith(("http://", "https://")):
-        raise Fault(f"OPENAI_BASE_URL {without_secrets(url)}: begin it with http:// or https://")
-    return url or OPENAI, key
 
 
 def connect_optimizer(

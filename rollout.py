@@ -25,13 +25,6 @@ from tasks.formats import Action, Tags
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-STORED = 24  # questions of an evaluation or a verification whose trajectories a run stores
-
-
-def space_evenly(n: int, k: int) -> list[int]:
-    """Returns at most k of the indices 0..n-1, evenly spaced: always the same sample."""
-    return [j * n // k for j in range(k)] if k < n else list(range(n))
-
 
 class Episode:
     """A trajectory while it is played: the policy acts, a tool may be called, and the policy reads

@@ -47,7 +47,8 @@ class Subject:
         if self.run:
             check_origin(self.run, {name: getattr(self.cfg, name) for name in names}, flags)
         cfg = dataclasses.replace(self.cfg, **flags | knobs)
-        if fault := out_of_range(cfg, flags) or TaskKnobs.find_fault(cfg):
+        fault = out_of_range(cfg, flags) or TaskKnobs.find_fault(cfg)
+        if fault:
             raise Fault(fault)
         return cfg
 

@@ -130,11 +130,6 @@ class Batch:
         return np.repeat(np.arange(self.n), self.length)
 
     @cached_property
-    def turn(self) -> Ints:
-        """The turn of each token, counted over the whole batch."""
-        return np.repeat(np.arange(self.acted.size), self.acted.ravel())
-
-    @cached_property
     def pi_old(self) -> Array:
         """Log-probs and entropies (2, N) under pi_old."""
         return self.score() if self.old is None else self.old

@@ -24,6 +24,7 @@ from journal.directory import RunDirectory
 from journal.log import Log
 from journal.summary import many
 from plumbing.chat import turn_ends
+from plumbing.checkpoint import digest
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from plumbing.outside import decoded
@@ -32,7 +33,6 @@ from tasks import Job, Question, Task, Trajectory
 from tasks.formats import encode
 from tasks.metrics import set_rewards
 from tasks.sampling import draw_questions, rng_of
-from training.checkpoint import digest
 from training.policy import Policy, of_rank_0, on_all_ranks
 
 # in a run: the file that it learns from, the rows held out, their log-prob

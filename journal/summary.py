@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
 
-Row = dict[str, Any]
+from plumbing.files import Row
+
 START = "first policy, first instruction"
 TRAINED = "trained policy, first instruction"
 WON = "trained policy, I_star"
@@ -30,9 +30,11 @@ def count_calls(row: Row, tools: Sequence[str]) -> dict[str, float]:
 
 def trace_lineage(parents: Mapping[int, int | None], id: int) -> list[int]:
     """Returns the ids from the first instruction to `id`; `parents`: of each instruction."""
-    line = [id]
-    while (parent := parents.get(line[0])) is not None:
-        line.insert(0, parent)
+    line: list[int] = []
+    at: int | None = id
+    while at is not None:
+        line.insert(0, at)
+        at = parents.get(at)
     return line
 
 

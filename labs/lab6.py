@@ -12,6 +12,7 @@ with app.setup:
     import marimo as mo
     import numpy as np
 
+    from config import Config
     from inspo import Evolution
     from labs import desk, play
     from population import Candidate, Population, ReplayBuffer
@@ -57,7 +58,7 @@ def _():
     task = play.LibraryQA(cfg)
     player = play.Player(cfg, task)  # plays questions under any instruction
     first = task.instruction
-    P, B = Population(cfg.tau_s, cfg.window), ReplayBuffer(cfg.buffer)
+    P, B = Population(cfg), ReplayBuffer(cfg.buffer)
     P.join(first, None, 0)
     D = {q.id: q for q in task.questions("train")}
     _jobs = [Job(0, first, q, group) for group, q in enumerate(list(D.values())[:48])]
@@ -136,19 +137,14 @@ def check_diagnose(diagnose):
 @app.cell(hide_code=True)
 def _():
     right_diagnose = desk.verdict(check_diagnose, diagnose)
-    return (right_diagnose,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## Propose
 
     You get the instruction and how many failures show each symptom. Return up to $n$ instructions, all different.
     `advised` writes an instruction that takes some advice, in place of what contradicts it. You may use it or write
     sentences of your own, but `reflect.py` refuses what loses a tag, repeats an instruction or gives an answer away.
     """)
-    return
+    return (right_diagnose,)
 
 
 @app.function
@@ -197,18 +193,13 @@ def check_propose(propose):
 @app.cell(hide_code=True)
 def _():
     right_propose = desk.verdict(check_propose, propose)
-    return (right_propose,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## Let them in
 
     `verify` returns candidates by falling mean reward `r`, each with `r_parent`, its parent's mean on the same
     questions. Who joins? The best first, at most as many as there is room for, and none below its parent (CHOICE-12).
     """)
-    return
+    return (right_propose,)
 
 
 @app.function
@@ -224,7 +215,7 @@ def check_select_top(select_top):
 
     cases = [(named(0.5, 0.2, 0.1), 3), (named(0.5, 0.4, 0.3), 2), (named(0.1, 0.0), 2), (named(0.0, parent=0.0), 1)]
     for verified, room in cases:
-        got, want = select_top(verified, room), Population(0.2, 5).select_top(verified, room)
+        got, want = select_top(verified, room), Population(Config()).select_top(verified, room)
         if [c.text for c in got] == [c.text for c in want]:
             continue
         if len(got) > room:
@@ -240,19 +231,14 @@ def check_select_top(select_top):
 @app.cell(hide_code=True)
 def _():
     right_select_top = desk.verdict(check_select_top, select_top)
-    return (right_select_top,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## The run
 
     Your program reads twelve failures and proposes; `Evolution.verify` plays its proposals and the parent on $D_B$. The
     world's own optimizer gets the same failures in the paper's prompt, and its proposals are verified alongside yours.
     Finally the best of each and the parent are played on the test questions, which have decided nothing so far.
     """)
-    return
+    return (right_select_top,)
 
 
 @app.cell

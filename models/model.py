@@ -7,7 +7,8 @@ block at a time in the compute dtype.
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from kernels import grpo_head, token_logprobs
+from kernels import grpo_head, head_logits, token_logprobs
 from models import lora
 from models.packing import Packing, packed_attention
 from plumbing.chat import in_template, turn_ends
@@ -176,6 +177,16 @@ def logit_scale(config: Any) -> float:
         if config.model_type.startswith(family):
             return float(getattr(config, name, None) or 1.0) ** power
     return 1.0
+
+
+def make_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns the head for sampling: hidden (N, d) -> float32 logits (N, V), before `logit_scale`.
+
+    Rounded to bf16, log-probs would be off by 0.012 nat on average. A GPU sums bf16 products in
+    float32; elsewhere the weight itself is widened, here once and not for every token.
+    """
+    weight = model.get_output_embeddings().weight.detach()
+    return partial(head_logits, weight=weight if weight.is_cuda else weight.float())
 
 
 @torch.no_grad()

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from page.curves import collect_curves, group_runs
 from page.family import collect_family
-from page.read import Row, Run, read_run
+from page.read import Run, read_run
 from page.sample import compress_json, encode_json, sample_trajectories
 from page.verdict import judge_run
 from plumbing import files
 from plumbing.faults import Fault
+from plumbing.files import Row
 from plumbing.outside import without_secrets
 
 STATIC = Path(__file__).parent / "static"

@@ -14,8 +14,11 @@ NAMES = ("metrics.jsonl", "population.jsonl", "reflections.jsonl", "summary.json
 
 def stamp_files(paths: Sequence[Path]) -> str:
     """A word that changes whenever the runs write something that their page shows."""
-    stats = [file.stat() for path in paths for name in NAMES if (file := path / name).exists()]
-    return "-".join(f"{stat.st_mtime_ns}-{stat.st_size}" for stat in stats)
+    parts = []
+    for file in (path / name for path in paths for name in NAMES):
+        if file.exists():
+            parts.append(f"{file.stat().st_mtime_ns}-{file.stat().st_size}")
+    return "-".join(parts)
 
 
 def make_app(paths: Sequence[Path], limit: int) -> Any:

@@ -8,7 +8,8 @@ from statistics import fmean
 from journal.rows import count_costs
 from journal.silence import ALL_ALIKE, NO_ANSWER, NOT_FOLLOWED, SOLVED, Silence
 from journal.summary import count_seconds, measure_speed, trace_lineage
-from page.read import Row, Run, finite_number
+from page.read import Run, finite_number
+from plumbing.files import Row
 
 # panel that shows a sign
 PANELS = {

@@ -4,7 +4,6 @@ sandbox."""
 from __future__ import annotations
 
 import functools
-from bisect import bisect
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -84,8 +83,10 @@ def in_template(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **opti
     for message in messages:
         content = message["content"].strip()
         if content not in text:
-            kept = bisect(range(len(content)), False, key=lambda n: content[: n + 1] not in text)  # noqa: B023
-            lost = content[content.rfind(" ", 0, kept) + 1 :][:60]
+            words, kept = content.split(" "), 0
+            while " ".join(words[: kept + 1]) in text:
+                kept += 1
+            lost = " ".join(words[kept:])[:60]
             raise Fault(
                 f"{template_of(tokenizer)} drops or changes {lost!r} of the {message['role']}'s message; {REMEDY}"
             )

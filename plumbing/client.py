@@ -4,6 +4,7 @@ import http.client
 import random
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from time import monotonic, sleep
 from typing import Any, NoReturn, TypeVar
 
@@ -133,7 +134,7 @@ class Client:
 
     def chat(self, body: dict[str, Any], read: Callable[[Any], T], retries: int | None = None) -> T:
         """As `ask` of a chat endpoint, without the options that its model has refused."""
-        sent = {key: value for key, value in body.items() if key not in self.refused}
+        sent = {"stream": False} | {key: x for key, x in body.items() if key not in self.refused}
         try:
             return self.ask("/chat/completions", sent, read, retries)
         except RequestFailed as e:
@@ -198,9 +199,10 @@ class Client:
                 answer = clean(answer, self.secrets)
             return read(answer)
         except (LookupError, TypeError, ValueError) as e:
-            raise RequestFailed(
-                f"malformed answer ({type(e).__name__}: {str(e)[:200]})", True
-            ) from None
+            text = f"{type(e).__name__}: {str(e)[:200]}"
+            if began := getattr(e, "doc", "")[:80]:  # it is no JSON, perhaps a page to log in
+                text += f"; it begins {began!r}"
+            raise RequestFailed(f"malformed answer ({text})", True) from None
 
 
 def back_off(round: int) -> float:
@@ -215,6 +217,8 @@ def _refuse(constant: str) -> NoReturn:
 def _retry_after(value: str) -> float:
     """Returns the seconds that a Retry-After header asks for, as a number or an HTTP date; 0 if it
     makes no sense."""
+    with suppress(ValueError):
+        return max(0.0, float(value))  # some ask for 0.5
     try:
         return urllib3.Retry().parse_retry_after(value)
     except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from plumbing.files import Row
+
 
 @dataclass(frozen=True)
 class Question:
@@ -102,7 +104,7 @@ class Trajectory:
         """Returns a copy for rewards and metrics alone: without tokens."""
         return replace(self, ids=[], mask=[], logps=[], turn_tokens=[])
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Row:
         """Returns a row for `trajectories/`: everything but the token arrays."""
         return {
             "instruction": self.instruction,

@@ -29,11 +29,11 @@ from config import parse_flags, read_config
 from engines.vllm_engine import vllm_version
 from grpo import Learner
 from journal.directory import RunDirectory
+from plumbing import checkpoint
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from tasks.questions import load_questions
 from tasks.sampling import draw_questions, rng_of
-from training import checkpoint
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"

@@ -472,8 +472,8 @@ def test_a_tokenizer_that_needs_a_package_names_it(tmp_path):
             "drops or changes 'Which",
         ),
         # thoughts
-        ("{{ messages[0]['content'].split('</think>')[-1] }}", "drops or changes ' <think>"),
-        ("{{ messages[0]['content'] | striptags }}", "drops or changes ' <think>"),
+        ("{{ messages[0]['content'].split('</think>')[-1] }}", "drops or changes '<think>"),
+        ("{{ messages[0]['content'] | striptags }}", "drops or changes '<think>"),
         (
             "{{ messages[0]['content'] | replace('search>', 'find>') }}",
             "drops or changes '<search>",

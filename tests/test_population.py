@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from config import Config
 from population import Candidate, Experience, Population, ReplayBuffer, mean_rewards
 from tasks import Question, Trajectory
 
@@ -20,7 +21,7 @@ def played(rewards):
 
 def population(*rewards, tau_s=0.2, window=5):
     """Returns instructions I0, I1, ... with these weights; None: not sampled yet."""
-    P = Population(tau_s, window)
+    P = Population(Config(tau_s=tau_s, window=window))
     for k, r in enumerate(rewards):
         P.join(f"I{k}", None if k == 0 else 0, 0)
         if r is not None:
@@ -265,7 +266,7 @@ def test_a_population_restored_from_json_continues_identically():
     P.prune(P.ranked(), 1, t=5)
     P.replace_by(P.ranked()[:1], [revision("new", 1, [0.25])], t=15)
     P.update_weights(played({1: [0.5, 0.25], 4: [1.0]}))
-    Q = Population(0.2, 5)
+    Q = Population(Config())
     Q.load_state_dict(json.loads(json.dumps(P.state_dict())))
     assert Q.family == P.family
     assert Q.ids == P.ids and Q.active == P.active

@@ -206,14 +206,14 @@ def test_a_run_uses_the_callers_classes_and_returns_what_it_leaves(tmp_path):
     )
     assert (
         Counted.updates == 1
-        and Wide.made == [(Config.tau_s, Config.window)]
+        and [(cfg.seed, cfg.T) for [cfg] in Wide.made] == [(3, 1)]
         and len(Bare.begun) == 1
     )
     assert json.loads((result.path / "config.json").read_text())["task"] == f"{__name__}:Echo"
 
 
 @pytest.mark.parametrize(
-    "parts", [dict(learner=Counted), dict(evolution=Bare), dict(population=lambda _: Wide(1, 1))]
+    "parts", [dict(learner=Counted), dict(evolution=Bare), dict(population=lambda cfg: Wide(cfg))]
 )
 def test_a_run_resumes_with_the_classes_that_it_started_with(tmp_path, parts):
     given = TINY | dict(task=Echo, out=tmp_path / "r")

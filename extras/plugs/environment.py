@@ -57,7 +57,8 @@ class Method(TypedFunction):
 
     def write_result(self, result: Any) -> str:
         try:
-            return _text(TEXT.validate_python(result))
+            # strict: else it reads iterators, also one without an end
+            return _text(TEXT.validate_python(result, strict=True))
         except ValidationError:
             return str(result)
 
@@ -145,9 +146,8 @@ class EnvironmentTask(Task):
                     f"--{split} {file}:{line}: nothing is asked that is text; fill `prompt` (a text, or messages of the"
                     " system and the user) or `question`"
                 )
-            questions.append(
-                Question(str(row.get("id", f"{split}-{line}")), text, source=path.stem, data=row)
-            )
+            id = f"{split}-{line}" if row.get("id") is None else row["id"]
+            questions.append(Question(id, text, source=path.stem, data=row))
         return questions
 
     def prompt(self, instruction: str, question: Question) -> list[Message]:

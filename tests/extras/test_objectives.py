@@ -315,14 +315,6 @@ def gspo(case):
     return by_sequence(case, compare(case), lambda row: [row["tokens"]] if row["tokens"] else [])
 
 
-def gspo_turn(case):
-    def turns(row):
-        pairs = list(zip(row["turn_of"], row["tokens"], strict=True))
-        return [[n for k, n in pairs if k == turn] for turn in sorted(set(row["turn_of"]))]
-
-    return by_sequence(case, compare(case), turns)
-
-
 def cispo(case, cap=1.28):
     A = compare(case)
     return by_token(
@@ -649,7 +641,7 @@ def espl(case):
 FORMULAS = {
     "grpo": grpo, "dr_grpo": dr_grpo, "dapo": dapo, "rloo": lambda case: plain(case, compare(case, others)),
     "loop": loop, "maxrl": lambda case: plain(case, compare(case, over_mean)),
-    "reinforce_baseline": reinforce_baseline, "spo": spo, "gspo": gspo, "gspo_turn": gspo_turn, "cispo": cispo,
+    "reinforce_baseline": reinforce_baseline, "spo": spo, "gspo": gspo, "cispo": cispo,
     "cispo_cap": lambda case: cispo(case, 5.0), "sapo": sapo, "dppo": dppo, "vespo": vespo, "tis": tis, "r2vpo": r2vpo,
     "hapo": hapo, "etr": etr, "icpo": icpo, "llds": llds, "copo": copo, "riskpo": riskpo, "adora": adora, "aspo": aspo,
     "consistent": lambda case: plain(case, compare(case, key="q")), "empo": empo, "hapo_history": hapo_history,
@@ -666,7 +658,7 @@ def reference(name, case):
 
 # scoring passes over a step's first mini-batch, and over a later one, where pi_old is known
 PASSES = {
-    "gspo": (0, 1), "gspo_turn": (0, 1), "eapo": (0, 1), "vespo": (0, 1), "llds": (0, 1),
+    "gspo": (0, 1), "eapo": (0, 1), "vespo": (0, 1), "llds": (0, 1),
     "tis": (1, 0), "hapo": (1, 0), "d3s": (1, 0),
 }  # fmt: skip
 
@@ -840,7 +832,7 @@ def test_grpo_on_these_stages_is_the_core_s(model):
 
 
 @pytest.mark.parametrize(
-    "name", ["gspo", "hapo", "icpo", "llds", "dppo", "vespo", "r2vpo", "tis", "d3s", "gspo_turn"]
+    "name", ["gspo", "hapo", "icpo", "llds", "dppo", "vespo", "r2vpo", "tis", "d3s"]
 )
 def test_an_objective_that_looks_at_the_whole_mini_batch_does_not_depend_on_micro_batches(
     model, name
