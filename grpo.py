@@ -318,7 +318,7 @@ class Learner:
                 yield batch, extras
             return
         with ThreadPoolExecutor(self.threads, initializer=compute_alone) as pool:
-            results = pool.map(compute_in_thread, *zip(*share))
+            results = pool.map(compute_in_thread, *zip(*share, strict=True))
             for (batch, _), (gradients, extras) in zip(share, results, strict=True):
                 for p, gradient in zip(trained, gradients, strict=True):
                     if p.grad is None:
