@@ -4,8 +4,8 @@ dozen eager ops each.
 Only the modules of one model are changed, never transformers' classes or functions: the same
 process may hold a copy on the CPU, where Triton cannot run, and a vLLM. Names of parameters stay,
 and the projections stay modules that are called, with whatever adapters they carry. For batches of
-one row, as `models.model.score` makes them: in a batch with one token a row, as generation has,
-Liger 0.8.5 can rotate the wrong row (Gemma 3).
+one row, as `forward_packed` makes them: in a batch with one token a row, as generation has, Liger
+0.8.5 can rotate the wrong row (Gemma 3).
 """
 
 from types import FunctionType, MethodType

@@ -26,12 +26,12 @@ from models.model import (
     empty,
     export,
     fill,
+    forward_packed,
     load_config,
     load_model,
     load_policy,
     load_tokenizer,
     logit_scale,
-    score,
     skeleton,
 )
 from models.packing import KeysOfPieces, Packing, packed_attention
@@ -331,12 +331,14 @@ def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, ti
     ids = torch.cat(rows)
     want = torch.cat([own_logps(own, row, 0.7).gather(1, row[1:, None])[:, 0] for row in rows])
     for mode in (True, False):  # in training the policy is the one that sampled
-        logp, _ = score(model.train(mode), ids, Packing(LENGTHS), where, ids[where + 1], 0.7)
+        logp, _ = forward_packed(
+            model.train(mode), ids, Packing(LENGTHS), where, ids[where + 1], 0.7
+        )
         torch.testing.assert_close(logp.double(), want, atol=1e-4, rtol=0)
     assert want.std() > 0.2 * scale  # not all alike
 
     weights = dict(objective=objective, adv=torch.ones(len(where)), w=torch.ones(len(where)))
-    _, extras = score(model, ids, Packing(LENGTHS), where, ids[where + 1], 0.7, **weights)
+    _, extras = forward_packed(model, ids, Packing(LENGTHS), where, ids[where + 1], 0.7, **weights)
     torch.testing.assert_close(extras["logp"].double(), want, atol=1e-4, rtol=0)
 
     export(load_config(path), model, tokenizer, tmp_path / "exported", torch.float32)
