@@ -322,10 +322,13 @@ def train(
     started = prepare(cfg, settings)
     if not started:
         return None
+    from grpo import Learner
     from journal.checkpoints import Checkpoints
     from journal.directory import RunDirectory
     from journal.log import Log
 
+    usual = None, Learner, Population, Evolution, inspo
+    own = [part for part in (learner, population, evolution, algorithm) if part not in usual]
     cfg, fitted, why, task, ranks = started
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:
@@ -335,9 +338,7 @@ def train(
             make_policy(fitted, ranks, task, learner).follow()
             return None
         with stop.may_stop():
-            run = stack.enter_context(
-                RunDirectory.opened(cfg, task, learner, population, evolution)
-            )
+            run = stack.enter_context(RunDirectory.opened(cfg, task, *own))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
             optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))

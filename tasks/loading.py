@@ -93,13 +93,11 @@ def choose_instruction(task: Task) -> str:
     """Returns the instruction with which a run begins: that of --instruction, else the task's.
     Raises Fault.
 
-    A task with an instruction of its own keeps it where --instruction is only a preset's.
+    Where --instruction is only a preset's, it is for search QA that has none of its own.
     """
     text, file = task.instruction, task.cfg.instruction
-    author = next(
-        kind for kind in type(task).__mro__ if "instruction" in vars(kind)
-    ).__module__.partition(".")[0]
-    own = author != "tasks" or "instruction" in vars(task)
+    author = next(kind for kind in type(task).__mro__ if "instruction" in vars(kind))
+    own = author.__module__ != "tasks.search_qa" or "instruction" in vars(task)
     if file and not (own and file in [preset.get("instruction") for preset in PRESETS.values()]):
         text = read_instruction("instruction", file)
     return task.make_format().adapt_instruction(text)
