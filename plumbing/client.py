@@ -23,6 +23,8 @@ BUSY = (408, 409, 425, 429)  # statuses besides 5xx that another attempt may not
 TOO_LONG = re.compile(
     r"HTTP 413|\btokens\b|context.?(?:length|size|window|limit)|too (?:long|large)", re.I
 )
+# Some say so as a fault of their own (llama.cpp, HTTP 500 or 200), which no other attempt mends.
+BEYOND = re.compile(r"context.?(?:length|size|window)|too large to process", re.I)
 OPTION = re.compile(
     r"(?:['\"`:]|\b(?:parameter|argument|field|support))s? ?(max_(?:completion_)?tokens|temperature|stop|seed)\b",
     re.I,
@@ -186,7 +188,8 @@ class Client:
             )
         if reply.status_code >= 300:
             text = f"HTTP {reply.status_code}: {' '.join(content.decode(errors='replace').split())[:200]}"
-            transient = reply.status_code in BUSY or reply.status_code >= 500
+            busy = reply.status_code in BUSY or reply.status_code >= 500
+            transient = busy and not BEYOND.search(text)
             raise RequestFailed(
                 text.rstrip(": "), transient, _retry_after(reply.headers.get("Retry-After", ""))
             )
@@ -199,10 +202,11 @@ class Client:
                 answer = clean(answer, self.secrets)
             return read(answer)
         except (LookupError, TypeError, ValueError) as e:
-            text = f"{type(e).__name__}: {str(e)[:200]}"
-            if began := getattr(e, "doc", "")[:80]:  # it is no JSON, perhaps a page to log in
-                text += f"; it begins {began!r}"
-            raise RequestFailed(f"malformed answer ({text})", True) from None
+            # perhaps a page to log in, or why there is none
+            began = clean(content.decode(errors="replace"), self.secrets)[:80]
+            text = f"{type(e).__name__}: {str(e)[:200]}; it begins {began!r}"
+            transient = not BEYOND.search(text)
+            raise RequestFailed(f"malformed answer ({text})", transient) from None
 
 
 def back_off(round: int) -> float:

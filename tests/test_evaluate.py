@@ -789,6 +789,9 @@ TOO_LONG = [
     (400, "prompt is too long: 210000 tokens > 200000 maximum"),
     (400, "the request exceeds the available context size, try increasing it"),
     (413, "Payload Too Large"),
+    (500, "Context size has been exceeded."),
+    (500, "Input is too large to process. Either enable context shift or increase context length."),
+    (200, "the request exceeds the available context size. try increasing the context size"),
     (422, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 128. Given: 129"),
 ]
 FILTERED = [
