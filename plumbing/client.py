@@ -155,11 +155,12 @@ class Client:
         try:
             return self._exchange(url, body, read)
         except RequestFailed as e:
-            if e.transient:
+            transient = e.transient and not BEYOND.search(str(e))
+            if transient:
                 self.faults += 1
                 self.urls = [*self.urls[1:], self.urls[0]]
             text = clean(without_secrets(f"{url}: {e}"), self.secrets)
-            raise RequestFailed(text, e.transient, e.retry_after) from None
+            raise RequestFailed(text, transient, e.retry_after) from None
 
     def _exchange(self, url: str, body: Any, read: Callable[[Any], T]) -> T:
         method, content = "GET" if body is None else "POST", bytearray()
@@ -188,8 +189,7 @@ class Client:
             )
         if reply.status_code >= 300:
             text = f"HTTP {reply.status_code}: {' '.join(content.decode(errors='replace').split())[:200]}"
-            busy = reply.status_code in BUSY or reply.status_code >= 500
-            transient = busy and not BEYOND.search(text)
+            transient = reply.status_code in BUSY or reply.status_code >= 500
             raise RequestFailed(
                 text.rstrip(": "), transient, _retry_after(reply.headers.get("Retry-After", ""))
             )
@@ -205,8 +205,7 @@ class Client:
             # perhaps a page to log in, or why there is none
             began = clean(content.decode(errors="replace"), self.secrets)[:80]
             text = f"{type(e).__name__}: {str(e)[:200]}; it begins {began!r}"
-            transient = not BEYOND.search(text)
-            raise RequestFailed(f"malformed answer ({text})", transient) from None
+            raise RequestFailed(f"malformed answer ({text})", True) from None
 
 
 def back_off(round: int) -> float:
