@@ -841,6 +841,17 @@ def test_a_reply_that_was_filtered_ends_its_conversation(servers, message):
     engine.close()
 
 
+def test_replies_that_are_reasoning_alone_are_told_once(servers, capfd):
+    """vLLM's --reasoning-parser where the model does not think: content is null."""
+    hidden = {
+        "choices": [{"message": {"content": None, "reasoning": "A"}, "finish_reason": "stop"}]
+    }
+    engine, _ = chatting(servers, lambda body: hidden)
+    assert turns_of(engine, ["Who?"] * 3) == dict.fromkeys(range(3), ("", ""))
+    assert capfd.readouterr().out.count("qwen replies without a text") == 1
+    engine.close()
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
 def test_a_server_that_refuses_everything_ends_the_evaluation(servers, status):
     engine, _ = chatting(servers, lambda body: (status, {}, "context length: 0 tokens"))
