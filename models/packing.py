@@ -171,7 +171,8 @@ def packed_attention(
         if window:
             ordinal = attention_mask.cumsum(-1)
             attention_mask = attention_mask & (ordinal > ordinal[..., -1:] - window)
-        return grouped_attention(query, key, value, attention_mask, scaling).transpose(1, 2), None
+        out = grouped_attention(query, key, value, attention_mask, scaling)
+        return out.transpose(1, 2).contiguous(), None  # some families view it
     queries, longest = packing.longest
     window = window or longest
     if query.dtype == torch.bfloat16 and query.is_cuda:
@@ -214,7 +215,7 @@ def packed_attention(
                     q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa
                 )
             )
-    return torch.cat(parts, dim=2).transpose(1, 2), None
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 
 # ---- trajectories (tasks.Trajectory)
