@@ -130,7 +130,7 @@ def test_keys_of_all_pieces_are_one_copy_whose_gradients_are_summed_in_float32(d
     k, v = (torch.randn(T, 2, 8, generator=g).to(dtype).requires_grad_() for _ in range(2))
     with torch.no_grad():
         wanted = [torch.cat([x[places] for places in unshared(SHARED)]) for x in (k, v)]
-    got = KeysOfPieces.apply(*(x.transpose(0, 1)[None] for x in (k, v)), *SHARED.places)
+    got = KeysOfPieces.apply(k, v, *SHARED.places)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)) and len(got[0]) == K
     pushed = [torch.randn(K, 2, 8, generator=g).to(dtype) for _ in range(2)]
     torch.autograd.backward(got, pushed)
