@@ -116,20 +116,18 @@ def reflection_prompt(
 
 
 def format_examples(
-    failures: Sequence[tuple[str, tuple[str, ...]]],
-    budget: int,
-    observations: Sequence[str] = ("information",),
+    failures: Sequence[tuple[str, tuple[str, ...]]], budget: int, observations: Sequence[str]
 ) -> list[str]:
     """Returns failures, (question and response, golds), as they stand in a prompt, in `budget`
     tokens together."""
     count, _ = make_token_counter()
     share = budget // max(1, len(failures))  # CHOICE-30
-    return [
-        (EXAMPLE if golds else WITHOUT_GOLD).format(
-            response=shorten(text, share, count, observations), gold=" or ".join(golds)
-        )
-        for text, golds in failures
-    ]
+    examples = []
+    for text, golds in failures:
+        form = EXAMPLE if golds else WITHOUT_GOLD
+        response = shorten(text, share, count, observations)
+        examples.append(form.format(response=response, gold=" or ".join(golds)))
+    return examples
 
 
 def shorten(
@@ -143,14 +141,25 @@ def shorten(
     It cuts the middle of each observation first, whose tags are named, then the middle of the text:
     the question, the actions and the end of the trajectory stay as long as possible.
     """
-    tags = "|".join(map(re.escape, observations))
-    for keep in (2000, 1000, 500, 250, 100, 40, 0) if tags else ():
+    for keep in (2000, 1000, 500, 250, 100, 40, 0):
         if count(text) <= budget:
             return text
-        cut = lambda m, keep=keep: f"<{m[1]}>{cut_middle(m[2], keep)}</{m[1]}>"  # noqa: E731
-        text = re.sub(rf"<({tags})>(.*?)</\1>", cut, text, flags=re.S)
+        text = shorten_observations(text, keep, observations)
     while count(text) > budget and len(text) > 80:
         text = cut_middle(text, len(text) * 3 // 4)
+    return text
+
+
+def shorten_observations(text: str, keep: int, tags: Sequence[str]) -> str:
+    """Returns a text whose observations, by their tags, have lost their middle but for `keep`
+    characters."""
+
+    def cut(match: re.Match[str]) -> str:
+        begin, observation, end = match.groups()
+        return begin + cut_middle(observation, keep) + end
+
+    for tag in map(re.escape, tags):
+        text = re.sub(f"(<{tag}>)(.*?)(</{tag}>)", cut, text, flags=re.S)
     return text
 
 
@@ -173,12 +182,12 @@ def read_candidates(
     rejected: list[dict[str, Any]] = []
     for k, text in enumerate(read_blocks(reply, cut), 1):
         if len(accepted) == n:
-            rejected.append(
-                {"k": k, "reason": f"{n} were asked for: neither this nor any after it is read"}
-            )
-            break
-        if reason := find_flaw(text, parent, used, golds, max_tokens, unfit):
+            reason = f"{n} were asked for: neither this nor any after it is read"
             rejected.append({"k": k, "reason": reason})
+            break
+        flaw = find_flaw(text, parent, used, golds, max_tokens, unfit)
+        if flaw:
+            rejected.append({"k": k, "reason": flaw})
         else:
             accepted[k] = text
             used.add(fold_words(text))
@@ -206,19 +215,19 @@ def find_flaw(
         return "duplicate"
     if make_token_counter()[0](candidate) > max_tokens:  # CHOICE-27
         return f"longer than {max_tokens} tokens"
-    if reason := unfit(candidate, parent):
-        return reason
+    lost = unfit(candidate, parent)
+    if lost:
+        return lost
     if printable(text) != text:
         return "holds control characters"
-    if new := sorted(set(CONTROL.findall(plain(candidate))) - set(CONTROL.findall(plain(parent)))):
-        return f"holds the control token {new[0]}"
+    control = set(CONTROL.findall(plain(candidate))) - set(CONTROL.findall(plain(parent)))
+    if control:
+        return f"holds the control token {min(control)}"
     if len(QUESTION.findall(plain(candidate))) > len(QUESTION.findall(plain(parent))):
         return "asks a question of its own"
-    if any(
-        len(fold_words(result).split()) > 5
-        for result in {*RESULT.findall(candidate)} - {*RESULT.findall(parent)}
-    ):
-        return "holds a search result of its own"
+    for result in set(RESULT.findall(candidate)) - set(RESULT.findall(parent)):
+        if len(fold_words(result).split()) > 5:
+            return "holds a search result of its own"
     # one that the parent names already ("Beijing" in Search-R1's instruction) is no new leak
     for gold in golds:
         if _mentions(candidate, gold) and not _mentions(parent, gold):
@@ -300,10 +309,11 @@ class Optimizer:
         if key in self.paid:
             return replace(self.paid[key], paid_before=True)
         self.check_budget()
-        start, before, billed, down = time.perf_counter(), self.tokens, [0, 0], None
+        began, before = time.perf_counter(), self.tokens
         messages = [{"role": "user", "content": prompt}]
         # some gateways stream unless they are told not to
         body = {"model": self.model, "messages": messages, "stream": False}
+        billed = [0, 0]  # tokens of prompt and reply, of all tries
 
         def read(answer: Any) -> Reply:
             # every try's, before anything can be wrong with it
@@ -312,6 +322,7 @@ class Optimizer:
                 self.tokens += tokens
             return read_reply(answer)
 
+        down = None
         try:
             with may_stop():
                 reply = self._client.ask("/chat/completions", body, read)
@@ -324,7 +335,7 @@ class Optimizer:
             reply=reply.text[:MAX_REPLY],
             prompt_tokens=billed[0] or len(prompt) // 4,
             completion_tokens=billed[1] or len(reply.text) // 4,
-            seconds=round(time.perf_counter() - start, 3),
+            seconds=round(time.perf_counter() - began, 3),
             paid_before=False,
             cut=reply.cut or len(reply.text) > MAX_REPLY,
             refused=reply.refused,
@@ -362,26 +373,27 @@ def connect_optimizer(
     """
     if not evolves(cfg):
         return None
-    knobs: dict[str, Any] = {
-        "retries": cfg.optimizer_retries,
-        "max_tokens": cfg.max_optimizer_tokens,
-    }
-    knobs["paid"] = read_paid_calls(rows)
-    if scripted(cfg):
-        control = ["--guess"] if cfg.optimizer_model == "guessing" else []
+    connect = functools.partial(
+        Optimizer,
+        model=cfg.optimizer_model,
+        retries=cfg.optimizer_retries,
+        max_tokens=cfg.max_optimizer_tokens,
+        paid=read_paid_calls(rows),
+    )
+    if not scripted(cfg):
+        url, key = find_endpoint(cfg)
+        return connect(url, api_key=key)
+    control = ["--guess"] if cfg.optimizer_model == "guessing" else []
 
-        def own() -> str:
-            return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *control) + "/v1"
+    def start() -> str:
+        return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *control) + "/v1"
 
-        return Optimizer(own(), cfg.optimizer_model, revive=own, **knobs)
-    url, key = find_endpoint(cfg)
-    return Optimizer(url, cfg.optimizer_model, key, **knobs)
+    return connect(start(), revive=start)
 
 
 def describe_optimizer(optimizer: Optimizer | None) -> str:
     """Returns the optimizer in words."""
     if not optimizer:
         return "none"
-    return (
-        f"{optimizer.model} at {without_secrets(optimizer.url)} (tokens: {make_token_counter()[1]})"
-    )
+    _, counter = make_token_counter()
+    return f"{optimizer.model} at {without_secrets(optimizer.url)} (tokens: {counter})"

@@ -256,14 +256,8 @@ def open_model(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Eng
     from engines.torch_engine import TorchEngine
     from models.model import load_policy, weights
 
-    # the model, whose tokenizer may not be its own
     path, device = chosen.weights, device_of(cfg)
     model, tokenizer = load_policy(path, stop, cfg.max_prompt + cfg.max_response)
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
-        raise Fault(
-            f"{path}: its tokenizer has {len(tokenizer)} tokens and its model {rows}: use the model's own"
-        )
 
     # in the precision and the engine that training would choose
     wide = device == "cpu" or cfg.dtype == "float32" or explain_too_old(device)

@@ -152,7 +152,7 @@ class ObjectiveLearner(Learner):
         old_logp = None if old is None else old[0]
         return {
             "adv": b.A,
-            "w": w,
+            "token_weight": w,
             "old_logp": old_logp,
             "eps_low": low,
             "eps_high": high,

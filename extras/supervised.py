@@ -48,7 +48,8 @@ class Demonstrated(Learner):
 
     def terms(self, part: list[Trajectory], old: Array | None) -> Terms:
         terms = super().terms(part, old)
-        return terms | {"w": np.full(len(terms["w"]), 1 / max(1, len(terms["w"])))}
+        n = len(terms["token_weight"])
+        return terms | {"token_weight": np.full(n, 1 / max(1, n))}
 
 
 def supervised(

@@ -226,7 +226,7 @@ class Policy:
         self.learner = learner(model, reference, cfg, max_gap=learner.MAX_GAP[ranks.dtype])
         if first and first is not model:
             # a cycle: after vLLM's gc.freeze() the policy would stay for ever
-            vars(first).pop("score", None)
+            vars(first).pop("forward_packed", None)
         self.engine: Engine = engine(self, first)
         self.t = 0  # the last step whose update has begun; -1: the weights are those of no step
         self.seconds: dict[str, float] = {}  # of each method's last call
