@@ -298,7 +298,10 @@ class Learner:
         """
         trained = self.optimizer.param_groups[0]["params"]
 
-        def compute(batch: list[Trajectory], tokens: Indices) -> tuple[Tensor, dict[str, Tensor]]:
+        def compute(
+            micro_batch: tuple[list[Trajectory], Indices],
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            batch, tokens = micro_batch
             of_batch = dict(terms)
             for name, x in terms.items():
                 if isinstance(x, np.ndarray):
@@ -306,21 +309,21 @@ class Learner:
             loss, extras = self.loss(batch, of_batch)
             return loss, extras | {"loss": loss.detach()}
 
-        def compute_in_thread(batch: list[Trajectory], tokens: Indices) -> Any:
-            loss, extras = compute(batch, tokens)
+        def differentiate_alone(micro_batch: tuple[list[Trajectory], Indices]) -> Any:
+            loss, extras = compute(micro_batch)
             return torch.autograd.grad(loss, trained, allow_unused=True), extras
 
         share = list(self.share(part))
         if self.threads == 1:
-            for done, (batch, tokens) in enumerate(share, 1):
+            for done, micro_batch in enumerate(share, 1):
                 if self.sharded and self.cfg.gather == 1:
                     hold(self.model, done < len(share))
-                loss, extras = compute(batch, tokens)
+                loss, extras = compute(micro_batch)
                 loss.backward()
-                yield batch, extras
+                yield micro_batch[0], extras
             return
         with ThreadPoolExecutor(self.threads, initializer=compute_alone) as pool:
-            results = pool.map(compute_in_thread, *zip(*share, strict=True))
+            results = pool.map(differentiate_alone, share)
             for (batch, _), (gradients, extras) in zip(share, results, strict=True):
                 for p, gradient in zip(trained, gradients, strict=True):
                     if p.grad is None:

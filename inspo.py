@@ -314,20 +314,21 @@ def train(
     started = prepare(cfg, settings)
     if not started:
         return None
+    from grpo import Learner
     from journal.checkpoints import Checkpoints
     from journal.directory import RunDirectory
     from journal.log import Log
     from training.policy import Policy, follow
 
+    usual = None, Learner, Population, Evolution, inspo
+    own = [part for part in (learner, population, evolution, algorithm) if part not in usual]
     cfg, fitted, why, task, ranks = started
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:
             follow(ranks, task, learner)
             return None
         with stop.may_stop():
-            run = stack.enter_context(
-                RunDirectory.opened(cfg, task, learner, population, evolution)
-            )
+            run = stack.enter_context(RunDirectory.opened(cfg, task, *own))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
             optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))

@@ -25,6 +25,7 @@ from journal.summary import (
     many,
     tabulate,
     tell_speed,
+    tell_vain,
     trace_lineage,
 )
 from journal.tokens import show_mask, token_data
@@ -183,7 +184,6 @@ class Log:
         rows = {name: self.held_out[name] for name in TABLE if name in self.held_out}
         metric, n = self.metrics[0], self.questions
         cost = count_costs(steps, reflections, events, self.tools)
-        evolved = cost["evolutions"] > cost["evolutions_in_vain"]
         seconds = self.spent + time.perf_counter() - self.began
         summary = {  # other programs may rely on these keys
             "mode": cfg.mode, "seed": cfg.seed, "steps": cfg.T, "metric": metric, "metrics": self.metrics,
@@ -191,7 +191,8 @@ class Log:
             "held_out": rows, "spread": self.spread, "questions": n, "seconds": round(seconds, 1),
             "overhead_inference": round(cost["verification_rollouts"] / max(1, cost["training_rollouts"]), 4),
             "ledger": cost, "generations": trace_lineage({I.id: I.parent for I in P.family}, I_star.id),
-            "I_star": I_star.text, "evolved": evolved, "versions": self.versions,
+            "I_star": I_star.text, "evolved": cost["evolutions"] > cost["evolutions_in_vain"],
+            "versions": self.versions,
             "conclusion": conclude({name: row[metric] for name, row in rows.items()}, n, metric, self.spread),
         }  # fmt: skip
         run.write("summary.json", json.dumps(summary, indent=1))
@@ -206,13 +207,7 @@ class Log:
             "metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/"
         )
         lines += [line.replace("  ", "  until the end, ", 1) for _, line in self.silence.lasting()]
-        if evolves(cfg) and not evolved:
-            vain = "no evolution took place"
-            if cost["evolutions"]:
-                vain = f"{many(cost['evolutions'], 'evolution')} left the population as it was"
-            lines.append(
-                f"{vain}: this is no result of --mode {cfg.mode} (evolved: false in summary.json)."
-            )
+        lines.append(tell_vain(summary))
         print(printable("\n".join(filter(None, lines))))
         try:
             write_page = importlib.import_module("report").write_page

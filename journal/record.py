@@ -20,7 +20,6 @@ from tasks.tools import WORDS
 
 # a file is read in at most so many blocks: one of more than 256 MiB is sampled
 BLOCK, BLOCKS = 1 << 20, 256
-PLAIN = ("Learner", "Population", "Evolution")
 # knobs that name files: their content counts
 PATHS = ("train", "valid", "test", "corpus", "instruction", "model")
 # Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
@@ -41,13 +40,14 @@ def with_absolute_paths(cfg: Config) -> Row:
 
 def describe_run(task: Task, *parts: object) -> Row:
     """Returns the content of a run. Where --train is cut by --seed, both parts are one set: seeds
-    do not differ."""
+    do not differ. `parts`: classes and functions in place of the usual ones."""
     train = sorted([*task.questions("train"), *task.questions("valid")], key=lambda q: q.id)
     questions = {"train or valid": train, "test": task.questions("test")}
-    own = [part for part in parts if part and getattr(part, "__qualname__", "") not in PLAIN]
+    own = [getattr(part, "func", part) for part in parts]  # of a partial
     # by which each step draws
     order = {"order of train": digest([q.id for q in task.questions("train")])}
-    order["classes given to train"] = digest([getattr(part, "__qualname__", part) for part in own])
+    names = [getattr(part, "__qualname__", type(part).__qualname__) for part in own]
+    order["classes given to train"] = ", ".join(names)
     return describe(task, questions, task.instruction, describe_model(task.cfg.model), own) | order
 
 

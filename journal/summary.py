@@ -99,6 +99,14 @@ def measure_speed(steps: Sequence[Row]) -> dict[str, float]:
     return {name: median(column) for name, column in columns.items() if column}
 
 
+def tell_vain(summary: Row) -> str:
+    """Returns a sentence if instructions should have changed, and did not."""
+    if summary.get("evolved") is not False or summary["mode"] == "static":
+        return ""
+    changed = f"{many(summary['ledger']['evolutions'], 'evolution')} changed no instruction"
+    return f"{changed}: this is no result of --mode {summary['mode']} (evolved: false in summary.json)."
+
+
 def tell_speed(steps: Sequence[Row]) -> str:
     """Returns tokens a second and where the steps' time went, in a line."""
     speed, phases = measure_speed(steps), count_seconds(steps)

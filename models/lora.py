@@ -146,13 +146,14 @@ def coverage(model: Any) -> str:
     covered = total = 0
     for name, p in model.named_parameters():
         in_layer = re.match(r".*\.\d+\.", name)  # a layer has a number
-        if p.ndim < 2 or not in_layer or is_adapter(name):
+        if p.ndim < 2 or is_adapter(name):
             continue
-        total += p.numel()
         if name in adapted:
             covered += p.numel()
-        else:
+            total += p.numel()
+        elif in_layer:
             frozen.add(name[in_layer.end() :])
+            total += p.numel()
     rest = f" (not on {', '.join(sorted(frozen))})" if frozen else ""
     return f"LoRA on {covered / total:.0%} of the layers' weights{rest}"
 

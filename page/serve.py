@@ -21,7 +21,7 @@ def stamp_files(paths: Sequence[Path]) -> str:
     return "-".join(parts)
 
 
-def make_app(paths: Sequence[Path], limit: int) -> Any:
+def make_app(paths: Sequence[Path]) -> Any:
     """Answers GET / with the page, made anew when the runs have written more, and GET /stamp.
     Raises Fault."""
     from fastapi import FastAPI, Request  # here: a page in a file does without
@@ -30,7 +30,7 @@ def make_app(paths: Sequence[Path], limit: int) -> Any:
 
     @lru_cache(1)
     def build_once(now: str) -> str:
-        return build_page(paths, limit=limit, live=now)
+        return build_page(paths, now)
 
     build_once(stamp_files(paths))
     pages = FastAPI(openapi_url=None)

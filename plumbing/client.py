@@ -23,6 +23,8 @@ BUSY = (408, 409, 425, 429)  # statuses besides 5xx that another attempt may not
 TOO_LONG = re.compile(
     r"HTTP 413|\btokens\b|context.?(?:length|size|window|limit)|too (?:long|large)", re.I
 )
+# Some say so as a fault of their own (llama.cpp, HTTP 500 or 200), which no other attempt mends.
+BEYOND = re.compile(r"context.?(?:length|size|window)|too large to process", re.I)
 OPTION = re.compile(
     r"(?:['\"`:]|\b(?:parameter|argument|field|support))s? ?(max_(?:completion_)?tokens|temperature|stop|seed)\b",
     re.I,
@@ -153,11 +155,12 @@ class Client:
         try:
             return self._exchange(url, body, read)
         except RequestFailed as e:
-            if e.transient:
+            transient = e.transient and not BEYOND.search(str(e))
+            if transient:
                 self.faults += 1
                 self.urls = [*self.urls[1:], self.urls[0]]
             text = clean(without_secrets(f"{url}: {e}"), self.secrets)
-            raise RequestFailed(text, e.transient, e.retry_after) from None
+            raise RequestFailed(text, transient, e.retry_after) from None
 
     def _exchange(self, url: str, body: Any, read: Callable[[Any], T]) -> T:
         method, content = "GET" if body is None else "POST", bytearray()
@@ -199,9 +202,9 @@ class Client:
                 answer = clean(answer, self.secrets)
             return read(answer)
         except (LookupError, TypeError, ValueError) as e:
-            text = f"{type(e).__name__}: {str(e)[:200]}"
-            if began := getattr(e, "doc", "")[:80]:  # it is no JSON, perhaps a page to log in
-                text += f"; it begins {began!r}"
+            # perhaps a page to log in, or why there is none
+            began = clean(content.decode(errors="replace"), self.secrets)[:80]
+            text = f"{type(e).__name__}: {str(e)[:200]}; it begins {began!r}"
             raise RequestFailed(f"malformed answer ({text})", True) from None
 
 

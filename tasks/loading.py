@@ -19,8 +19,6 @@ from tasks.task import Task
 from tasks.tools import Tool, check_words
 from tasks.trajectories import Question
 
-LINE_ENDS = "\r\x0b\x0c\x85\u2028\u2029"  # besides the usual one
-
 
 def load_task(cfg: Config, given: Any = None) -> Task:
     """Returns the task that --task, --tools and --reward name. Raises Fault, or what the task's own
@@ -93,11 +91,11 @@ def choose_instruction(task: Task) -> str:
     """Returns the instruction with which a run begins: that of --instruction, else the task's.
     Raises Fault.
 
-    A task with an instruction of its own keeps it where --instruction is only a preset's.
+    Where --instruction is only a preset's, it is for search QA that has none of its own.
     """
     text, file = task.instruction, task.cfg.instruction
-    authors = [kind.__module__ for kind in type(task).__mro__ if "instruction" in vars(kind)]
-    own = not authors[0].startswith("tasks.") or "instruction" in vars(task)
+    author = next(kind for kind in type(task).__mro__ if "instruction" in vars(kind))
+    own = author.__module__ != "tasks.search_qa" or "instruction" in vars(task)
     if file and not (own and file in [preset.get("instruction") for preset in PRESETS.values()]):
         text = read_instruction("instruction", file)
     return task.make_format().adapt_instruction(text)
@@ -114,7 +112,7 @@ def read_instruction(knob: str, path: str) -> str:
         text = Path(path).read_text("utf-8-sig")
     except (OSError, ValueError) as e:
         raise Fault(f"--{knob} {path}: cannot be read as UTF-8 ({e})") from None
-    text = "".join("\n" if c in LINE_ENDS else c for c in text.replace("\r\n", "\n"))
+    text = "\n".join(text.splitlines())
     text = "".join(c for c in text if unicodedata.category(c) != "Cf" or c in JOINERS).strip()
     if not text:
         raise Fault(f"--{knob} {path}: the file is empty")

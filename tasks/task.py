@@ -40,6 +40,10 @@ class Task(ABC):
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
+    def tools_of(self, question: Question) -> Sequence[Tool]:
+        """Returns those of `tools` that a question's prompt shows."""
+        return self.tools
+
     def make_format(self, tokenizer: Tokenizer | None = None) -> Tags:
         """Returns how calls, answers and results are written (--format), of which ids take the
         policy's tokenizer. Raises Fault."""

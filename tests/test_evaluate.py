@@ -472,10 +472,7 @@ def test_each_fault_is_one_line_that_says_what_to_do(
         (["world", "--task", "nothing"], "--task nothing: give it as module:"),
         ([tmp_path / "nothing"], "nothing is no directory; as a model of the hub: --model "),
         (["runs/nothere"], "runs/nothere is no directory; as a model of the hub: --model "),
-        (
-            [tmp_path / "mixed", *corpus],
-            "its tokenizer has 675 tokens and its model 600: use the model's own",
-        ),
+        ([tmp_path / "mixed", *corpus], "and its model 600: use the model's own"),
         (
             [chat.url, *corpus, "--served_model", "llama"],
             f"--served_model: {chat.url} has qwen: not llama",
@@ -743,6 +740,9 @@ TOO_LONG = [
     (400, "prompt is too long: 210000 tokens > 200000 maximum"),
     (400, "the request exceeds the available context size, try increasing it"),
     (413, "Payload Too Large"),
+    (500, "Context size has been exceeded."),
+    (500, "Input is too large to process. Either enable context shift or increase context length."),
+    (200, "the request exceeds the available context size. try increasing the context size"),
     (422, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 128. Given: 129"),
 ]
 FILTERED = [
@@ -789,6 +789,17 @@ def test_a_reply_that_was_filtered_ends_its_conversation(servers, message):
         0: (message["content"] or "", "refused"),
         1: ("A", ""),
     }
+    engine.close()
+
+
+def test_replies_that_are_reasoning_alone_are_told_once(servers, capfd):
+    """vLLM's --reasoning-parser where the model does not think: content is null."""
+    hidden = {
+        "choices": [{"message": {"content": None, "reasoning": "A"}, "finish_reason": "stop"}]
+    }
+    engine, _ = chatting(servers, lambda body: hidden)
+    assert turns_of(engine, ["Who?"] * 3) == dict.fromkeys(range(3), ("", ""))
+    assert capfd.readouterr().out.count("qwen replies without a text") == 1
     engine.close()
 
 

@@ -155,6 +155,14 @@ def test_what_is_no_question_with_golds_is_shown(question):
     )
 
 
+def test_a_flag_whose_plug_in_is_not_here_says_so(monkeypatch):
+    monkeypatch.setattr("tasks.loading.find_plug", lambda word: "")
+    said = refused(load_task, Config(reward="grades:brief"))
+    assert (
+        said == "--reward grades:brief: it needs a plug-in that is not here; take the whole project"
+    )
+
+
 # ---- its instruction
 
 
@@ -164,8 +172,9 @@ def test_a_task_s_own_instruction_beats_a_preset_s_and_not_a_flag_s(game, tmp_pa
     flags = ["--task", "my_game:Instructed", "--instruction", str(tmp_path / "mine.txt")]
     assert choose_instruction(load_task(parse_flags(flags[:2]))) == "Play."
     assert choose_instruction(load_task(parse_flags(flags))) == "Win."
-    # it says nothing of its own
-    assert choose_instruction(load_task(parse_flags(["--task", "my_game:Game"]))) == preset
+    # it says nothing of its own, and asks nothing of the preset's
+    playing = load_task(parse_flags(["--task", "my_game:Game"]))
+    assert choose_instruction(playing) == Task.instruction
     assert choose_instruction(load_task(parse_flags([]))) == preset
     assert choose_instruction(load_task(Config())) == SEARCH_R1
 

@@ -14,8 +14,10 @@ What is missing is told before anything is loaded, in the order in which it can 
 10. positions and disk: a first prompt leaves room for a turn, and the checkpoints fit
 """
 
+import importlib
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +57,10 @@ def prepare(
             lambda: check_preset_device(cfg),
         )
     status("importing torch")
+    # in a thread: an interrupt would leave half of it, and no later call could train
+    with ThreadPoolExecutor(1) as importer:
+        needed = "training.checks" if cfg.dry_run else "training.policy"
+        importer.submit(importlib.import_module, needed).result()
     import torch
 
     from engines.choose import device_of, dtype_of
