@@ -70,8 +70,8 @@ class Hermes(Tags):
     def reserved_tags(self) -> tuple[str, ...]:
         return "think", ANSWER, *OURS
 
-    def result_tag(self, tool: Tool) -> str:
-        return "tool_response"
+    def result_tags(self) -> list[str]:
+        return ["tool_response"]
 
     def adapt_instruction(self, instruction: str) -> str:
         """Says the paper's instruction without tags. With --format hermes_tools the tools'
