@@ -34,7 +34,11 @@ def newest_run() -> str:
 def read_questions() -> Iterator[str]:
     print("\nOne question per line; an empty line ends.")
     with contextlib.suppress(EOFError):  # Ctrl-D, or the end of a file
-        yield from iter(lambda: input("\n> ").strip(), "")
+        while True:
+            text = input("\n> ").strip()
+            if not text:
+                break
+            yield text
     print()
 
 

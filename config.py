@@ -23,7 +23,7 @@ from plumbing.faults import Fault
 from plumbing.flags import Parser, add_flags
 from plumbing.flags import knob as knob  # programs with knobs of their own take it from here
 from plumbing.flags import out_of_range as out_of_range
-from plumbing.outside import decoded
+from plumbing.outside import decoded, without_secrets
 from plumbing.stop import LEADS
 from plumbing.threads import choose_threads, use_threads
 from plumbing.trust import check_origin
@@ -431,6 +431,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": dict(model="Qwen/Qwen2.5-7B", lr=3e-7, max_turns=6, vllm_memory=0.75, **NQ_HOTPOTQA),
 }  # fmt: skip
 DATA = ("valid", "test", "corpus", "instruction")  # what goes with a preset's --train
+OPENAI = "https://api.openai.com/v1"
 OPTIMIZER = "gpt-5"  # of OpenAI, where a run names neither a model nor another endpoint
 LORA_LR = {
     "world": 3e-3
@@ -628,3 +629,21 @@ def scripted(cfg: RunKnobs) -> bool:
     """Returns whether the run starts the world's own optimizer instead of calling
     OPENAI_BASE_URL."""
     return cfg.optimizer_model in ("scripted", "guessing")
+
+
+def find_endpoint(cfg: Config) -> tuple[str, str]:
+    """Returns URL and key of the optimizer: OPENAI_BASE_URL's, else OpenAI's; both "" if the run
+    calls neither.
+
+    Raises Fault if none can be called.
+    """
+    if not evolves(cfg) or scripted(cfg):
+        return "", ""
+    url, key = os.environ.get("OPENAI_BASE_URL", ""), os.environ.get("OPENAI_API_KEY", "").strip()
+    if not (cfg.optimizer_model and (url or key)):
+        openai = "OPENAI_API_KEY to take OpenAI's, or OPENAI_BASE_URL and --optimizer_model"
+        missing = "--optimizer_model to a model of OPENAI_BASE_URL" if url else openai
+        raise Fault(f"no optimizer: set {missing}, or choose --mode static")
+    if url and not url.startswith(("http://", "https://")):
+        raise Fault(f"OPENAI_BASE_URL {without_secrets(url)}: begin it with http:// or https://")
+    return url or OPENAI, key

@@ -14,15 +14,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config, parse_flags
 from journal.rows import (
-    make_call_row,
     make_evolution_row,
+    make_proposal_row,
     make_prune_row,
-    make_reply_row,
     make_start_row,
     make_verification_row,
     make_weights_row,
@@ -87,7 +87,7 @@ def inspo(
             row = log.measure(taus)
             texts = list(map(task.shown, taus))
             update = policy.update(t, taus)  # Alg.1 L8 Eq.5
-            P.attribute(taus)  # Alg.1 L9
+            P.update_weights(taus)  # Alg.1 L9
             row |= update | policy.measure_speed(taus) | make_weights_row(P)
             log.keep_step(t, taus, row)
             if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
@@ -159,7 +159,7 @@ class Evolution:
         n = cfg.N_P - cfg.N_parent  # CHOICE-24
         self.t = t
         self.used = {fold_words(I.text) for I in P_parent}
-        shortfall = "too few revisions verified"
+        reason = "too few revisions verified"
         for round in range(cfg.rounds):
             room = cfg.N_P - len(P_parent) - len(P_new)
             if not room:  # Alg.1 L18 CHOICE-6
@@ -170,24 +170,24 @@ class Evolution:
             tau_fail = B.failures(rng, cfg.failures, I_parent.id)
             D_B = [self.D[q] for q in B.questions(rng, cfg.D_B, tau_fail)]
             if not tau_fail:
-                shortfall = "no failure to learn from"
+                reason = "no failure to learn from"
                 break
             if cfg.D_B and not D_B:
-                shortfall = "no question left to verify on"
+                reason = "no question left to verify on"
                 break
             try:
                 I_new = self.propose(I_parent, tau_fail, n)  # Alg.1 L20
             except OptimizerDown as e:
-                shortfall = f"the optimizer gave no reply ({e})"
+                reason = f"the optimizer gave no reply ({e})"
                 break
             if I_new:
                 verified = self.verify(policy, I_parent, I_new, D_B)  # Alg.1 L21
-                joining = P.admit(verified, min(room, cfg.top_n))
+                joining = P.select_top(verified, min(room, cfg.top_n))
                 P_new += joining
                 row = make_verification_row(t, round, D_B, verified, joining)
                 self.log.write_row("reflections", row)
-        P.succeed(P_parent, P_new, t)  # Alg.1 L23
-        outcome = tell_succession(P_parent, P_new, cfg.N_P - len(P), shortfall)
+        P.replace_by(P_parent, P_new, t)  # Alg.1 L23
+        outcome = tell_succession(P_parent, P_new, cfg.N_P - len(P), reason)
         self.log.write_row("population", make_evolution_row(t, P, outcome))
 
     def propose(self, I_parent: Instruction, tau_fail: list[Experience], n: int) -> list[str]:
@@ -222,16 +222,26 @@ class Evolution:
         self.note_call(I_parent, call)
         find_unfit = self.task.make_format().find_unfit
         accepted, rejected = read_candidates(
-            call.reply, I_parent.text, self.used, golds, self.cfg.max_instruction, n, find_unfit
+            call.reply,
+            I_parent.text,
+            self.used,
+            golds,
+            self.cfg.max_instruction,
+            n,
+            find_unfit,
+            call.cut,
         )
-        row = make_reply_row(self.t, self.round, I_parent, list(accepted), rejected)
+        row = make_proposal_row(
+            self.t, self.round, I_parent, accepted=list(accepted), rejected=rejected
+        )
         self.log.write_row("reflections", row)
         return list(accepted.values())
 
     def note_call(self, I_parent: Instruction, call: Call) -> None:
         """Writes down a call to the optimizer, unless an earlier process of this run has."""
         if not call.paid_before:
-            self.log.write_row("reflections", make_call_row(self.t, self.round, I_parent, call))
+            row = make_proposal_row(self.t, self.round, I_parent, call=asdict(call))
+            self.log.write_row("reflections", row)
 
     def verify(
         self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
@@ -304,20 +314,21 @@ def train(
     started = prepare(cfg, settings)
     if not started:
         return None
+    from grpo import Learner
     from journal.checkpoints import Checkpoints
     from journal.directory import RunDirectory
     from journal.log import Log
     from training.policy import Policy, follow
 
+    usual = None, Learner, Population, Evolution, inspo
+    own = [part for part in (learner, population, evolution, algorithm) if part not in usual]
     cfg, fitted, why, task, ranks = started
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:
             follow(ranks, task, learner)
             return None
         with stop.may_stop():
-            run = stack.enter_context(
-                RunDirectory.opened(cfg, task, learner, population, evolution)
-            )
+            run = stack.enter_context(RunDirectory.opened(cfg, task, *own))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
             optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))

@@ -52,6 +52,7 @@ class ChatEngine:
 
     max_rows = sys.maxsize
     lockstep = False
+    silent = False  # a reply had no text
 
     def __init__(
         self,
@@ -114,6 +115,12 @@ class ChatEngine:
             self.turns.start(self.ask, key, body)
         for turn in self.turns.finished():
             text = self.tokenizer.decode(turn.ids)
+            if not (text or turn.stop or self.silent):
+                self.silent = True
+                print(
+                    f"{self.name} replies without a text: its server takes all for reasoning, or --max_response"
+                    " ends it there"
+                )
             self.messages[turn.key].append({"role": "assistant", "content": text})
             self.sent[turn.key] += len(turn.ids)
             yield turn

@@ -47,7 +47,8 @@ class Subject:
         if self.run:
             check_origin(self.run, {name: getattr(self.cfg, name) for name in names}, flags)
         cfg = dataclasses.replace(self.cfg, **flags | knobs)
-        if fault := out_of_range(cfg, flags) or TaskKnobs.find_fault(cfg):
+        fault = out_of_range(cfg, flags) or TaskKnobs.find_fault(cfg)
+        if fault:
             raise Fault(fault)
         return cfg
 
@@ -254,11 +255,6 @@ def open_model(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Eng
 
     path, device = chosen.weights, device_of(cfg)
     model, tokenizer = load_policy(path, stop, cfg.max_prompt + cfg.max_response)
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
-        raise Fault(
-            f"{path}: its tokenizer has {len(tokenizer)} tokens and its model {rows}: use the model's own"
-        )
     wide = device == "cpu" or cfg.dtype == "float32" or explain_too_old(device)
     dtype = "float32" if wide else "bfloat16"
     if choose_engine(cfg, device)[0] == "torch":

@@ -4,7 +4,7 @@ level, power."""
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from evaluation.statistics import (
 from journal.record import differences
 from journal.summary import SHARES, label
 from plumbing.faults import Fault
-from plumbing.files import read_jsonl
+from plumbing.files import Row, read_jsonl
 from plumbing.outside import decoded
 
 
@@ -31,7 +31,7 @@ class Evaluation(NamedTuple):
     """What evaluate.py has written into a directory."""
 
     path: Path
-    setting: dict[str, Any]
+    setting: Row
     metric: str  # the main one
     values: dict[str, Array]  # of that metric, by set of questions, in the order of the questions
 

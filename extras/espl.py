@@ -151,11 +151,11 @@ class Pool(Population):
         p[-1] = 1 / k
         return p
 
-    def attribute(self, taus: Iterable[Trajectory]) -> None:
+    def update_weights(self, taus: Iterable[Trajectory]) -> None:
         """Credits every program with its mean reward, and rates them by the problems that all of
         them played."""
         taus = list(taus)
-        super().attribute(taus)
+        super().update_weights(taus)
         common = played_by_all((tau.instruction, tau.question.id) for tau in taus)
         self.rate(mean_rewards(tau for tau in taus if tau.question.id in common))
 

@@ -16,20 +16,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 
 from config import Config, holds_a_run, preset_of, program_of, read_config
-from journal.record import FREE, Row, describe_run, differences, with_absolute_paths
-from plumbing import stop
+from journal.record import FREE, describe_run, differences, with_absolute_paths
+from plumbing import checkpoint, stop
 from plumbing.faults import CheckpointFault, DiskFault, Diverged, Fault
-from plumbing.files import read_jsonl, write_file, writing
+from plumbing.files import Row, read_jsonl, write_file, writing
 from plumbing.outside import decoded, printable
 from plumbing.trust import remember_run
 from plumbing.versions import commit
 from tasks import Task
-from training import checkpoint
 
 LOGS = ("metrics", "population", "reflections")  # .jsonl
 # may differ in a resumed run: a note names them
@@ -191,7 +190,7 @@ class RunDirectory:
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)  # or a full disk stays full
 
-    def append(self, name: str, row: dict[str, Any]) -> None:
+    def append(self, name: str, row: Row) -> None:
         """Appends a line to `name`.jsonl; raises DiskFault."""
         with (
             writing(self.path / f"{name}.jsonl"),
@@ -200,11 +199,11 @@ class RunDirectory:
             f.write(json.dumps(row) + "\n")
         self.lengths[name] += 1
 
-    def rows(self, name: str) -> list[dict[str, Any]]:
+    def rows(self, name: str) -> list[Row]:
         """Returns the rows of `name`.jsonl that are of a run: those with a step."""
         return [row for row in read_jsonl(self.path / f"{name}.jsonl") if type(row.get("t")) is int]
 
-    def write_trajectories(self, name: str, rows: list[dict[str, Any]]) -> None:
+    def write_trajectories(self, name: str, rows: list[Row]) -> None:
         """Writes trajectories/`name`.jsonl.gz, unless there are none."""
         path = self.path / "trajectories" / f"{name}.jsonl.gz"
         if rows:

@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from config import Config, evolves, preset_of
 from journal.directory import RunDirectory
@@ -20,25 +19,25 @@ from journal.silence import Silence
 from journal.summary import (
     START,
     TABLE,
-    Row,
     conclude,
     count_calls,
     label,
     many,
     tabulate,
     tell_speed,
+    tell_vain,
     trace_lineage,
 )
 from journal.tokens import show_mask, token_data
 from journal.track import Tracker
 from plumbing.faults import Fault
+from plumbing.files import Row
 from plumbing.outside import printable
 from plumbing.versions import versions
 from population import Instruction, Population
-from rollout import STORED, space_evenly
 from tasks import Task, Trajectory
 from tasks.metrics import compute_metrics
-from tasks.sampling import take_subset
+from tasks.sampling import STORED, space_evenly, take_subset
 from training.policy import Policy
 
 # attributes of Log that a resumed run goes on with
@@ -64,10 +63,10 @@ class Log:
         self.spread: dict[str, float] = {}
         self.metrics: list[str] = []  # names of the task's metrics, the most important first
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Row:
         return {name: getattr(self, name) for name in BOOKS}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Row) -> None:
         for name in BOOKS:
             setattr(self, name, state[name])
         for row in self.run.rows("metrics"):
@@ -100,8 +99,9 @@ class Log:
         """Appends a row to `name`.jsonl, and shows what a person has to see of it."""
         self.run.append(name, row)
         self.screen.show_row(name, row)
-        for line in self.silence.hear(row) if name == "metrics" else ():
-            self.screen.note(line)
+        if name == "metrics":
+            for line in self.silence.hear(row):
+                self.screen.note(line)
         if "accepted" in row:
             self.row["candidates"] = self.row.get("candidates", 0) + len(row["accepted"])
         if name == "population" and row["event"] != "prune":
@@ -119,11 +119,11 @@ class Log:
 
     def keep_step(self, t: int, taus: Sequence[Trajectory], row: Row) -> None:
         """Writes what an update learned from; its row waits for evolution and evaluation."""
-        rows = [
-            tau.record()
-            | ({"token_data": token_data(tau, self.policy.tokenizer)} if tau.tokens else {})
-            for tau in taus
-        ]
+        rows = []
+        for tau in taus:
+            rows.append(tau.record())
+            if tau.tokens:
+                rows[-1]["token_data"] = token_data(tau, self.policy.tokenizer)
         self.run.write_trajectories(f"step-{t:06d}", rows)
         if t == 1:
             longest = max(taus, key=lambda tau: len(tau.turns))
@@ -184,7 +184,6 @@ class Log:
         rows = {name: self.held_out[name] for name in TABLE if name in self.held_out}
         metric, n = self.metrics[0], self.questions
         cost = count_costs(steps, reflections, events, self.tools)
-        evolved = cost["evolutions"] > cost["evolutions_in_vain"]
         seconds = self.spent + time.perf_counter() - self.began
         summary = {  # other programs may rely on these keys
             "mode": cfg.mode, "seed": cfg.seed, "steps": cfg.T, "metric": metric, "metrics": self.metrics,
@@ -192,7 +191,8 @@ class Log:
             "held_out": rows, "spread": self.spread, "questions": n, "seconds": round(seconds, 1),
             "overhead_inference": round(cost["verification_rollouts"] / max(1, cost["training_rollouts"]), 4),
             "ledger": cost, "generations": trace_lineage({I.id: I.parent for I in P.family}, I_star.id),
-            "I_star": I_star.text, "evolved": evolved, "versions": self.versions,
+            "I_star": I_star.text, "evolved": cost["evolutions"] > cost["evolutions_in_vain"],
+            "versions": self.versions,
             "conclusion": conclude({name: row[metric] for name, row in rows.items()}, n, metric, self.spread),
         }  # fmt: skip
         run.write("summary.json", json.dumps(summary, indent=1))
@@ -207,13 +207,7 @@ class Log:
             "metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/"
         )
         lines += [line.replace("  ", "  until the end, ", 1) for _, line in self.silence.lasting()]
-        if evolves(cfg) and not evolved:
-            vain = "no evolution took place"
-            if cost["evolutions"]:
-                vain = f"{many(cost['evolutions'], 'evolution')} left the population as it was"
-            lines.append(
-                f"{vain}: this is no result of --mode {cfg.mode} (evolved: false in summary.json)."
-            )
+        lines.append(tell_vain(summary))
         print(printable("\n".join(filter(None, lines))))
         try:
             write_page = importlib.import_module("report").write_page

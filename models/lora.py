@@ -145,7 +145,7 @@ def coverage(model: Any) -> str:
     matrices = {
         k: p
         for k, p in model.named_parameters()
-        if p.ndim > 1 and inside.match(k) and not is_adapter(k)
+        if p.ndim > 1 and (k in adapted or inside.match(k)) and not is_adapter(k)
     }
     frozen = sorted({inside.sub("", name) for name in matrices if name not in adapted})
     share = sum(matrices[name].numel() for name in adapted) / sum(

@@ -2,7 +2,8 @@
 seed are one group."""
 
 from journal.record import FREE, differences
-from page.read import Row, Run, finite_number
+from page.read import Run, finite_number
+from plumbing.files import Row
 
 SEED = FREE | {"seed", "order of train"}  # --seed may cut --train
 ONE_ARM = SEED | {"commit"}

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.faults import Fault
-from plumbing.files import parse_lines
+from plumbing.files import Row, parse_lines
 from plumbing.outside import decoded
-
-Row = dict[str, Any]
 
 
 @dataclass
@@ -103,7 +101,8 @@ def _rows(run: Run, name: str, without: str) -> list[Row]:
         run.missing += [f"{name} is missing: {without}."] if without else []
         return []
     rows = parse_lines(lines, "t")
-    if bad := len(lines) - len(rows):
-        are = "line is" if bad == 1 else "lines are"
-        run.missing.append(f"{name}: {bad} {are} cut short or damaged, and left out.")
+    damaged = len(lines) - len(rows)
+    if damaged:
+        are = "line is" if damaged == 1 else "lines are"
+        run.missing.append(f"{name}: {damaged} {are} cut short or damaged, and left out.")
     return rows

@@ -8,8 +8,8 @@ import math
 import zlib
 from pathlib import Path
 
-from page.read import Row, Run
-from plumbing.files import parse_lines
+from page.read import Run
+from plumbing.files import Row, parse_lines
 from plumbing.outside import finite
 
 COLUMNS = "page place kind t ins reward failed stop source calls question group tokens".split()

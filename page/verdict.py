@@ -7,8 +7,9 @@ from statistics import fmean
 
 from journal.rows import count_costs
 from journal.silence import ALL_ALIKE, NO_ANSWER, NOT_FOLLOWED, SOLVED, Silence
-from journal.summary import count_seconds, measure_speed, trace_lineage
-from page.read import Row, Run, finite_number
+from journal.summary import count_seconds, measure_speed, tell_vain, trace_lineage
+from page.read import Run, finite_number
+from plumbing.files import Row
 
 # panel that shows a sign
 PANELS = {
@@ -24,7 +25,7 @@ def judge_run(run: Run, tree: Row) -> Row:
         "learned": describe_gain(run),
         "winner": describe_winner(run, tree),
         "cost": sum_costs(run),
-        "vain": tell_vain(run),
+        "vain": tell_vain(run.summary),
         "warnings": find_warnings(run),
     }
 
@@ -141,17 +142,9 @@ def _of_silence(run: Run, rows: list[Row]) -> Iterator[Row]:
     for sign, (t, text) in lasted.items():
         until = "To the end" if t == rows[-1]["t"] else f"Up to step {t}"
         yield _warning(f"{until}, {text}", PANELS.get(sign, ""))
-    vain = tell_vain(run)
+    vain = tell_vain(run.summary)
     if vain:
         yield _warning(vain, "tree")
-
-
-def tell_vain(run: Run) -> str:
-    """Returns a sentence if instructions should have changed, and did not."""
-    mode = run.config.get("mode", "static")
-    if mode == "static" or run.summary.get("evolved") is not False:
-        return ""
-    return f"No evolution changed the instructions: this is no result of --mode {mode}."
 
 
 def _of_updates(rows: list[Row]) -> Iterator[Row]:

@@ -36,7 +36,8 @@ class Parser(argparse.ArgumentParser):
             # and has to get its word in: torchrun ends the others as soon as one has failed
             time.sleep(30)
             self.exit(2)
-        tell_torchrun(text := f"{self.prog}: {message} ({self.prog} --help lists the flags)")
+        text = f"{self.prog}: {message} ({self.prog} --help lists the flags)"
+        tell_torchrun(text)
         self.exit(2, f"{text}\n")
 
 

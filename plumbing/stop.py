@@ -96,13 +96,11 @@ def _print(text: str) -> None:
 
 def _handle_by(handler: Any) -> dict[signal.Signals, Any]:
     """Sets the handler of all signals that are not ignored; returns the handlers before."""
-    old = {
-        number: before
-        for number in SIGNALS
-        if (before := signal.getsignal(number)) is not signal.SIG_IGN
-    }
-    for number in old:
-        signal.signal(number, handler)
+    old = {}
+    for number in SIGNALS:
+        before = signal.getsignal(number)
+        if before is not signal.SIG_IGN:
+            old[number] = signal.signal(number, handler)
     return old
 
 

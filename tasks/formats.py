@@ -132,7 +132,7 @@ class Tags:
         the optimizer revises, the policy knows its tools.
         """
         lines, tags = [], set[str]()
-        for tool in self.task.tools:
+        for tool in self.task.tools_of(question):
             usage = tool.usage()
             if usage and usage not in lines:
                 lines.append(usage)
@@ -142,7 +142,9 @@ class Tags:
             instruction = "\n".join([f"{instruction}\n\n{heading}", *lines])
         return self.task.prompt(instruction, question)
 
-    def template_options(self, instruction: str) -> Mapping[str, Any]:
+    def template_options(
+        self, instruction: str, question: Question | None = None
+    ) -> Mapping[str, Any]:
         """Returns what else the chat template is given."""
         return {}
 
@@ -164,7 +166,8 @@ class Tags:
         instruction = as_data(instruction, control(self.tokenizer, simple=True))
         text = as_data(question.text, control(self.tokenizer, self.reserved_tags()))
         messages = self.messages(instruction, replace(question, text=text))
-        return encode_conversation(self.tokenizer, messages, **self.template_options(instruction))
+        options = self.template_options(instruction, question)
+        return encode_conversation(self.tokenizer, messages, **options)
 
     def read_turn(self, ids: Sequence[int]) -> Action:
         """Returns what a sampled turn says."""

@@ -19,8 +19,6 @@ from tasks.task import Task
 from tasks.tools import Tool, check_words
 from tasks.trajectories import Question
 
-LINE_ENDS = "\r\x0b\x0c\x85\u2028\u2029"  # besides the usual one
-
 
 def load_task(cfg: Config, given: Any = None) -> Task:
     """Returns the task that --task, --tools and --reward name. Raises Fault, or what the task's own
@@ -93,13 +91,11 @@ def choose_instruction(task: Task) -> str:
     """Returns the instruction with which a run begins: that of --instruction, else the task's.
     Raises Fault.
 
-    A task with an instruction of its own keeps it where --instruction is only a preset's.
+    Where --instruction is only a preset's, it is for search QA that has none of its own.
     """
     text, file = task.instruction, task.cfg.instruction
-    author = next(
-        kind for kind in type(task).__mro__ if "instruction" in vars(kind)
-    ).__module__.partition(".")[0]
-    own = author != "tasks" or "instruction" in vars(task)
+    author = next(kind for kind in type(task).__mro__ if "instruction" in vars(kind))
+    own = author.__module__ != "tasks.search_qa" or "instruction" in vars(task)
     if file and not (own and file in [preset.get("instruction") for preset in PRESETS.values()]):
         text = read_instruction("instruction", file)
     return task.make_format().adapt_instruction(text)
@@ -116,13 +112,13 @@ def read_instruction(knob: str, path: str) -> str:
         text = Path(path).read_text("utf-8-sig")
     except (OSError, ValueError) as e:
         raise Fault(f"--{knob} {path}: cannot be read as UTF-8 ({e})") from None
-    text = "".join("\n" if c in LINE_ENDS else c for c in text.replace("\r\n", "\n"))
+    text = "\n".join(text.splitlines())
     text = "".join(c for c in text if unicodedata.category(c) != "Cf" or c in JOINERS).strip()
     if not text:
         raise Fault(f"--{knob} {path}: the file is empty")
-    if (shown := printable(text)) != text:
-        k = next(k for k, (a, b) in enumerate(zip(text, shown, strict=False)) if a != b)
-        raise Fault(f"--{knob} {path}: it holds the control character {text[k]!r}; take it out")
+    for c in text:
+        if printable(c) != c:
+            raise Fault(f"--{knob} {path}: it holds the control character {c!r}; take it out")
     return text
 
 
@@ -135,10 +131,8 @@ def check_questions(task: Task) -> None:
 def _check_split(task: Task, split: str) -> None:
     ids = Counter[str]()
     for q in task.questions(split):
-        texts = (
-            [q.text, *q.golds] if isinstance(q, Question) and isinstance(q.golds, tuple) else [None]
-        )
-        if not all(isinstance(text, str) for text in texts):
+        known = isinstance(q, Question) and isinstance(q.golds, tuple)
+        if not known or not all(isinstance(text, str) for text in (q.text, *q.golds)):
             raise Fault(
                 f"--task {task.cfg.task}: of {split} it has {q!r:.99}; return Question(id, text, [gold, ...])"
             )
@@ -147,7 +141,8 @@ def _check_split(task: Task, split: str) -> None:
         raise Fault(
             f"--task {task.cfg.task}: there are no questions to {split} on; return at least one"
         )
-    if twice := [id for id, n in ids.items() if n > 1]:
-        raise Fault(
-            f"--task {task.cfg.task}: several {split} questions have the id {twice[0]!r}; make it unique"
-        )
+    for id, n in ids.items():
+        if n > 1:
+            raise Fault(
+                f"--task {task.cfg.task}: several {split} questions have the id {id!r}; make it unique"
+            )

@@ -25,7 +25,7 @@ from tasks.tools import Tool
 
 # where retrieval/server.py and Search-R1's own listen unless told otherwise
 DEFAULT = "http://127.0.0.1:8000"
-DATA = Path("data")  # as evaluate.py's --data_dir
+DATA = Path("data")
 WIKI, INDEXES, E5 = "wiki-18.jsonl", ("e5_HNSW64.index", "e5_Flat.index"), "intfloat/e5-base-v2"
 MAX_PASSAGE = 100_000  # characters of a passage that are read and kept
 

@@ -388,7 +388,7 @@ def test_without_verification_every_candidate_joins_in_the_order_of_the_reply_an
 
 def test_another_rule_of_who_joins_is_a_method_of_a_population():
     class Worst(Population):
-        def admit(self, verified, room):
+        def select_top(self, verified, room):
             return verified[-1:]
 
     e = Evolved({"old": 0.5}, SIX | {"low": 1}, ["low", "a"], N_P=3, rounds=1, population=Worst)

@@ -29,11 +29,11 @@ from journal.checkpoints import Checkpoints
 from journal.directory import RunDirectory, step_of
 from journal.record import with_absolute_paths
 from journal.screen import Screen
+from plumbing import checkpoint
 from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
 from plumbing.files import read_jsonl
 from population import Population, ReplayBuffer
 from tasks.loading import load_task
-from training import checkpoint
 from training.policy import Policy
 from training.ranks import Ranks
 

@@ -18,9 +18,9 @@ from evaluation.checkpoints import export_checkpoint
 from journal.directory import RunDirectory
 from models.model import load_model, load_policy
 from page.html import write_page
+from plumbing import checkpoint
 from plumbing.faults import Fault
 from population import Population, ReplayBuffer
-from training import checkpoint
 
 N = int(os.environ.get("FUZZ", 0)) // 10
 STEPS = (3, 6, 9)

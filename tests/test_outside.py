@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from tokenizers_like import MAKERS, control_ids, made
 
 import ask
 from config import WORLD, Config
-from journal.rows import make_call_row, make_reply_row
+from journal.rows import make_proposal_row
 from journal.screen import Screen
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, plain, printable
@@ -189,12 +190,13 @@ def test_a_run_s_notes_move_no_cursor(capsys):
     rejected = [{"k": 1, "reason": "lost \x1b[2J"}, {"k": 2, "reason": "empty"}]
     capsys.readouterr()
     for accepted, refused in [([], []), ([], rejected), ([2], rejected)]:
-        screen.show_row("reflections", make_reply_row(15, 0, parent, accepted, refused))
+        row = make_proposal_row(15, 0, parent, accepted=accepted, rejected=refused)
+        screen.show_row("reflections", row)
     for call in [
         Call("k", "p", "r", 1, 1, 0.0, False, cut=True),
         Call("k", "p", "r", 1, 1, 0.0, False),
     ]:
-        screen.show_row("reflections", make_call_row(15, 0, parent, call))
+        screen.show_row("reflections", make_proposal_row(15, 0, parent, call=asdict(call)))
     begin = "step  15  the optimizer's reply"
     assert capsys.readouterr().out.splitlines() == [
         f"{begin} has no candidate, 0 were rejected; it has no <ins_k> block",

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -183,6 +184,10 @@ class Wide(Population):
         self.made.append(args)
 
 
+def other_algorithm(_, *parts):
+    return inspo.inspo(*parts)
+
+
 class Bare(inspo.Evolution):
     begun: list = []
 
@@ -213,11 +218,19 @@ def test_a_run_uses_the_callers_classes_and_returns_what_it_leaves(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "parts", [dict(learner=Counted), dict(evolution=Bare), dict(population=lambda cfg: Wide(cfg))]
-)
-def test_a_run_resumes_with_the_classes_that_it_started_with(tmp_path, parts):
+    "parts, names",
+    [
+        (dict(learner=Counted), "Counted"), (dict(evolution=Bare), "Bare"),
+        (dict(population=lambda cfg: Wide(cfg)), "<lambda>"),
+        (dict(algorithm=partial(other_algorithm, ())), "other_algorithm"),
+        (dict(learner=type("Learner", (Learner,), {"__module__": __name__})), "Learner"),
+    ],
+)  # fmt: skip
+def test_a_run_resumes_with_the_classes_that_it_started_with(tmp_path, parts, names):
     given = TINY | dict(task=Echo, out=tmp_path / "r")
     first = inspo.train(**given, **parts)
+    record = json.loads((tmp_path / "r" / "config.json").read_text())
+    assert record["content"]["classes given to train"] == names
     for others in ({}, dict(learner=Learner), dict(learner=Counted, evolution=Bare)):
         with pytest.raises(
             Fault, match="^--resume: .* was started with other classes given to train$"

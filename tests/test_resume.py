@@ -82,7 +82,7 @@ class Judged(Task):
 
     tools = ()
     instruction = FIRST
-    best_reward = 3.0
+    passing_reward = 3.0
 
     def __init__(self, cfg, calls):
         super().__init__(cfg)

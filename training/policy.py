@@ -43,15 +43,14 @@ from models.model import (
     skeleton,
     weights,
 )
-from plumbing import stop
+from plumbing import checkpoint, stop
 from plumbing.faults import DiskFault, Diverged, Fault
 from plumbing.status import status
 from population import Instruction
-from rollout import STORED, rollout, space_evenly
+from rollout import rollout
 from tasks import Job, Task, Trajectory
 from tasks.metrics import set_rewards
-from tasks.sampling import rng_of, take_subset
-from training import checkpoint
+from tasks.sampling import STORED, rng_of, space_evenly, take_subset
 from training.duration import find_peak
 from training.ranks import Ranks
 
@@ -227,7 +226,7 @@ class Policy:
         self.learner = learner(model, reference, cfg, max_gap=learner.MAX_GAP[ranks.dtype])
         if first and first is not model:
             # a cycle: after vLLM's gc.freeze() the policy would stay for ever
-            vars(first).pop("score", None)
+            vars(first).pop("forward_packed", None)
         self.engine: Engine = engine(self, first)
         self.t = 0  # the last step whose update has begun; -1: the weights are those of no step
         self.seconds: dict[str, float] = {}  # of each method's last call

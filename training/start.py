@@ -21,11 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from config import PRESETS, Config, check_settings, configure
+from config import PRESETS, Config, check_settings, configure, find_endpoint
 from plumbing.faults import together
 from plumbing.hub import check_model
 from plumbing.status import status
-from reflect import find_endpoint
 from tasks import Task
 from tasks.loading import check_questions, choose_instruction, load_task
 

@@ -138,10 +138,10 @@ def test_ratings_are_trueskill_s(scores, expected):
 
 def test_ratings_come_from_the_problems_that_all_programs_played():
     P, alone = programs(2), programs(2)
-    P.attribute(played({0: {"q0": [1, 0], "q1": [0, 0]}, 1: {"q0": [0, 0]}}))
+    P.update_weights(played({0: {"q0": [1, 0], "q1": [0, 0]}, 1: {"q0": [0, 0]}}))
     assert P.ratings[0] == pytest.approx((29.396, 7.171), abs=2e-3) and P.family[0].w == 0.25
     assert [I.id for I in P.ranked()] == [0, 1] and P.best().id == 1  # the newest is the result
-    alone.attribute(played({1: {"q0": [1]}}))
+    alone.update_weights(played({1: {"q0": [1]}}))
     assert alone.ratings == [(25, 25 / 3)] * 2  # alone nobody is rated
 
 
@@ -487,7 +487,7 @@ SIZES = [
 RUNS = {
     "espl": (espl, ["--crossover", "1", "--K_e", "1", "--T_e", "9"]),
     "fst": (fst, ["--K_e", "2", "--T_e", "9"]),
-    "paired": (selection, "--rank paired --gate lower_bound --K_p 1 --K_e 3".split()),
+    "fill": (selection, "--gate fill --groups question --K_p 1 --K_e 3".split()),
 }
 
 

@@ -59,7 +59,7 @@ def test_dapo_weighs_every_token_alike_and_clips_higher():
     dapo = DAPO.__new__(DAPO)
     dapo.cfg = SimpleNamespace(eps=0.2)
     x = dapo.terms(part, None)
-    assert [[*x["adv"]], [*x["w"]], x["eps_low"], x["eps_high"]] == [
+    assert [[*x["adv"]], [*x["token_weight"]], x["eps_low"], x["eps_high"]] == [
         [2, 2, 2, -1],
         [0.25] * 4,
         0.2,
