@@ -119,9 +119,9 @@ class TorchEngine:
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """As Engine; an engine that shares the trainer's model needs no `load`."""
         self.begin(0)
-        parameters = dict(self.model.named_parameters())
+        state = self.model.state_dict()
         for name, tensor in weights:
-            parameters[name].copy_(tensor)
+            state[name].copy_(tensor)
         self.head = make_head(self.model)
 
     def sleep(self) -> None:
