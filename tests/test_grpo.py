@@ -16,7 +16,7 @@ from tiny_model import STOP
 
 from config import Config
 from engines.torch_engine import TorchEngine
-from grpo import Learner, lr_at, minibatches
+from grpo import Learner, describe_gaps, lr_at, minibatches
 from models import lora
 from models.packing import micro_batches
 from plumbing.faults import EngineFault
@@ -709,6 +709,8 @@ def test_the_gap_is_told_by_quarter_of_the_depth_with_its_tail(world, sampled):
     assert found["logp_gap"] == pytest.approx(want.mean(), rel=1e-3)
     rank = math.ceil(0.99 * len(want)) - 1  # counted from 0
     assert found["logp_gap/p99"] == pytest.approx(np.sort(want)[rank], rel=1e-3)
+    huge = describe_gaps(torch.tensor([[500.0], [0.5]]), False)
+    assert math.isfinite(huge["logp_gap/max_ratio"])  # JSON has no infinity
     assert found["logp_gap/max_ratio"] == pytest.approx(math.exp(want.max()), rel=1e-3)
     assert found["logp_gap/max_ratio"] > 7
     assert found["logp_gap/q4"] > 2 * found["logp_gap/q1"] > 0

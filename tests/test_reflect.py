@@ -14,6 +14,7 @@ from json_server import json_servers
 
 from plumbing.faults import OptimizerDown
 from plumbing.replies import read_blocks
+from plumbing.words import cut_middle
 from reflect import (
     MAX_REPLY,
     Optimizer,
@@ -131,6 +132,7 @@ def long_failure(passage_words):
 def test_a_failure_within_its_budget_is_shown_whole():
     text = long_failure(400)
     assert shorten(text, words(text), words) == text
+    assert cut_middle("x" * 80, 80) == "x" * 80
 
 
 @pytest.mark.parametrize("budget", [600, 200, 80, 40])
