@@ -71,7 +71,7 @@ Commit {run.record["commit"]}.
 """
 
 
-def license_of(model: str) -> dict[str, str]:
+def license_of(model: str) -> Row:
     """Returns what the card of a model, in its folder or on the hub, says of its license; nothing
     where it cannot be read."""
     from huggingface_hub import ModelCard
