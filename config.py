@@ -24,7 +24,7 @@ from plumbing.flags import Parser, add_flags
 from plumbing.flags import knob as knob  # programs with knobs of their own take it from here
 from plumbing.flags import out_of_range as out_of_range
 from plumbing.outside import decoded, without_secrets
-from plumbing.stop import LEADS
+from plumbing.stop import leads
 from plumbing.threads import choose_threads, use_threads
 from plumbing.trust import check_origin
 
@@ -383,7 +383,7 @@ class Config(
             return f"--temperature {self.temperature}: vLLM takes 2 at most (--engine torch any)"
         if self.offload_reference and self.lora_rank:
             return "--offload_reference: with --lora_rank the reference is the policy, its adapters off; leave it out"
-        if self.dry_run or os.environ.get("RANK", "0") != "0":
+        if self.dry_run or not leads():
             return ""  # only rank 0 reads files; other nodes may lack them
         if self.instruction and not Path(self.instruction).is_file():
             return f"--instruction {self.instruction}: no such file"
@@ -495,7 +495,7 @@ def configure(kind: type[C] = Config, changes: Mapping[str, Any] = {}, /, **give
     if fault:
         raise Fault(fault)
     if not cfg.resume:
-        if unused and LEADS:
+        if unused and leads():
             names = ", ".join(unused)
             print(f"note: --train is not the preset's, so its {names} are not used", flush=True)
         cfg = dataclasses.replace(cfg, threads=choose_threads(cfg.threads))

@@ -1,8 +1,8 @@
 """The GRPO head, timed next to torch, Liger and TRL; the last line is JSON.
 
-    python -m kernels.bench --shapes 2048x151936 --peers ours Liger torch
+    python -m kernels.bench --shapes 2048x151936 --peers ours Liger torch --csv head.csv --plot head.png
 
-Run it in the folder that holds kernels/; it needs torch, and on a GPU triton.
+Run it in the folder that holds kernels/; it needs torch, on a GPU triton, for --plot matplotlib.
 
 Head: loss and gradients, with respect to hidden states (N, H) and weight (V, H), of Eq. 2 (eps 0.2,
 no KL), averaged over the unmasked tokens. Without a GPU small shapes only test the script.
@@ -23,6 +23,7 @@ error    largest relative error of loss, dX and dW (forward only: of logp) again
 """
 
 import argparse
+import csv
 import itertools
 import json
 import math
@@ -235,6 +236,28 @@ def measure(run, seconds):
         return math.nan, math.nan, "not installed" if missing else type(e).__name__
 
 
+def plot(rows, path):
+    """Draws ms of loss and gradients over tokens: a panel for each shape and share of masked
+    tokens, a line a peer."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    panels = {}
+    for row in rows:
+        if row["products"] == 3:
+            lines = panels.setdefault("H {H} x V {V}, {masked:g} % masked".format(**row), {})
+            lines.setdefault(row["name"], []).append((row["tokens"], row["ms"]))
+    figure = Figure(figsize=(4 + 5 * len(panels), 5), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+        axis.set_prop_cycle(color=colormaps["tab20"].colors)
+        for name, line in lines.items():
+            axis.plot(*zip(*line, strict=True), marker=".", label=name)
+        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms", title=title)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -256,6 +279,8 @@ def main() -> None:
         metavar="NAME",
         help="only these: how their names in the table begin",
     )
+    add("--csv", metavar="FILE", help="the rows, for a spreadsheet")
+    add("--plot", metavar="FILE", help="time over tokens")
     args = parser.parse_args()
     device = (
         torch.cuda.get_device_name()
@@ -279,6 +304,13 @@ def main() -> None:
             rows.append(row)
             line = "{name:36} {ms:12.2f} {ratio:7.2f} {tflops:8.3g} {peak_gb:7.2f} {error:8.1e}  {note}"
             print(line.format(**row), flush=True)
+    if args.csv:
+        with open(args.csv, "w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file)
+            table.writerows(rows[:1])  # names of the columns
+            table.writerows(row.values() for row in rows)
+    if args.plot:
+        plot(rows, args.plot)
     print(json.dumps({"device": device, "rows": rows}))
 
 

@@ -1,5 +1,6 @@
 """The Triton kernels of the GRPO head: against rows_torch, as compiled code, and on a GPU."""
 
+import csv
 import json
 import os
 import re
@@ -150,7 +151,7 @@ def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
         "50",
     ]
     done = subprocess.run(
-        [*command, "--seconds", "0.01"],
+        [*command, "--seconds", "0.01", "--csv", "head.csv", "--plot", "head.png"],
         cwd=tmp_path,
         env=env,
         capture_output=True,
@@ -166,6 +167,10 @@ def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
                 row["error"] < (2e-2 if on_gpu else 1e-5) and row["ms"] > 0 and not row["note"]
             ), row
         assert row["note"] or row["ms"] > 0
+    with open(tmp_path / "head.csv", newline="", encoding="utf-8") as file:
+        table = [(row["name"], row["ms"], row["note"]) for row in csv.DictReader(file)]
+    assert table == [(row["name"], str(row["ms"]), row["note"]) for row in rows]
+    assert (tmp_path / "head.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
