@@ -52,6 +52,8 @@ def load_task(cfg: Config, given: Any = None) -> Task:
     if specs:
         others = [word for word in words if ":" not in word]
         cfg = replace(cfg, tools=",".join(others) or "none")
+    if kind.__abstractmethods__:
+        raise Fault(f"{where}: it does not define {', '.join(sorted(kind.__abstractmethods__))}")
     task: Task
     if isinstance(given, Task):
         task = copy.copy(given)
