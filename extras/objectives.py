@@ -139,7 +139,7 @@ class ObjectiveLearner(Learner):
         A = o.advantage(b)
         credit = o.credit(b, A).tolist() if o.credit else [[]] * b.n
         for tau, a, row in zip(taus, A.tolist(), credit, strict=True):
-            tau.advantage, tau.credit = a, row[: len(tau.acted or [1])]
+            tau.advantage, tau.credit = a, row[: len(tau.turn_tokens or [1])]
 
     def terms(self, part: list[Trajectory], old: Array | None) -> Terms:
         o, b = (
@@ -152,7 +152,7 @@ class ObjectiveLearner(Learner):
         old_logp = None if old is None else old[0]
         return {
             "adv": b.A,
-            "w": w,
+            "token_weight": w,
             "old_logp": old_logp,
             "eps_low": low,
             "eps_high": high,

@@ -56,13 +56,7 @@ class SelectionConfig(ObjectiveConfig):
         return ""
 
 
-class Rule(Population):
-    def __init__(self, cfg: SelectionConfig):
-        super().__init__(cfg.tau_s, cfg.window)
-        self.cfg = cfg
-
-
-class ByQuestion(Rule):
+class ByQuestion(Population):
     """A group of Eq. 3 is a question's rollouts, each under an instruction drawn for it."""
 
     def draw_jobs(
@@ -76,7 +70,7 @@ class ByQuestion(Rule):
         ]
 
 
-class Fill(Rule):
+class Fill(Population):
     """Places that are left after the rounds go to candidates that a sign test does not find worse
     than their parent.
 
@@ -88,17 +82,19 @@ class Fill(Rule):
         super().__init__(cfg)
         self.spare: list[Candidate] = []  # of the evolution under way
 
-    def admit(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
-        joining = super().admit(verified, room)
+    def select_top(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
+        joining = super().select_top(verified, room)
         others = (c for c in verified if c not in joining)
         self.spare += [c for c in others if not significantly_worse(c.rewards, c.parent_rewards)]
         return joining
 
-    def succeed(
+    def replace_by(
         self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int
     ) -> list[Instruction]:
         spare, self.spare = sorted(self.spare, key=lambda c: c.r_parent - c.r), []
-        return super().succeed(parents, [*new, *spare[: self.cfg.N_P - len(parents) - len(new)]], t)
+        return super().replace_by(
+            parents, [*new, *spare[: self.cfg.N_P - len(parents) - len(new)]], t
+        )
 
 
 def significantly_worse(r: Sequence[float], r_parent: Sequence[float]) -> bool:
@@ -109,10 +105,10 @@ def significantly_worse(r: Sequence[float], r_parent: Sequence[float]) -> bool:
     return bool(bdtr(wins, wins + losses, 0.5) < 0.05)  # ties say nothing
 
 
-class LowerBound(Rule):
+class LowerBound(Population):
     """A candidate joins if it loses at most TOLERANCE against its parent, with confidence SURE."""
 
-    def admit(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
+    def select_top(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
         return [
             c
             for c in verified
@@ -140,7 +136,7 @@ def population_of(cfg: SelectionConfig) -> Population:
     """Makes an empty population that follows the rules of --gate and --groups, and else the
     paper."""
     rules = [RULES[name] for name in (cfg.gate, cfg.groups) if name in RULES]
-    P: Population = type("Chosen", (*rules, Rule), {})(cfg)
+    P: Population = type("Chosen", (*rules, Population), {})(cfg)
     return P
 
 

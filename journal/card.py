@@ -9,12 +9,11 @@ from pathlib import Path
 
 from config import ABOUT, PRESETS, Config, preset_of
 from journal.directory import RunDirectory
-from journal.record import Row
 from journal.summary import final_table
-from plumbing.files import read_jsonl
+from plumbing.files import Row, read_jsonl
 from plumbing.hub import out_of_reach
 from plumbing.outside import without_secrets
-from rollout import space_evenly
+from tasks.sampling import space_evenly
 
 POINTS = 12  # of the curve, at most
 

@@ -151,7 +151,7 @@ def _(right_probabilities, w):
     desk.need("The figure", right_probabilities)
 
     def theirs(tau):
-        P = Population(tau, 1)
+        P = Population(Config(tau_s=tau, window=1))
         for x in w:
             P.join("", None, 0).rewards = [x]
         return P.probabilities()
@@ -199,14 +199,16 @@ def _(right_probabilities, right_weight, tau_s, w):
 
     def shares(tau, seed):
         """Returns p (20, |P|) of a population whose true mean rewards are w."""
-        rng, P = np.random.default_rng(seed), Population(tau, 5)
+        rng, P = np.random.default_rng(seed), Population(Config(tau_s=tau))
         for _ in w:
             P.join("", None, 0)
         seen = []
         for _ in range(20):
             seen.append(P.probabilities())
-            drawn = [I.id for I in P.sample(rng, 24)]
-            P.attribute(Trajectory(j, Question("", ""), 0, [], 0, reward=float(rng.random() < w[j])) for j in drawn)
+            drawn, taus = [I.id for I in P.sample(rng, 24)], []
+            for j in drawn:
+                taus.append(Trajectory(j, Question("", ""), 0, [], 0, reward=float(rng.random() < w[j])))
+            P.update_weights(taus)
         return np.array(seen)
 
     greedy = float(np.mean([shares(tau_s / 10, seed)[-1].argmax() != 0 for seed in range(200)]))

@@ -226,7 +226,7 @@ def _(right_average, right_gradient, right_k3, right_surrogate):
     old, ref = logp - 0.4 * rng.normal(size=N), logp - 0.4 * rng.normal(size=N)
     A = np.repeat([1.0, -1.0], N // 2)  # two trajectories of 8 sampled tokens
     w = np.full(N, 1 / 16)  # 1/G 1/|tau|
-    columns = {"adv": A, "w": w, "old_logp": old, "ref_logp": ref}
+    columns = {"adv": A, "token_weight": w, "old_logp": old, "ref_logp": ref}
     columns = {name: torch.tensor(x) for name, x in columns.items()}
     _logits, _one = torch.tensor(z, requires_grad=True), torch.eye(V, dtype=torch.float64)
     _loss, theirs = grpo_head(

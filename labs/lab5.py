@@ -76,7 +76,7 @@ def check_survivors(survivors):
     if survivors(7, 1) == 3:
         return "of 7 it keeps 3: it rounds the number that goes up. 3 go, 4 stay."
     for N, N_parent in ((7, 1), (4, 1), (2, 1), (1, 1), (7, 5), (4, 3)):
-        P = Population(0.2, 5)
+        P = Population(Config())
         for _ in range(N):
             P.join("", None, 0)
         P.prune(P.ranked(), N_parent, 1)
@@ -187,7 +187,7 @@ def _(best, cfg, other, right_drop, right_needed, right_survivors):
         """Returns how often the best is pruned after K_p steps of `batch` questions."""
         rng, times = np.random.default_rng(0), 0
         for _ in range(trials):
-            P = Population(cfg.tau_s, cfg.window)
+            P = Population(cfg)
             for _ in true:
                 P.join("", None, 0)
             for _ in range(cfg.K_p):
@@ -196,7 +196,7 @@ def _(best, cfg, other, right_drop, right_needed, right_survivors):
                 r = rng.binomial(cfg.G, p) / cfg.G  # the mean reward of each group
                 # One trajectory with the mean reward stands for all of an instruction's in this step.
                 means = {int(j): float(r[drawn == j].mean()) for j in np.unique(drawn)}
-                P.attribute(Trajectory(j, Question("", ""), 0, [], 0, reward=mean) for j, mean in means.items())
+                P.update_weights(Trajectory(j, Question("", ""), 0, [], 0, reward=mean) for j, mean in means.items())
             times += any(I.id == cfg.N_P - 1 for I in P.prune(P.ranked(), cfg.N_parent, cfg.K_p))
         return times / trials
 

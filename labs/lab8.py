@@ -12,6 +12,7 @@ with app.setup:
     import numpy as np
 
     import inspo
+    from config import Config
     from evaluation.agents import load_agent
     from labs import desk, play
     from population import Population
@@ -192,7 +193,7 @@ def _():
     - `set_rewards(task, taus)` asks the task what they are worth and notes it in them;
     - `player.learner.set_advantages(taus)` is Eq. 3;
     - `player.learner.update(t, [taus])` is Eq. 2, with one mini-batch;
-    - `P.attribute(taus)` credits the instructions.
+    - `P.update_weights(taus)` credits the instructions.
     """)
     return (right_shown,)
 
@@ -210,9 +211,9 @@ def check_step(step):
     def noted(name, f=lambda *args: None):
         return lambda *args: (done.append(name), f(*args))[1]
 
-    P = Population(0.2, 5)
+    P = Population(Config())
     P.join("Answer.", None, 0)
-    P.draw_jobs, P.attribute = noted("draw", P.draw_jobs), noted("attribute", P.attribute)
+    P.draw_jobs, P.update_weights = noted("draw", P.draw_jobs), noted("update_weights", P.update_weights)
     player = SimpleNamespace(
         rollout=noted("rollout", lambda t, _, jobs: [Trajectory(0, job.question, job.group, [], 0) for job in jobs]),
         learner=SimpleNamespace(
@@ -230,14 +231,14 @@ def check_step(step):
         ("reward", "nothing is rewarded: every trajectory keeps the reward 0."),
         ("set_advantages", "Eq. 3 is missing: every advantage stays 0, and the update learns nothing."),
         ("update", "the policy is not updated."),
-        ("attribute", "the instructions are not credited: their weights stay 0."),
+        ("update_weights", "the instructions are not credited: their weights stay 0."),
     ):
         if name not in done:
             return says
     for first, second, says in (
         ("reward", "set_advantages", "it computes advantages before there are rewards: they are all 0."),
         ("set_advantages", "update", "it updates the policy before the advantages are set."),
-        ("reward", "attribute", "it credits the instructions before there are rewards: their weights stay 0."),
+        ("reward", "update_weights", "it credits the instructions before there are rewards: their weights stay 0."),
     ):
         if done.index(second) < done.index(first):
             return says
@@ -282,7 +283,7 @@ def _(
 
     cfg = play.config(T=60, warmup=0.05, lr=2e-3)
     task = Alliteration(cfg)
-    player, P = play.Player(cfg, task), Population(cfg.tau_s, cfg.window)
+    player, P = play.Player(cfg, task), Population(cfg)
     for _text in instructions:
         P.join(_text, None, 0)
     train, history, asked = task.questions("train"), [], 20

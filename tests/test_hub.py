@@ -115,12 +115,17 @@ def test_a_hub_out_of_reach_is_asked_once(hubs, monkeypatch):
     head.assert_called_once()
 
 
-def test_evaluate_s_benchmarks_are_fetched_once_unless_they_are_in_their_folder(hubs, tmp_path):
-    put(tmp_path / "hub" / benchmarks.HUB.removeprefix("hf://") / "nq/test.jsonl", LINE)
-    put(tmp_path / "data/popqa/test.jsonl", LINE)
-    for name in ("nq", "nq", "popqa"):
-        assert [q.source for q in benchmarks.load_benchmark(name, tmp_path / "data")] == [name]
-    assert len(hubs.fetched()) == 1
+def test_evaluate_s_benchmarks_are_fetched_once_and_counted(hubs, tmp_path, capsys):
+    folder = tmp_path / "hub" / benchmarks.HUB.removeprefix("hf://")
+    put(folder / "nq/test.jsonl", LINE)
+    put(folder / "musique/dev.jsonl", f"{LINE}\n")  # which has no test split
+    rows = [{"id": f"{k}", "question": f"who is {k}?", "golden_answers": ["x"]} for k in range(125)]
+    put(folder / "bamboogle/test.jsonl", "\n".join(map(json.dumps, rows)))
+    for name, n in (("nq", 1), ("nq", 1), ("musique", 1), ("bamboogle", 125)):
+        assert [q.source for q in benchmarks.load_benchmark(name)] == [name] * n
+        note = f"note: {name}: 1 questions, published were"
+        assert (note in capsys.readouterr().out) == (n == 1)
+    assert len(hubs.fetched()) == 3
 
 
 # ---- what is searched

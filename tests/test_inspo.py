@@ -29,11 +29,11 @@ from config import parse_flags, read_config
 from engines.vllm_engine import vllm_version
 from grpo import Learner
 from journal.directory import RunDirectory
+from plumbing import checkpoint
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from tasks.questions import load_questions
 from tasks.sampling import draw_questions, rng_of
-from training import checkpoint
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
@@ -395,7 +395,7 @@ def test_a_hostile_optimizer_s_words_stay_words(tmp_path, monkeypatch):
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
         code, stdout, stderr = run_here(*flags)
         assert code == 0, (code, stderr)
-        assert "1 evolution left the population as it was" in stdout and "\x1b" not in stdout
+        assert "1 evolution changed no instruction" in stdout and "\x1b" not in stdout
         summary = json.loads((tmp_path / "r" / "summary.json").read_text())
         assert summary["evolved"] is False and summary["ledger"]["evolutions_in_vain"] == 1
         family = {

@@ -51,7 +51,7 @@ from engines.choose import dtype_of
 from extras.bench.harness import parser_of, timed
 from grpo import Learner, minibatches
 from models.layers import fuse
-from models.model import empty, hold, score, shard, skeleton
+from models.model import empty, forward_packed, hold, shard, skeleton
 from plumbing.faults import Fault, first_line, one_line
 from tasks import Question, Trajectory
 from training.duration import find_peak
@@ -106,7 +106,7 @@ def build(config, device, dtype, whole=False, **how):
     if device == "cuda":
         fuse(model)
     if whole:
-        model.score = MethodType(score, model)
+        model.forward_packed = MethodType(forward_packed, model)
     else:
         model = shard(model, device, **how)
     randomize(model, 0)

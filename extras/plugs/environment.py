@@ -19,11 +19,11 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from config import PRESETS, Config
+from extras.plugs.rewards import wait_for
 from plumbing.faults import Fault, first_line
 from plumbing.outside import without_secrets
 from tasks import Message, Question, Task, Trajectory
 from tasks.functions import TypedFunction
-from tasks.plugs import wait_for
 from tasks.questions import read_json_lines
 from tasks.tools import Failure, Tool
 
@@ -58,7 +58,8 @@ class Method(TypedFunction):
 
     def write_result(self, result: Any) -> str:
         try:
-            return _text(TEXT.validate_python(result))
+            # strict: else it reads iterators, also one without an end
+            return _text(TEXT.validate_python(result, strict=True))
         except ValidationError:
             return str(result)
 
@@ -172,9 +173,8 @@ class EnvironmentTask(Task):
             if self.environments and row.get("environment") not in self.environments:
                 names = ", ".join(self.environments)
                 raise Fault(f"--{split} {file}:{line}: its `environment` is none of {names}")
-            questions.append(
-                Question(str(row.get("id", f"{split}-{line}")), text, source=path.stem, data=row)
-            )
+            id = f"{split}-{line}" if row.get("id") is None else row["id"]
+            questions.append(Question(id, text, source=path.stem, data=row))
         return questions
 
     def prompt(self, instruction: str, question: Question) -> list[Message]:
@@ -248,7 +248,7 @@ def _text(content: str | list[Block]) -> str:
 
 
 def task_of(kind: type[Any] | dict[str, type[Any]], where: str = "task") -> type[EnvironmentTask]:
-    """Returns the task of an environment; its `instruction` and `best_reward`, if it has them,
+    """Returns the task of an environment; its `instruction` and `passing_reward`, if it has them,
     replace the task's. Raises Fault, which begins with `where`, for a class that is none."""
     if isinstance(kind, dict):
         first, *_ = (task_of(each, where) for each in kind.values())
@@ -259,7 +259,7 @@ def task_of(kind: type[Any] | dict[str, type[Any]], where: str = "task") -> type
             f"{where}: it neither extends tasks.Task nor has a reset(), as TRL's environments do"
         )
     attributes: dict[str, Any] = {"environment": kind, "__module__": kind.__module__}
-    for name in ("instruction", "best_reward"):
+    for name in ("instruction", "passing_reward"):
         if hasattr(kind, name):
             attributes[name] = getattr(kind, name)
     return type(kind.__name__, (EnvironmentTask,), attributes)

@@ -2,6 +2,7 @@
 what is refused."""
 
 import gc
+import itertools
 import json
 import time
 
@@ -304,6 +305,8 @@ class Told(Vault):
             [{"type": "text", "text": "seen"}],
             ["a"],
             3 / (k - 6),
+            b"a",
+            ({"type": "text", "text": "x"} for _ in itertools.count()),
         ][k]
 
 
@@ -322,6 +325,10 @@ def test_results_and_errors_are_written_as_trl_writes_them(tiny, tmp_path):
     [tell] = [tool for tool in task_of("Told", tmp_path / "rows.jsonl").tools if tool.tag == "tell"]
     assert [tell.submit(f'{{"k": {k}}}').result(9) for k in range(7)] == [[text] for text in TOLD]
     assert isinstance(tell.submit('{"k": 6}').result(9), Failure)
+    assert tell.submit('{"k": 7}').result(9) == ["b'a'"]
+    assert (
+        tell.submit('{"k": 8}').result(9)[0].startswith("<generator ")
+    )  # and no end is waited for
 
 
 def test_rows_with_equal_ids_in_two_files_are_two_rows(tiny, tmp_path):
@@ -339,6 +346,8 @@ def test_rows_with_equal_ids_in_two_files_are_two_rows(tiny, tmp_path):
         task.prompt("Go.", task.questions(split)[0])[0]["content"] for split in ("train", "test")
     ]
     assert asked == ["Go.\n\nOpen it.A\n", "Go.\n\nOpen it.B\n"]
+    null = [row | {"id": None} for row in rows[0] * 2]
+    check_questions(task_of("Vault", tmp_path / "rows.jsonl", null))
 
 
 def test_an_environment_that_owns_its_data_gets_seeds_which_a_group_shares(tmp_path):

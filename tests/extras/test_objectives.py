@@ -707,7 +707,7 @@ def test_trl_computes_the_same_gradient(name, tmp_path):
     logp[mask], old[mask] = (
         torch.tensor(case.columns[x], dtype=torch.float32) for x in ("now", "old")
     )
-    kept[mask] = torch.tensor(terms["w"] != 0)
+    kept[mask] = torch.tensor(terms["token_weight"] != 0)
     flags = dict(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", beta=0.0)
     trainer = trl.GRPOTrainer(
         PRESETS["world"]["model"],
@@ -752,7 +752,7 @@ def test_batches_that_teach_nothing_are_survived(name):
             assert (
                 torch.isfinite(got).all()
                 and np.isfinite(terms["adv"]).all()
-                and np.isfinite(terms["w"]).all()
+                and np.isfinite(terms["token_weight"]).all()
             )
             assert all(math.isfinite(tau.advantage) for tau in taus)
             # what instructions are credited with
@@ -840,9 +840,9 @@ def test_an_objective_that_looks_at_the_whole_mini_batch_does_not_depend_on_micr
     taus = batch_of(4)
     for tau in taus[::2]:
         tau.instruction = 1
-        tau.credit = [tau.advantage + k for k in range(len(tau.acted))]
+        tau.credit = [tau.advantage + k for k in range(len(tau.turn_tokens))]
     for tau in taus[1::2]:
-        tau.credit = [tau.advantage] * len(tau.acted)
+        tau.credit = [tau.advantage] * len(tau.turn_tokens)
     parts = [taus[: 2 * G], taus[2 * G :]]
     (one, metrics, _), (other, also, _) = (
         gradients(learner_of(model, name, micro_tokens=micro_tokens), parts)

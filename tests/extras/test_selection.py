@@ -49,8 +49,8 @@ def test_the_lower_bound_by_hand():
         ([0.5] * 9, [0.5] * 9), ([0.495] * 9, [0.5] * 9), ([0.48] * 9, [0.5] * 9),
     ]  # fmt: skip
     near = [Candidate(str(k), 0, *pair) for k, pair in enumerate(near)]
-    assert [c.text for c in P.admit(near, 9)] == ["0", "2", "3"] and [
-        c.text for c in P.admit(near, 2)
+    assert [c.text for c in P.select_top(near, 9)] == ["0", "2", "3"] and [
+        c.text for c in P.select_top(near, 2)
     ] == ["0", "2"]
 
 
@@ -92,10 +92,11 @@ def test_the_smallest_loss_against_its_own_parent_fills_a_place_first():
     right = {"x": (5, 8), "y": (2, 3), "z": (1, 3)}  # of 10 questions, and its parent's
     for text, known in right.items():
         assert (
-            P.admit([Candidate(text, 0, *([1.0] * n + [0.0] * (10 - n) for n in known))], 2) == []
+            P.select_top([Candidate(text, 0, *([1.0] * n + [0.0] * (10 - n) for n in known))], 2)
+            == []
         )
-    assert [I.text for I in P.succeed(parents, [], 9)] == ["y", "z"]
-    assert P.succeed(parents, [], 20) == []  # those of an earlier evolution are forgotten
+    assert [I.text for I in P.replace_by(parents, [], 9)] == ["y", "z"]
+    assert P.replace_by(parents, [], 20) == []  # those of an earlier evolution are forgotten
 
 
 # ---- the rules together
