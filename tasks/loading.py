@@ -53,6 +53,8 @@ def load_task(cfg: Config, given: Any = None) -> Task:
         cfg = replace(cfg, tools=",".join(others) or "none")
 
     # an object of it, which reads its questions once
+    if kind.__abstractmethods__:
+        raise Fault(f"{where}: it does not define {', '.join(sorted(kind.__abstractmethods__))}")
     task: Task
     if isinstance(given, Task):
         task = copy.copy(given)

@@ -1,6 +1,7 @@
 """The seam between a task and all else: what a task may be and return, the questions of a step, a
 fair sample."""
 
+import json
 import math
 import random
 import sys
@@ -111,6 +112,8 @@ def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch)
         ("my_game:Chess", "Chess is not a class in my_game"),
         ("my_game:Stranger", "it "),
         ("my_game:function", "function is not a class in my_game"),
+        ("json:Nothing", f"Nothing is not a class in json ({json.__file__}"),
+        ("tasks.game:Game", "it does not define questions"),
         ("my_game:Twice", "its tool <calculate> has the tag 'calculate'; tags are"),
     ],
 )
