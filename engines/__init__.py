@@ -72,8 +72,9 @@ def watch_ends(tokenizer: Tokenizer, stop: tuple[str, ...]) -> Callable[[list[in
     # Only a token whose text contains the last character of a stop string can complete it: decode
     # after those.
     last = {s[-1] for s in stop}
-    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))], skip_special_tokens=False)
-    may_stop = {i for i, text in enumerate(texts) if last & set(text)}
+    known = sorted(tokenizer.get_vocab().values())  # some ids may name nothing
+    texts = tokenizer.batch_decode([[i] for i in known], skip_special_tokens=False)
+    may_stop = {i for i, text in zip(known, texts, strict=True) if last & set(text)}
     # a character has at most 4 bytes, a token at least 1
     tail = 4 * max(map(len, stop), default=0)
 

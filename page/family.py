@@ -2,10 +2,10 @@
 what was refused."""
 
 import re
-from typing import Any
 
-from page.read import Row, Run
-from reflect import read_blocks
+from page.read import Run
+from plumbing.files import Row
+from plumbing.replies import read_blocks
 
 EXAMPLE = re.compile(
     r"<example>\n(?:Response: )?(.*?)(?:\nCorrect answer: (.*?))?\n</example>", re.S
@@ -69,6 +69,7 @@ def collect_family(run: Run) -> Row:
 
 def _instructions(run: Run) -> dict[int, Row]:
     """Every instruction that was ever in P, by id."""
+    # when each came, of which parent, and when it went
     out: dict[int, Row] = {}
     before: set[int] = set()
     for event in run.events:
@@ -82,6 +83,8 @@ def _instructions(run: Run) -> dict[int, Row]:
             out[id] = {"id": id, "text": I["text"], "parents": parents, "born": I["born"]}
             out[id] |= {"left": None, "why": "", "history": []}
         before = set(now)
+
+    # what each step gave it
     for row in run.steps:
         for id, w in row.get("w", {}).items():
             if int(id) in out:
@@ -92,6 +95,8 @@ def _instructions(run: Run) -> dict[int, Row]:
 def _call(call: Row) -> Row:
     """What was sent to the optimizer and what it replied."""
     keys = ("prompt", "reply", "prompt_tokens", "completion_tokens", "seconds")
-    kept: dict[str, Any] = {key: call[key] for key in keys}
-    failures = [{"text": text, "gold": gold} for text, gold in EXAMPLE.findall(call["prompt"])]
-    return kept | {"failures": failures, "analysis": BLOCKS.sub("", call["reply"]).strip()}
+    shown = {key: call[key] for key in keys}
+    examples = EXAMPLE.findall(call["prompt"])
+    shown["failures"] = [{"text": text, "gold": gold} for text, gold in examples]
+    shown["analysis"] = BLOCKS.sub("", call["reply"]).strip()
+    return shown

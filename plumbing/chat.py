@@ -4,7 +4,6 @@ sandbox."""
 from __future__ import annotations
 
 import functools
-from bisect import bisect
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -46,7 +45,7 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options
 def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Returns the tokens that end a turn of the policy, whoever samples it: the control token that
     the chat template writes after an assistant's message, the tokenizer's EOS, and `eos_token_id`
-    of the model's generation_config.json.
+    of the model's generation_config.json, or of its config.json where it has none.
 
     A turn that we write ends with the first of them.
     """
@@ -61,12 +60,18 @@ def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
         after = rendered(tokenizer, asked, add_generation_prompt=False).partition(said)[2]
     except Fault:  # a template for questions alone
         after = ""
-    try:
-        declared = GenerationConfig.from_pretrained(folder).eos_token_id
-    except OSError:
-        if Path(folder, "generation_config.json").is_file():  # it is damaged
-            raise
-        declared = None
+
+    # what the model declares
+    declared = None
+    for name in ("generation_config.json", "config.json"):
+        try:
+            declared = GenerationConfig.from_pretrained(folder, name).eos_token_id
+            break
+        except OSError:
+            if Path(folder, name).is_file():  # it is damaged
+                raise
+
+    # in this order, each once
     closing = control(tokenizer).search(after)
     ends = [tokenizer.convert_tokens_to_ids(closing[0])] if closing else []
     ends += [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
@@ -84,8 +89,10 @@ def in_template(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **opti
     for message in messages:
         content = message["content"].strip()
         if content not in text:
-            kept = bisect(range(len(content)), False, key=lambda n: content[: n + 1] not in text)  # noqa: B023
-            lost = content[content.rfind(" ", 0, kept) + 1 :][:60]
+            words, kept = content.split(" "), 0
+            while " ".join(words[: kept + 1]) in text:
+                kept += 1
+            lost = " ".join(words[kept:])[:60]
             raise Fault(
                 f"{template_of(tokenizer)} drops or changes {lost!r} of the {message['role']}'s message; {REMEDY}"
             )

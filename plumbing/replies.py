@@ -24,6 +24,7 @@ CLOSING = re.compile(
     rf"|<channel\|>|<\|inner_suffix\|>|<unused95>){QUOTED}",
     re.I,
 )
+BLOCK = re.compile(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", re.S)
 TEXTS = ("text", "output_text")  # others are thoughts, references, images
 CUT = "length max_tokens max_output_tokens model_length model_context_window_exceeded".split()
 REFUSED = tuple(
@@ -94,3 +95,12 @@ def without_thoughts(text: str, part: re.Pattern[str], cut: bool = True) -> str:
     before = text[start : opened.start()]
     closed = CLOSING.search(outside, opened.end())
     return before if cut or closed or part.search(before) else text[start:]
+
+
+def read_blocks(reply: str, cut: bool = True) -> list[str]:
+    """Returns the texts of a reply's complete `<ins_k>...</ins_k>` blocks, k >= 1, in their order.
+
+    What a reasoning model thinks before it answers holds drafts, which do not count. `cut`: the
+    reply ended at a limit.
+    """
+    return [text.strip() for _, text in BLOCK.findall(without_thoughts(reply, BLOCK, cut))]

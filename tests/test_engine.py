@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny_model import STOP
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from engines import Engine
+from engines import Engine, watch_ends
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine, graph_sizes
 from engines.vllm_server import VllmServer, sampling
@@ -235,8 +235,8 @@ ASKING = (
     "{{ messages[0].content }}{% if messages[1:] %}{{ raise_exception('one message') }}{% endif %}"
 )
 EOS, END = "<|endoftext|>", "<|im_end|>"
-# model -> template, EOS, eos_token_id of generation_config.json (None: no such file), what ends a
-# turn
+# model -> template, EOS, eos_token_id of generation_config.json (None: none, in config.json neither),
+# what ends a turn
 ENDS = {
     "Qwen 2.5": (CHATML, END, [END, EOS], [END, EOS]),
     "Qwen 2.5, base": (CHATML, EOS, EOS, [END, EOS]),
@@ -247,6 +247,7 @@ ENDS = {
                   ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"]),
     "Phi 3": (PHI, EOS, [EOS, "<|assistant|>", "<|end|>"], ["<|end|>", EOS, "<|assistant|>"]),
     "GLM 4": (GLM, EOS, [EOS, "<|user|>", "<|observation|>"], [EOS, "<|user|>", "<|observation|>"]),
+    "GLM 4, config.json alone": (GLM, EOS, [EOS, "<|user|>", "<|observation|>"], [EOS, "<|user|>", "<|observation|>"]),
     "a template that fails on answers": (ASKING, EOS, END, [EOS, END]),
 }  # fmt: skip
 
@@ -263,10 +264,14 @@ def test_what_ends_a_turn_is_the_same_for_engines_and_for_whoever_loads_an_expor
     )
     tokenizer.chat_template, tokenizer.eos_token = template, eos
     tokenizer.save_pretrained(path)
-    id_of, config = tokenizer.convert_tokens_to_ids, path / "generation_config.json"
-    config.unlink()
-    if declared:
-        config.write_text(json.dumps({"eos_token_id": id_of(declared)}))
+    id_of, model = tokenizer.convert_tokens_to_ids, AutoModelForCausalLM.from_pretrained(path)
+    model.resize_token_embeddings(len(tokenizer))
+    model.config.eos_token_id = id_of(declared) if "config.json" in name else None
+    model.save_pretrained(path)
+    (path / "generation_config.json").unlink()
+    if declared and not model.config.eos_token_id:
+        model.generation_config.eos_token_id = id_of(declared)
+        model.generation_config.save_pretrained(path)
     tokenizer, model = load_tokenizer(str(path), STOP), load_model(str(path))
     assert turn_ends(tokenizer) == tuple(id_of(ends))
     engine = TorchEngine(model, tokenizer, STOP)
@@ -307,6 +312,17 @@ def test_a_stop_string_is_found_however_its_tokens_are_cut(tiny, small, monkeypa
         small.begin(0)
         [(_, got, *_)] = small.generate({0: [5, 6, 7]}, 200, 0.0)
         assert got == ids
+
+
+def test_a_stop_string_is_found_where_ids_name_nothing_below_its_own(tiny_path, tmp_path):
+    path = shutil.copytree(tiny_path, tmp_path / "sparse")
+    written = json.loads((path / "tokenizer.json").read_text())
+    written["model"]["vocab"][">"] = 640
+    (path / "tokenizer.json").write_text(json.dumps(written))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids, ended = tokenizer("a</answer>")["input_ids"], watch_ends(tokenizer, STOP)
+    assert ids[-1] == 640 > len(tokenizer)
+    assert [ended(ids[: k + 1]) for k in range(len(ids))] == [False] * (len(ids) - 1) + [True]
 
 
 def test_a_turn_ends_with_the_first_token_that_completes_any_stop_string(tiny):

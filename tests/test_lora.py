@@ -26,7 +26,6 @@ import export
 from config import WORLD, Config
 from engines.torch_engine import TorchEngine
 from grpo import Learner, minibatches
-from inspo import make_policy
 from models import lora
 from models.model import load_policy, weights
 from plumbing.faults import DiskFault, Fault
@@ -168,6 +167,7 @@ def test_the_adapters_gradients_are_the_weights_by_the_chain_rule(world, recompu
 
 @pytest.mark.parametrize("family, said", [
     ("Qwen2", "LoRA on 100% of the layers' weights"), ("GPT2", None), ("Bloom", "LoRA on 100% of the layers' weights"),
+    ("OPT", "LoRA on 100% of the layers' weights"),  # two of them outside the numbered layers
     ("Qwen3Moe", "LoRA on 40% of the layers' weights (not on mlp.experts.down_proj, mlp.experts.gate_up_proj, "
      "mlp.gate.weight)"),
 ])  # fmt: skip
@@ -179,14 +179,12 @@ def test_what_gets_adapters_is_said_and_a_model_that_takes_none_is_refused(famil
         num_key_value_heads=2,
         head_dim=16,
     )
-    experts = (
-        dict(num_experts=2, moe_intermediate_size=32, num_experts_per_tok=1)
-        if "Moe" in family
-        else {}
-    )
-    model = AutoModelForCausalLM.from_config(
-        getattr(transformers, f"{family}Config")(**shape, **experts)
-    )
+    others = {
+        "Qwen3Moe": dict(num_experts=2, moe_intermediate_size=32, num_experts_per_tok=1),
+        "OPT": dict(word_embed_proj_dim=16, ffn_dim=64),
+    }
+    settings = shape | others.get(family, {})
+    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**settings))
     if said:
         assert lora.coverage(lora.add(model, 2, 4)) == said
     else:
@@ -229,7 +227,7 @@ def policy_of(path, **knobs):
         beta=0.0,
         **knobs,
     )
-    return make_policy(cfg, Ranks("cpu", 1), load_task(cfg))
+    return Policy(cfg, Ranks("cpu", 1), load_task(cfg))
 
 
 @pytest.mark.parametrize("fault", [None, RuntimeError("the engine died")])

@@ -26,12 +26,12 @@ from models.model import (
     empty,
     export,
     fill,
+    forward_packed,
     load_config,
     load_model,
     load_policy,
     load_tokenizer,
     logit_scale,
-    score,
     skeleton,
 )
 from models.packing import KeysOfPieces, Packing, packed_attention
@@ -130,7 +130,7 @@ def test_keys_of_all_pieces_are_one_copy_whose_gradients_are_summed_in_float32(d
     k, v = (torch.randn(T, 2, 8, generator=g).to(dtype).requires_grad_() for _ in range(2))
     with torch.no_grad():
         wanted = [torch.cat([x[places] for places in unshared(SHARED)]) for x in (k, v)]
-    got = KeysOfPieces.apply(*(x.transpose(0, 1)[None] for x in (k, v)), *SHARED.places)
+    got = KeysOfPieces.apply(k, v, *SHARED.places)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)) and len(got[0]) == K
     pushed = [torch.randn(K, 2, 8, generator=g).to(dtype) for _ in range(2)]
     torch.autograd.backward(got, pushed)
@@ -238,6 +238,7 @@ SHAPES = dict(
 EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2)
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "factor": 16.0,
         "original_max_position_embeddings": 32}  # fmt: skip
+PER_LAYER = dict(vocab_size_per_layer_input=600, hidden_size_per_layer_input=16, sliding_window=8)
 MLA = {  # values narrower than keys; and a buffer that is part of the weights
     "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 32,
     "v_head_dim": 24, "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "first_k_dense_replace": 1,
@@ -257,10 +258,12 @@ SUPPORTED = {  # family -> settings, logit scale
         {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
         1.0,
     ),
+    "Gemma4Text": (PER_LAYER, 1.0),
     "Starcoder2": ({"sliding_window": 8, "residual_dropout": 0.3}, 1.0),
     # dropout, as the published ones have
     "GPT2": ({"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}, 1.0),
     "Mixtral": (EXPERTS | {"router_jitter_noise": 0.5}, 1.0),
+    "JetMoe": (EXPERTS | {"kv_channels": 32}, 1.0),  # views what attention returns
     "DeepseekV3": (MLA | EXPERTS, 1.0),
 }
 REFUSED = {  # family -> settings, what the line says
@@ -281,6 +284,7 @@ REFUSED = {  # family -> settings, what the line says
         r"0\.3 times its head's output, not 1 times.*lm_head_multiplier = 0.3",
     ),
     "Phi": ({}, "head has a bias"),
+    "Phimoe": (EXPERTS, "draws its experts at random in training"),
     "GptOss": (EXPERTS, "packed sequences change its hidden states"),  # attention sinks
     # positions as biases of the attention
     "Bloom": ({"n_head": 2}, "packed sequences change its hidden states"),
@@ -331,12 +335,14 @@ def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, ti
     ids = torch.cat(rows)
     want = torch.cat([own_logps(own, row, 0.7).gather(1, row[1:, None])[:, 0] for row in rows])
     for mode in (True, False):  # in training the policy is the one that sampled
-        logp, _ = score(model.train(mode), ids, Packing(LENGTHS), where, ids[where + 1], 0.7)
+        logp, _ = forward_packed(
+            model.train(mode), ids, Packing(LENGTHS), where, ids[where + 1], 0.7
+        )
         torch.testing.assert_close(logp.double(), want, atol=1e-4, rtol=0)
     assert want.std() > 0.2 * scale  # not all alike
 
     weights = dict(objective=objective, adv=torch.ones(len(where)), w=torch.ones(len(where)))
-    _, extras = score(model, ids, Packing(LENGTHS), where, ids[where + 1], 0.7, **weights)
+    _, extras = forward_packed(model, ids, Packing(LENGTHS), where, ids[where + 1], 0.7, **weights)
     torch.testing.assert_close(extras["logp"].double(), want, atol=1e-4, rtol=0)
 
     export(load_config(path), model, tokenizer, tmp_path / "exported", torch.float32)
@@ -384,6 +390,43 @@ def test_a_config_that_ties_the_head_and_a_file_with_one_of_its_own_disagree(
             assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     line = refused(load_model, path)
     assert "config.json (tie_word_embeddings = True)" in line and "lm_head.weight" in line
+
+
+QUANTIZED = {
+    "bitsandbytes": {"load_in_4bit": True},
+    "fp8": {},
+    "awq": {"bits": 4},
+    "gptq": {"bits": 4},
+    "mxfp4": {},
+}
+
+
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_quantized_weights_are_refused_whatever_is_installed_to_read_them(
+    method, tiny_path, tmp_path
+):
+    path = shutil.copytree(tiny_path, tmp_path / method)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method} | QUANTIZED[method]
+    (path / "config.json").write_text(json.dumps(config))
+    assert "its weights are quantized" in refused(load_model, str(path))
+
+
+@pytest.mark.parametrize("added, special, taken", [
+    (["<image_soft_token>"], True, True),  # Gemma 3 1B's has no row
+    (["<search>", "</search>"], True, False), (["Paris"], False, False), (["</search>"], False, False),
+])  # fmt: skip
+def test_a_tokenizer_may_write_no_token_that_the_model_has_no_embedding_for(
+    added, special, taken, tiny_path, tmp_path
+):
+    path = shutil.copytree(tiny_path, tmp_path / "added")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens(added, special_tokens=special)
+    tokenizer.save_pretrained(path)
+    if taken:
+        load_tokenizer(str(path), STOP)
+    else:
+        assert "and its model 600: use" in refused(load_tokenizer, str(path), STOP)
 
 
 def test_a_damaged_generation_config_is_not_passed_over(tiny_path, tmp_path):
@@ -470,8 +513,8 @@ def test_a_tokenizer_that_needs_a_package_names_it(tmp_path):
             "drops or changes 'Which",
         ),
         # thoughts
-        ("{{ messages[0]['content'].split('</think>')[-1] }}", "drops or changes ' <think>"),
-        ("{{ messages[0]['content'] | striptags }}", "drops or changes ' <think>"),
+        ("{{ messages[0]['content'].split('</think>')[-1] }}", "drops or changes '<think>"),
+        ("{{ messages[0]['content'] | striptags }}", "drops or changes '<think>"),
         (
             "{{ messages[0]['content'] | replace('search>', 'find>') }}",
             "drops or changes '<search>",
@@ -520,5 +563,6 @@ def test_a_tokenizer_that_cannot_write_the_stop_strings(tmp_path):
         tokenizer_object=words, unk_token="<unk>", chat_template="{{ messages }}"
     )
     tokenizer.save_pretrained(tmp_path)
+    transformers.Qwen2Config(vocab_size=9, bos_token_id=0, eos_token_id=0).save_pretrained(tmp_path)
     assert "cannot write </search>" in refused(load_tokenizer, str(tmp_path), STOP)
     load_tokenizer(str(tmp_path))  # a caller that stops at nothing needs nothing written

@@ -7,8 +7,8 @@ import pytest
 from json_server import json_servers
 
 from plumbing.faults import OptimizerDown
-from plumbing.replies import read_reply, usage_of
-from reflect import Optimizer, read_blocks, read_paid_calls
+from plumbing.replies import read_blocks, read_reply, usage_of
+from reflect import Optimizer, read_paid_calls
 
 
 @pytest.fixture

@@ -194,7 +194,7 @@ async def waiting(taus):
         return 2.0 * len(tau.response)
     return await asyncio.gather(*map(grade, taus))
 
-waiting.best_reward = 6.0
+waiting.passing_reward = 6.0
 
 def array(taus):
     return np.arange(len(taus), dtype=np.float32)
@@ -294,7 +294,7 @@ def test_a_reward_is_any_number_and_a_failure_what_is_below_the_best():
     assert all(type(tau.reward) is float for tau in played)
 
     class Golf(Returning):
-        best_reward = -2.5
+        passing_reward = -2.5
 
     set_rewards(Golf([-2.5, -3.0, 0.0, -2.6]), played)
     assert [tau.failed for tau in played] == [False, True, False, True]

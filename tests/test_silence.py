@@ -13,7 +13,7 @@ from grpo import Learner
 from journal.silence import Silence
 from models.model import load_model
 from plumbing.faults import Fault
-from reflect import read_blocks
+from plumbing.replies import read_blocks
 from tasks.loading import read_instruction
 from tasks.questions import load_questions
 

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from json_server import passages
-from transformers import Qwen2Config
+from transformers import Gemma3Config, Qwen2Config
 
 import inspo
 from config import WORLD, Config, parse_flags
 from engines.choose import without_cuda
 from engines.vllm_engine import VllmEngine
 from grpo import Learner
-from models.model import load_tokenizer
+from models.model import load_config, load_tokenizer
 from plumbing.faults import Fault
 from plumbing.servers import Servers
 from reflect import Optimizer, connect_optimizer, describe_optimizer, reflection_prompt
@@ -117,7 +117,7 @@ def test_a_server_with_other_field_names_ends_the_run_at_its_start(serve, reply)
         SearchQA(Config(retriever=url)).start(None)
 
 
-def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start():
+def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start(monkeypatch):
     cfg = parse_flags(["--mode", "static"])
     task, tokenizer = SearchQA(cfg), load_tokenizer(str(WORLD / "policy"))
     shortest = min(
@@ -129,8 +129,11 @@ def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start
         Fault, match=f"--max_prompt 10: .* are {shortest} tokens at least, .*; raise it"
     ):
         check_machine(replace(cfg, max_prompt=10), "cpu", task)
-    with pytest.raises(Fault, match="--max_prompt 1000 .*: the model ends at 1024"):
-        check_machine(replace(cfg, max_prompt=1000), "cpu", task)
+    seeing = Gemma3Config(text_config={"max_position_embeddings": 1024})
+    for config in (load_config(cfg.model), seeing):
+        monkeypatch.setattr(checks, "load_config", lambda _, config=config: config)
+        with pytest.raises(Fault, match="--max_prompt 1000 .*: the model ends at 1024"):
+            check_machine(replace(cfg, max_prompt=1000), "cpu", task)
 
 
 def test_small_micro_batches_are_a_cpu_s_alone_unless_the_user_asks(monkeypatch):

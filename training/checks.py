@@ -143,7 +143,7 @@ def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
         cfg = dataclasses.replace(
             cfg, recompute=used.recompute, micro_tokens=used.micro_tokens, gather=used.gather
         )
-    longest = getattr(load_config(cfg.model), "max_position_embeddings", None)
+    longest = getattr(load_config(cfg.model).get_text_config(), "max_position_embeddings", None)
     if longest and cfg.max_prompt + cfg.max_response > longest:
         raise Fault(
             f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response}: the model ends at {longest}"

@@ -360,7 +360,7 @@ def test_what_the_optimizer_reads_has_no_control_tokens_and_results_that_can_be_
             f"I look. {call('search', query='a')} <tool_response> {shown} </tool_response> Utzon"
         ).split()
     )
-    assert Chat().make_format().result_tag(Found()) == "tool_response"
+    assert Chat().make_format().result_tags() == ["tool_response"]
 
 
 def test_a_schema_has_what_an_openai_client_sends_and_no_more():

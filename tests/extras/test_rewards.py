@@ -30,7 +30,7 @@ seen = []
 
 def right(taus):
     return [float(tau.prediction == "x") for tau in taus]
-right.best_reward = 0.9
+right.passing_reward = 0.9
 
 def word(completions, solution, **columns):
     seen.append(columns | {"completions": completions, "solution": solution})
