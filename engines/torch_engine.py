@@ -134,7 +134,7 @@ class TorchEngine:
         """As Engine; the samples that follow depend on nothing but `seed` and the calls."""
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.cache = RowCache(torch.zeros(0))
-        self.keys: list[int] = []  # context of `cache` -> the caller's key
+        self.order: list[int] = []  # the caller's keys of `cache`'s contexts
         self._rows = torch.empty(0)  # position in the batch -> context of `cache`
         self.cached: dict[int, int] = {}  # key -> how many tokens of its context are cached
 
@@ -150,11 +150,11 @@ class TorchEngine:
         self.model.eval()
         h = self._prefill(contexts, max_new)  # (B, H)
         # active: the row at each position of the batch
-        cache, active = self.cache, list(range(len(self.keys)))
+        cache, active = self.cache, list(range(len(self.order)))
         ids: list[list[int]] = [[] for _ in active]
         logps: list[list[float]] = [[] for _ in active]
         lengths = starts = torch.tensor(
-            [len(contexts[key]) for key in self.keys], device=self.device
+            [len(contexts[key]) for key in self.order], device=self.device
         )
         capacity = int(lengths.max()) + max_new
         while True:
@@ -169,8 +169,8 @@ class TorchEngine:
                 logps[row].append(lp)
                 if self.ended(ids[row]) or len(ids[row]) == max_new:
                     active[b] = -1  # computed but ignored until half of the batch has finished
-                    self.cached[self.keys[row]] = int(lengths[b])
-                    yield FinishedTurn(self.keys[row], ids[row], logps[row])
+                    self.cached[self.order[row]] = int(lengths[b])
+                    yield FinishedTurn(self.order[row], ids[row], logps[row])
                 else:
                     unfinished.append(b)
             if 2 * len(unfinished) <= len(active):
@@ -194,8 +194,8 @@ class TorchEngine:
     def _prefill(self, contexts: dict[int, list[int]], room: int) -> torch.Tensor:
         """Caches the uncached part of every context; returns the last hidden state of each row, (B,
         H)."""
-        keys = list(contexts)
-        if not self.keys:  # a new batch: compute equal prompts (those of a group) once
+        order = list(contexts)
+        if not self.order:  # a new batch: compute equal prompts (those of a group) once
             prompts = list(dict.fromkeys(map(tuple, contexts.values())))
             of = torch.tensor(
                 [prompts.index(tuple(ids)) for ids in contexts.values()], device=self.device
@@ -211,12 +211,12 @@ class TorchEngine:
                 M = 1
             self.cache = self.cache.copy(of[::M], longest + M * room, lengths[of[::M]], M)
         else:
-            rows = torch.tensor([self.keys.index(key) for key in keys], device=self.device)
-            starts = [self.cached[key] for key in keys]
-            new = [contexts[key][n:] for key, n in zip(keys, starts, strict=True)]
+            rows = torch.tensor([self.order.index(key) for key in order], device=self.device)
+            starts = [self.cached[key] for key in order]
+            new = [contexts[key][n:] for key, n in zip(order, starts, strict=True)]
             self.cache = self.cache.copy(rows, max(starts) + max(map(len, new)) + room)
             h = self._extend(starts, new)
-        self.keys, self._rows = keys, torch.arange(len(keys), device=self.device)
+        self.order, self._rows = order, torch.arange(len(order), device=self.device)
         return h
 
     def _extend(self, starts: list[int], new: list[list[int]]) -> torch.Tensor:
