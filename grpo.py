@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,13 +20,18 @@ from models import lora
 from models.model import hold, reshard
 from models.packing import micro_batches, pack, send
 from plumbing.faults import EngineFault
+from plumbing.threads import compute_alone
 from tasks import Trajectory
 
 Array = npt.NDArray[np.float64]
-Rows = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
+# parameters of a model whose operations are too short for several threads to share one
+SMALL = 10**7
 MAX_SKIPPED = 5  # optimizer steps in a row without a finite gradient, after which a run stops
 # arguments of kernels.grpo_head by name: arrays (N,) over action tokens, numbers, or None
 Terms = dict[str, Any]
+# what is added up over the action tokens of an update, by the names of `Learner.loss`
+SUMS = ("loss", "kl", "entropy", "clipped", "gap")
 
 
 def group_advantages(r: Array) -> Array:
@@ -105,19 +111,21 @@ def describe_gaps(gaps: Tensor, sharded: bool) -> dict[str, float]:
     this rank's tokens: its mean by quarter of the depth, the 99th percentile (the highest of the
     ranks') and the largest ratio."""
     gap, depth = gaps
-    inside = (4 * depth).long() == torch.arange(4, device=gap.device).unsqueeze(1)
-    sums = torch.stack([torch.where(inside, gap, 0.0).sum(1), inside.sum(1)])
-    ends = gap.new_zeros(2)
-    if n := len(gap):
-        ends = torch.stack(
-            [gap.kthvalue(math.ceil(0.99 * n)).values, gap.max().clamp(max=88).exp()]
-        )
+    in_quarter = (4 * depth).long() == torch.arange(4, device=gap.device).unsqueeze(1)
+    sums = torch.stack([torch.where(in_quarter, gap, 0.0).sum(1), in_quarter.sum(1)])
+    tail = gap.new_zeros(2)
+    if len(gap):
+        p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values
+        tail = torch.stack([p99, gap.max().clamp(max=88).exp()])
     if sharded:
         dist.all_reduce(sums)
-        dist.all_reduce(ends, dist.ReduceOp.MAX)
-    *means, p99, ratio = torch.cat([sums[0] / sums[1], ends]).tolist()
-    columns = {f"logp_gap/q{k}": mean for k, mean in enumerate(means, 1) if mean == mean}
-    return columns | {"logp_gap/p99": p99, "logp_gap/max_ratio": ratio}
+        dist.all_reduce(tail, dist.ReduceOp.MAX)
+    *means, p99, ratio = torch.cat([sums[0] / sums[1], tail]).tolist()
+    columns = {"logp_gap/p99": p99, "logp_gap/max_ratio": ratio}
+    for k, mean in enumerate(means, 1):
+        if not math.isnan(mean):  # some tokens are that deep
+            columns[f"logp_gap/q{k}"] = mean
+    return columns
 
 
 class Learner:
@@ -149,6 +157,10 @@ class Learner:
         self.reference = None
         if cfg.beta:
             self.reference = model if cfg.lora_rank else reference.requires_grad_(False).eval()
+        small = sum(p.numel() for p in model.parameters()) < SMALL
+        # adapters are switched off for all threads at once
+        alone = cfg.lora_rank or self.sharded or self.device.type != "cpu" or not small
+        self.threads = 1 if alone else torch.get_num_threads()
         self.optimizer = torch.optim.AdamW(  # CHOICE-17
             [p for p in model.parameters() if p.requires_grad],
             lr=cfg.lr,
@@ -182,20 +194,20 @@ class Learner:
         average = 1 / (np.maximum(1, tokens) * len(part))  # Eq.2 CHOICE-9: 1/|tau|, then the mean
         return {
             "adv": np.repeat([tau.advantage for tau in part], tokens),
-            "w": np.repeat(average, tokens),
+            "token_weight": np.repeat(average, tokens),
             "old_logp": None if old is None else old[0],
             "eps_low": self.cfg.eps,
             "eps_high": self.cfg.eps,
         }
 
-    def share(self, part: list[Trajectory]) -> Iterator[tuple[list[Trajectory], Rows]]:
-        """Yields this rank's micro-batches of a mini-batch, each with the rows of its action tokens
-        among the N."""
+    def share(self, part: list[Trajectory]) -> Iterator[tuple[list[Trajectory], Indices]]:
+        """Yields this rank's micro-batches of a mini-batch, each with the indices of its action
+        tokens among the N."""
         ends = np.cumsum([0, *(sum(tau.mask) for tau in part)])
         batches = micro_batches(part, self.cfg.micro_tokens, self.ranks)
         for batch in batches[self.rank :: self.ranks]:
-            rows = [np.arange(ends[place], ends[place + 1]) for place in batch]
-            yield [part[place] for place in batch], np.concatenate(rows or [np.arange(0)])
+            tokens = [np.arange(ends[k], ends[k + 1]) for k in batch]
+            yield [part[k] for k in batch], np.concatenate(tokens or [np.arange(0)])
 
     def update(self, t: int, minibatches: list[list[Trajectory]]) -> dict[str, float]:
         """Takes one optimizer step a mini-batch; returns the metrics of step t.
@@ -203,43 +215,20 @@ class Learner:
         All ranks skip one whose loss or gradient is not finite. "skipped_updates" counts these and
         the other metrics leave them out; remembered["skipped"] is how many there have been in a row.
 
-        A mini-batch has one denominator, so its loss depends neither on how it is cut into
-        micro-batches nor on the number of ranks. Raises EngineFault, before anything is changed, if
-        the engine's log-probs of the sampled tokens are on average further than `max_gap` from the
-        trainer's.
+        Raises EngineFault, before anything is changed, if the engine's log-probs of the sampled
+        tokens are on average further than `max_gap` from the trainer's.
         """
         lr = lr_at(t, self.cfg)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # log-probs under pi_old; the policy still is pi_old when the first part is trained
         olds = [None, *map(self.score, minibatches[1:])]
-        names = ("loss", "kl", "entropy", "clipped", "gap")
-        total = dict.fromkeys((*names, "tokens"), 0.0)
-        gaps: list[Tensor] = []  # with the depths of their tokens
+        total = dict.fromkeys((*SUMS, "tokens"), 0.0)
+        gaps: list[Tensor] = []
         norms: list[float] = []
         self.model.train()
         for k, part in enumerate(minibatches):
-            terms = self.terms(part, olds[k])
-            longest = max(len(tau.ids) for tau in part)
-            seen = torch.zeros(len(names), dtype=torch.float64, device=self.device)
-            before = len(gaps)  # to drop this part's, if it is skipped
-            share = list(self.share(part))
-            for done, (batch, rows) in enumerate(share, 1):
-                if self.sharded and self.cfg.gather == 1:
-                    hold(self.model, done < len(share))
-                some = {
-                    name: x[rows] if isinstance(x, np.ndarray) else x for name, x in terms.items()
-                }
-                loss, extras = self.loss(batch, some)
-                loss.backward()
-                note_tokens(batch, extras)
-                extras["loss"] = loss.detach()
-                seen += torch.stack([extras[name].sum().double() for name in names])
-                gaps.append(torch.stack([extras["gap"].detach(), extras["depth"] / longest]))
-            if self.sharded:
-                dist.all_reduce(seen)
-            sums = dict(zip(names, seen.tolist(), strict=True))
-            sums["tokens"] = sum(sum(tau.mask) for tau in part)
+            sums, of_tokens = self.backward(part, olds[k])
             gap = sums["gap"] / max(1, sums["tokens"])
             # `not <=` holds for NaN, too; a loss that is not finite is the trainer's own fault.
             if k == 0 and math.isfinite(sums["loss"]) and not gap <= self.max_gap:
@@ -247,29 +236,101 @@ class Learner:
                 raise EngineFault(
                     f"log-probs of engine and trainer differ by {gap:.3f} nat a token"
                 )
-            if (norm := self.step(sums["loss"])) is None:
+            norm = self.step(sums["loss"])
+            if norm is None:
                 self.remembered["skipped"] = self.remembered.get("skipped", 0) + 1
-                del gaps[before:]
                 continue
             self.remembered.pop("skipped", None)
             norms.append(norm)
-            total = {name: total[name] + sums[name] for name in total}
+            gaps.append(of_tokens)
+            for name in total:
+                total[name] += sums[name]
         if self.reference is not None:
             reshard(self.reference)
+
         metrics = {"lr": lr, "skipped_updates": len(minibatches) - len(norms)}
         if not norms:
             return metrics
         tokens = max(1, total["tokens"])
-        return {
+        if self.reference is not None:
+            metrics["kl"] = total["kl"] / tokens
+        return metrics | {
             "loss": total["loss"] / len(norms),
-            **({"kl": total["kl"] / tokens} if self.reference is not None else {}),
             "entropy": total["entropy"] / tokens,  # measured alone: CHOICE-32
             "clip_fraction": total["clipped"] / tokens,
             # mean |trainer - engine| of the sampled tokens' log-probs
             "logp_gap": total["gap"] / tokens,
             **describe_gaps(torch.cat(gaps, dim=1), self.sharded),
             "grad_norm": sum(norms) / len(norms),
-        } | metrics
+        }
+
+    def backward(
+        self, part: list[Trajectory], old: Array | None
+    ) -> tuple[dict[str, float], Tensor]:
+        """Computes the gradient of a mini-batch, whose loss has one denominator: it depends neither
+        on how it is cut into micro-batches nor on the number of ranks.
+
+        Returns the sums of SUMS over its action tokens, on all ranks, and how many "tokens" these
+        are; and for the n of this rank's the gaps and depths (2, n) that `describe_gaps` takes.
+        """
+        terms = self.terms(part, old)
+        longest = max(len(tau.ids) for tau in part)
+        seen = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
+        gaps: list[Tensor] = []
+        for batch, extras in self.differentiate(part, terms):
+            note_tokens(batch, extras)
+            seen += torch.stack([extras[name].sum().double() for name in SUMS])
+            gaps.append(torch.stack([extras["gap"].detach(), extras["depth"] / longest]))
+        if self.sharded:
+            dist.all_reduce(seen)
+        sums = dict(zip(SUMS, seen.tolist(), strict=True))
+        sums["tokens"] = sum(sum(tau.mask) for tau in part)
+        return sums, torch.cat(gaps, dim=1)
+
+    def differentiate(
+        self, part: list[Trajectory], terms: Terms
+    ) -> Iterator[tuple[list[Trajectory], dict[str, Tensor]]]:
+        """Adds the gradients of this rank's micro-batches to those of the parameters; yields each
+        with its `extras` and its loss.
+
+        CPU threads share the micro-batches of a small model. The gradients are added in the same
+        order, so that the sum does not depend on how many threads there are.
+        """
+        trained = self.optimizer.param_groups[0]["params"]
+
+        def compute(
+            micro_batch: tuple[list[Trajectory], Indices],
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            batch, tokens = micro_batch
+            of_batch = dict(terms)
+            for name, x in terms.items():
+                if isinstance(x, np.ndarray):
+                    of_batch[name] = x[tokens]
+            loss, extras = self.loss(batch, of_batch)
+            return loss, extras | {"loss": loss.detach()}
+
+        def differentiate_alone(micro_batch: tuple[list[Trajectory], Indices]) -> Any:
+            loss, extras = compute(micro_batch)
+            return torch.autograd.grad(loss, trained, allow_unused=True), extras
+
+        share = list(self.share(part))
+        if self.threads == 1:
+            for done, micro_batch in enumerate(share, 1):
+                if self.sharded and self.cfg.gather == 1:
+                    hold(self.model, done < len(share))
+                loss, extras = compute(micro_batch)
+                loss.backward()
+                yield micro_batch[0], extras
+            return
+        with ThreadPoolExecutor(self.threads, initializer=compute_alone) as pool:
+            results = pool.map(differentiate_alone, share)
+            for (batch, _), (gradients, extras) in zip(share, results, strict=True):
+                for p, gradient in zip(trained, gradients, strict=True):
+                    if p.grad is None:
+                        p.grad = gradient
+                    elif gradient is not None:
+                        p.grad += gradient
+                yield batch, extras
 
     def step(self, loss: float) -> float | None:
         """Takes one optimizer step on the clipped gradients; returns their norm before. None: it
@@ -291,55 +352,52 @@ class Learner:
         Every rank scores its share and gets the others' from them: `terms` sees the whole
         mini-batch.
         """
-        scores = torch.zeros(
-            2, sum(sum(tau.mask) for tau in part), dtype=torch.float64, device=self.device
-        )
-        for batch, rows in self.share(part):
-            both = torch.stack(self.model.score(*pack(batch, self.device), self.cfg.temperature))
-            scores[:, send(torch.from_numpy(rows), self.device)] = both.double()
+        N = sum(sum(tau.mask) for tau in part)
+        scores = torch.zeros(2, N, dtype=torch.float64, device=self.device)
+        for batch, tokens in self.share(part):
+            packed = pack(batch, self.device)
+            both = torch.stack(self.model.forward_packed(*packed, self.cfg.temperature))
+            scores[:, send(torch.from_numpy(tokens), self.device)] = both.double()
         if self.sharded:
             dist.all_reduce(scores)  # adds the ranks' tokens to zeros
         out: Array = scores.cpu().numpy()
         return out
 
     def loss(self, batch: list[Trajectory], terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns (loss, extras) of a micro-batch, whose N action tokens have a row each in
-        `terms`.
+        """Returns (loss, extras) of a micro-batch, of whose N action tokens `terms` speaks.
 
         extras["old_logp"] (N,): log-probs under pi_old; extras["gap"] (N,): their distance to the
         engine's; extras["depth"] (N,): tokens before each in its trajectory.
         """
         packed, T = pack(batch, self.device), self.cfg.temperature
-        tokens = {
-            name: send(torch.from_numpy(x), self.device) if isinstance(x, np.ndarray) else x
-            for name, x in terms.items()
-        }
+        tokens = dict(terms)
+        for name, x in terms.items():
+            if isinstance(x, np.ndarray):
+                tokens[name] = send(torch.from_numpy(x), self.device)
         ref_logp = None
         if self.reference is not None:
             with torch.no_grad(), lora.off(self.reference):
-                ref_logp, _ = self.reference.score(*packed, T)
-        fused = self.device.type == "cuda" and self.surrogate is clipped_surrogate
-        loss, extras = self.model.score(
+                ref_logp, _ = self.reference.forward_packed(*packed, T)
+        in_one_launch = self.device.type == "cuda" and self.surrogate is clipped_surrogate
+        loss, extras = self.model.forward_packed(
             *packed,
             T,
-            objective=None if fused else partial(objective, surrogate=self.surrogate),
+            objective=None if in_one_launch else partial(objective, surrogate=self.surrogate),
             ref_logp=ref_logp,
             beta=self.cfg.beta,
             **tokens,
         )
-        # (N,): the engine's log-probs, and how far each token is into its trajectory
-        engine = torch.tensor(
-            [lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m]
-        )
+
+        # what the engine said of the same tokens
+        sampled = torch.tensor([m for tau in batch for m in tau.mask]).bool()
+        logps = torch.tensor([logp for tau in batch for logp in tau.logps])
+        depths = torch.tensor([k for tau in batch for k in range(len(tau.ids))])
+        engine = send(logps[sampled], self.device)
         old = extras["logp"]
         if terms["old_logp"] is not None:
             old = tokens["old_logp"].to(old.dtype)
-        depth = torch.tensor([k for tau in batch for k, m in enumerate(tau.mask) if m])
-        return loss, extras | {
-            "old_logp": old,
-            "gap": (old - send(engine, self.device)).abs(),
-            "depth": send(depth, self.device),
-        }
+        depth = send(depths[sampled], self.device)
+        return loss, extras | {"old_logp": old, "gap": (old - engine).abs(), "depth": depth}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns trained weights and optimizer by the parameters' names, for

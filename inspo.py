@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config, parse_flags
 from journal.rows import (
-    make_call_row,
     make_evolution_row,
     make_prune_row,
-    make_reply_row,
     make_start_row,
     make_verification_row,
     make_weights_row,
@@ -32,30 +30,28 @@ from journal.rows import (
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown, one_line
 from plumbing.servers import Servers
-from plumbing.status import status
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer
 from reflect import (
-    Call,
     Optimizer,
     connect_optimizer,
-    describe_optimizer,
     fold_words,
     history_prompt,
     paraphrase_prompt,
     read_candidates,
     reflection_prompt,
 )
-from tasks import Job, Question, Task
+from tasks import Job, Question, Task, Trajectory
 from tasks.metrics import set_rewards
 from tasks.sampling import draw_questions, rng_of
 from training.start import prepare
+
+Prompt = tuple[int | None, str]  # an instruction's id, None of one that is not in P, and its text
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from grpo import Learner
     from journal.checkpoints import Checkpoints
     from journal.log import Log
     from training.policy import Policy
-    from training.ranks import Ranks
 
 
 def inspo(
@@ -87,7 +83,7 @@ def inspo(
             row = log.measure(taus)
             texts = list(map(task.shown, taus))
             update = policy.update(t, taus)  # Alg.1 L8 Eq.5
-            P.attribute(taus)  # Alg.1 L9
+            P.update_weights(taus)  # Alg.1 L9
             row |= update | policy.measure_speed(taus) | make_weights_row(P)
             log.keep_step(t, taus, row)
             if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
@@ -129,25 +125,23 @@ class Evolution:
         self.used = set[str]()  # the texts used in it, normalized: none is proposed again
 
     def fill_population(self) -> None:
-        """Fills P with P_0: the first instruction, up to N_P - 1 paraphrases of it from one call to
-        the optimizer.
+        """Fills P with P_0: the first instruction, and N_P - 1 paraphrases of it that one call to
+        the optimizer asks for.
 
         An optimizer that does not even answer that one is a Fault: the run would be the static
         baseline.
         """
         I_0 = self.P.join(self.task.instruction, None, 0)
         self.used = {fold_words(I_0.text)}
-        paraphrases = list[str]()
         try:
             if self.optimizer and self.cfg.N_P > 1:  # CHOICE-22
-                paraphrases = self.propose(I_0, [])  # no failures: paraphrases
+                for text in self.propose(I_0, [], self.cfg.N_P - 1):
+                    self.P.join(text, I_0.id, 0)
         except OptimizerDown as e:
             raise Fault(
                 f"the optimizer gave no reply to its first call: {e}; check OPENAI_BASE_URL, OPENAI_API_KEY and"
                 " --optimizer_model, or choose --mode static"
             ) from None
-        for text in paraphrases:
-            self.P.join(text, I_0.id, 0)
         self.log.write_row("population", make_start_row(self.P))
 
     def evolve(self, t: int, policy: Policy) -> None:
@@ -156,56 +150,58 @@ class Evolution:
         cfg, P, B = self.cfg, self.P, self.B
         P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
         P_new = list[Candidate]()
-        self.t, self.used = t, {fold_words(I.text) for I in P_parent}
-        shortfall = "too few revisions verified"
+        n = cfg.N_P - cfg.N_parent  # CHOICE-24
+        self.t = t
+        self.used = {fold_words(I.text) for I in P_parent}
+        reason = "too few revisions verified"
         for round in range(cfg.rounds):
             room = cfg.N_P - len(P_parent) - len(P_new)
             if not room:  # Alg.1 L18 CHOICE-6
                 break
-            self.round, rng = round, rng_of(cfg.seed, t, f"evolve {round}")
+            self.round = round
+            rng = rng_of(cfg.seed, t, f"evolve {round}")
             I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
             tau_fail = B.failures(rng, cfg.failures, I_parent.id)
             D_B = [self.D[q] for q in B.questions(rng, cfg.D_B, tau_fail)]
             if not tau_fail:
-                shortfall = "no failure to learn from"
+                reason = "no failure to learn from"
                 break
             if cfg.D_B and not D_B:
-                shortfall = "no question left to verify on"
+                reason = "no question left to verify on"
                 break
             try:
-                I_new = self.propose(I_parent, tau_fail)  # Alg.1 L20
+                I_new = self.propose(I_parent, tau_fail, n)  # Alg.1 L20
             except OptimizerDown as e:
-                shortfall = f"the optimizer gave no reply ({e})"
+                reason = f"the optimizer gave no reply ({e})"
                 break
             if I_new:
                 verified = self.verify(policy, I_parent, I_new, D_B)  # Alg.1 L21
-                joining = P.admit(verified, min(room, cfg.top_n))
+                joining = P.select_top(verified, min(room, cfg.top_n))
                 P_new += joining
                 row = make_verification_row(t, round, D_B, verified, joining)
                 self.log.write_row("reflections", row)
-        P.succeed(P_parent, P_new, t)  # Alg.1 L23
-        outcome = tell_succession(P_parent, P_new, cfg.N_P - len(P), shortfall)
+        P.replace_by(P_parent, P_new, t)  # Alg.1 L23
+        outcome = tell_succession(P_parent, P_new, cfg.N_P - len(P), reason)
         self.log.write_row("population", make_evolution_row(t, P, outcome))
 
-    def propose(self, I_parent: Instruction, tau_fail: list[Experience]) -> list[str]:
-        """Returns well-formed revisions of a parent by the optimizer, and adds them to `used`.
-        Raises OptimizerDown."""
-        n = self.cfg.N_P - self.cfg.N_parent  # CHOICE-24
+    def propose(self, I_parent: Instruction, tau_fail: list[Experience], n: int) -> list[str]:
+        """Returns at most `n` well-formed revisions of a parent by the optimizer, and adds them to
+        `used`; paraphrases where there are no failures. Raises OptimizerDown."""
         golds = [gold for e in tau_fail for gold in e.golds]
         return self.ask(I_parent, self.prompt(I_parent, tau_fail, n), golds, n)
 
     def prompt(self, I_parent: Instruction, tau_fail: list[Experience], n: int) -> str:
         """Returns the prompt of the proposer (App. E): reflection on failures, or one of the
         paper's two ablations."""
-        cfg, task = self.cfg, self.task
-        if cfg.proposer == "history" and tau_fail:
+        cfg = self.cfg
+        if not tau_fail or cfg.proposer == "paraphrase":
+            return paraphrase_prompt(I_parent.text, n)
+        if cfg.proposer == "history":
             tried = [(I.text, I.w) for I in self.P.family if I.rewards]
             return history_prompt(sorted(tried, key=lambda pair: pair[1]), n)  # CHOICE-15
-        if cfg.proposer == "reflection" and tau_fail:
-            failures = [(e.text, e.golds) for e in tau_fail]
-            observations = task.make_format().result_tags()
-            return reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget, observations)
-        return paraphrase_prompt(I_parent.text, n)
+        failures = [(e.text, e.golds) for e in tau_fail]
+        observations = self.task.make_format().result_tags()
+        return reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget, observations)
 
     def ask(self, I_parent: Instruction, prompt: str, golds: list[str], n: int) -> list[str]:
         """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that
@@ -214,47 +210,60 @@ class Evolution:
             call = self.optimizer.ask(prompt, f"t{self.t} r{self.round}")
         except OptimizerDown as e:
             if e.call:  # what could not be read was billed, too
-                self.note_call(I_parent, e.call)
+                self.note(I_parent, call=vars(e.call))
             raise
-        # before anything else can fail: it has been paid for
-        self.note_call(I_parent, call)
-        find_unfit = self.task.make_format().find_unfit
+        # before anything else can fail; a reply that is paid for is there already
+        if not call.paid_before:
+            self.note(I_parent, call=vars(call))
         accepted, rejected = read_candidates(
-            call.reply, I_parent.text, self.used, golds, self.cfg.max_instruction, n, find_unfit
+            call.reply,
+            I_parent.text,
+            self.used,
+            golds,
+            self.cfg.max_instruction,
+            n,
+            self.task.make_format().find_unfit,
+            call.cut,
         )
-        row = make_reply_row(self.t, self.round, I_parent, list(accepted), rejected)
-        self.log.write_row("reflections", row)
+        self.note(I_parent, accepted=list(accepted), rejected=rejected)
         return list(accepted.values())
 
-    def note_call(self, I_parent: Instruction, call: Call) -> None:
-        """Writes down a call to the optimizer, unless an earlier process of this run has."""
-        if not call.paid_before:
-            self.log.write_row("reflections", make_call_row(self.t, self.round, I_parent, call))
+    def note(self, I_parent: Instruction, **columns: Any) -> None:
+        """Writes down a `call` to the optimizer; or which blocks of its reply are `accepted`, by
+        their place in it, and why the others are `rejected`."""
+        row = dict(t=self.t, round=self.round, parent=I_parent.id, **columns)
+        self.log.write_row("reflections", row)
 
     def verify(
         self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
     ) -> list[Candidate]:
-        """Returns the revisions by falling mean reward on D_B, each with its parent's on the same
-        questions."""
-        texts: list[tuple[int | None, str]] = [
-            (I_parent.id, I_parent.text),
-            *((None, text) for text in I_new),
-        ]
-        plays = [(id, text, q) for id, text in texts for q in D_B]
-        jobs = [Job(id, text, q, group) for group, (id, text, q) in enumerate(plays)]  # CHOICE-13
-        with self.log.timing("verify"):
-            taus = policy.rollout(self.t, f"verify {self.round}", jobs)
-            set_rewards(self.task, taus)
+        """Returns the revisions by falling mean reward on D_B, each with its parent's rewards on
+        the same questions."""
+        parent, new = (I_parent.id, I_parent.text), [(None, text) for text in I_new]
+        taus = self.play(policy, f"verify {self.round}", [parent, *new], D_B)
         sample = sample_verification(I_parent, taus)
         self.log.run.write_trajectories(f"verify-{self.t:06d}-{self.round}", sample)
-        n, rewards = len(D_B), [tau.reward for tau in taus]
-        of_parent, *of_new = (rewards[k * n : (k + 1) * n] for k in range(1 + len(I_new)))
-        verified = [
-            Candidate(text, I_parent.id, r, of_parent)
-            for text, r in zip(I_new, of_new, strict=True)
-        ]
+        n = len(D_B)
+        rewards = [tau.reward for tau in taus]
+        verified = list[Candidate]()
+        for k, text in enumerate(I_new, 1):
+            r = rewards[k * n : (k + 1) * n]
+            verified.append(Candidate(text, I_parent.id, r, rewards[:n]))
         # --D_B 0 asks nothing: all join, in the optimizer's order
         return sorted(verified, key=lambda c: -c.r)
+
+    def play(
+        self, policy: Policy, purpose: str, prompts: list[Prompt], D_B: list[Question]
+    ) -> list[Trajectory]:
+        """Plays and rewards D_B under the first prompt, then under the next, and so on."""
+        jobs = list[Job]()
+        for id, text in prompts:
+            for q in D_B:
+                jobs.append(Job(id, text, q, len(jobs)))  # CHOICE-13
+        with self.log.timing("verify"):
+            taus = policy.rollout(self.t, purpose, jobs)
+            set_rewards(self.task, taus)
+        return taus
 
 
 def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: Log) -> None:
@@ -265,25 +274,6 @@ def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: 
         log.add_result("trained policy, I_star", policy.evaluate(T, I_star, "test"))
         policy.reset()
         log.add_result("first policy, I_star", policy.evaluate(T, I_star, "test"))
-
-
-def population_of(cfg: Config, kind: Callable[..., Population] = Population) -> Population:
-    """Returns an empty population that follows Eq. 4 and 6, or `kind`: a subclass, or a function of
-    `cfg`."""
-    return kind(cfg.tau_s, cfg.window) if isinstance(kind, type) else kind(cfg)
-
-
-def make_policy(
-    cfg: Config, ranks: Ranks, task: Task, learner: type[Learner] | None = None
-) -> Policy:
-    """Makes pi_theta, on all ranks together: FSDP shards what is trained, and vLLM or plain torch
-    samples."""
-    from grpo import Learner
-    from training.policy import Policy, fsdp, plain_torch, vllm, whole
-
-    status("loading the policy")
-    models, engine = fsdp if ranks.grouped else whole, vllm if cfg.engine == "vllm" else plain_torch
-    return Policy(cfg, ranks, task, learner or Learner, models, engine)
 
 
 class Result(NamedTuple):
@@ -297,7 +287,7 @@ class Result(NamedTuple):
 def train(
     cfg: Config | None = None,
     learner: type[Learner] | None = None,
-    population: Callable[..., Population] = Population,
+    population: Callable[[Any], Population] = Population,
     evolution: type[Evolution] = Evolution,
     algorithm: Callable[..., tuple[Policy, Instruction]] = inspo,
     *,
@@ -315,38 +305,29 @@ def train(
     started = prepare(cfg, settings)
     if not started:
         return None
+    from grpo import Learner
     from journal.checkpoints import Checkpoints
     from journal.directory import RunDirectory
     from journal.log import Log
+    from training.policy import Policy, follow
 
+    usual = None, Learner, Population, Evolution, inspo
+    own = [part for part in (learner, population, evolution, algorithm) if part not in usual]
     cfg, fitted, why, task, ranks = started
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:
-            fitted, address = ranks.broadcast()
-            task.connect(address)
-            # does what rank 0 calls, until it closes
-            make_policy(fitted, ranks, task, learner).follow()
+            follow(ranks, task, learner)
             return None
         with stop.may_stop():
-            run = stack.enter_context(
-                RunDirectory.opened(cfg, task, learner, population, evolution)
-            )
+            run = stack.enter_context(RunDirectory.opened(cfg, task, *own))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
             optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))
             ranks.broadcast((fitted, task.address()))
-            policy = stack.enter_context(
-                contextlib.closing(make_policy(fitted, ranks, task, learner))
-            )
-        log = Log(cfg, run, task, policy.tokenizer)
-        stack.callback(log.screen.close)
-        policy.progress, log.began = log.screen.show_rollouts, began
-        log.introduce(
-            f"{policy.describe()}, {fitted.engine} engine: {why}",
-            tools,
-            describe_optimizer(optimizer),
-        )
-        evolving = evolution(cfg, task, optimizer, population_of(cfg, population), log)
+            policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, task, learner)))
+        log = Log(cfg, run, task, policy, began)
+        log.introduce(why, tools, optimizer)
+        evolving = evolution(cfg, task, optimizer, population(cfg), log)
         checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
         with checkpoints.rescued():
             policy, I_star = algorithm(cfg, task, policy, evolving, checkpoints, log)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from config import Config
 from tasks import Job, Question, Trajectory
 
 Array = npt.NDArray[np.float64]
@@ -43,8 +44,8 @@ class Population:
     """The active instructions P with their weights W, and every instruction that was ever in P
     (`family`)."""
 
-    def __init__(self, tau_s: float, window: int):
-        self.tau_s, self.window = tau_s, window
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
         self.family: list[Instruction] = []  # by id
         self.ids: list[int] = []  # the active ones: parents first, then in order of joining
 
@@ -66,7 +67,7 @@ class Population:
 
     def probabilities(self) -> Array:
         """Returns p(. | W; P), (|P|,), in the order of `active`."""
-        z: Array = np.array([I.w for I in self.active]) / self.tau_s
+        z: Array = np.array([I.w for I in self.active]) / self.cfg.tau_s
         z = np.exp(z - z.max())
         p: Array = z / z.sum()  # Eq.4
         return p
@@ -81,14 +82,17 @@ class Population:
     ) -> list[Job]:
         """Returns G jobs for each question, a group of Eq. 3, all under one instruction that is
         drawn for it."""
-        drawn = list(zip(questions, self.sample(rng, len(questions)), strict=True))
-        return [Job(I.id, I.text, q, group) for group, (q, I) in enumerate(drawn) for _ in range(G)]
+        drawn = zip(self.sample(rng, len(questions)), questions, strict=True)
+        jobs: list[Job] = []
+        for group, (I, q) in enumerate(drawn):
+            jobs += [Job(I.id, I.text, q, group)] * G
+        return jobs
 
-    def attribute(self, taus: Iterable[Trajectory]) -> None:
+    def update_weights(self, taus: Iterable[Trajectory]) -> None:
         """Credits every instruction with the mean reward of its trajectories in this step."""  # CHOICE-8
         for j, r_bar in mean_rewards(taus).items():
             I = self.family[j]
-            I.rewards = [*I.rewards, r_bar][-self.window :]  # Eq.6 CHOICE-18
+            I.rewards = [*I.rewards, r_bar][-self.cfg.window :]  # Eq.6 CHOICE-18
 
     def ranked(self) -> list[Instruction]:
         """Returns the active instructions by falling weight; ties keep the parents first."""
@@ -97,19 +101,19 @@ class Population:
     def prune(self, ranked: Sequence[Instruction], N_parent: int, t: int) -> list[Instruction]:
         """Drops the bottom floor(|P|/2) of `ranked`, never below N_parent; returns the dropped
         ones."""
-        keep = max(N_parent, len(ranked) - len(ranked) // 2)  # CHOICE-3
-        return self._drop(ranked[keep:], t)
+        kept = max(N_parent, len(ranked) - len(ranked) // 2)  # CHOICE-3
+        return self._drop(ranked[kept:], t)
 
-    def admit(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
-        """Returns which of a round's candidates, best first, join: at most `room`, none below its
+    def select_top(self, verified: Sequence[Candidate], n: int) -> list[Candidate]:
+        """Returns which of a round's candidates, best first, join: at most `n`, none below its
         parent."""
-        return [c for c in verified if c.r >= c.r_parent][:room]  # CHOICE-12
+        return [c for c in verified if c.r >= c.r_parent][:n]  # CHOICE-12
 
-    def succeed(
+    def replace_by(
         self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int
     ) -> list[Instruction]:
-        """Replaces P by the parents, with weight 0, and the new ones; returns the latter. If none,
-        P and W stay."""
+        """Replaces P by the parents, with weight 0, and the new ones, which it returns. Without new
+        ones P and W stay."""
         if not new:  # CHOICE-26
             return []
         self._drop([I for I in self.active if I not in parents], t)
@@ -133,7 +137,7 @@ class Population:
         return {"family": [asdict(I) for I in self.family], "active": list(self.ids)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.family = [Instruction(**row) for row in state["family"]]
+        self.family = [Instruction(**I) for I in state["family"]]
         self.ids = list(state["active"])
 
 
@@ -199,30 +203,29 @@ class ReplayBuffer:
     def failures(self, rng: np.random.Generator, n: int, parent: int) -> list[Experience]:
         """Returns up to `n` failures of as many questions, for the optimizer to learn from.
 
-        Those under the parent come first, since it is what the optimizer is asked to revise; within both halves the
-        latest step and the lowest reward come first.
+        Those under the parent come first, since it is what the optimizer is asked to revise. Within
+        both halves the latest step comes first, and within a step the lowest reward.
         """  # CHOICE-14
         order = rng.permutation(len(self.items))
-        by_need = sorted(
-            (self.items[k] for k in order), key=lambda e: (e.instruction != parent, -e.t, e.reward)
-        )
-        chosen: dict[str, Experience] = {}
-        for e in by_need:
-            if e.failed and len(chosen) < n:
-                chosen.setdefault(e.question, e)
-        return list(chosen.values())
+        failed = [self.items[k] for k in order if self.items[k].failed]
+        failed.sort(key=lambda e: (e.instruction != parent, -e.t, e.reward))
+        of_question: dict[str, Experience] = {}
+        for e in failed:
+            of_question.setdefault(e.question, e)
+        return list(of_question.values())[:n]
 
     def questions(self, rng: np.random.Generator, n: int, shown: Iterable[Experience]) -> list[str]:
         """Returns the ids of up to `n` questions for D_B, latest step first, none of them `shown`."""  # CHOICE-7
-        used = {e.question for e in shown}
-        order = rng.permutation(len(self.items))
-        latest = sorted((self.items[k] for k in order), key=lambda e: -e.t)
-        return list(dict.fromkeys(e.question for e in latest if e.question not in used))[:n]
+        excluded = {e.question for e in shown}
+        items = [self.items[k] for k in rng.permutation(len(self.items))]
+        items.sort(key=lambda e: -e.t)
+        questions = dict.fromkeys(e.question for e in items)
+        return [q for q in questions if q not in excluded][:n]
 
     def state_dict(self) -> dict[str, Any]:
         return {"items": [vars(e) for e in self.items]}  # as they are frozen
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.items = [
-            Experience(**(row | {"golds": tuple(row["golds"])})) for row in state["items"]
+            Experience(**(item | {"golds": tuple(item["golds"])})) for item in state["items"]
         ]

@@ -8,24 +8,21 @@ candidate.
 import contextlib
 import functools
 import hashlib
-import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from config import Config, evolves, scripted
+from config import Config, evolves, find_endpoint, scripted
 from plumbing.client import Client
-from plumbing.faults import Fault, OptimizerDown, Outage
+from plumbing.faults import OptimizerDown, Outage
 from plumbing.outside import plain, printable, without_secrets
-from plumbing.replies import Reply, read_reply, usage_of, without_thoughts
+from plumbing.replies import Reply, read_blocks, read_reply, usage_of
 from plumbing.stop import may_stop
-from plumbing.words import split_words
+from plumbing.words import cut_middle, split_words
 
-OPENAI = "https://api.openai.com/v1"
 MAX_REPLY = 200_000  # characters of a reply that are read and kept
-BLOCK = re.compile(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", re.S)
 QUESTION = re.compile(r"^\W*question\s*:", re.I | re.M)
 CONTROL = re.compile(
     r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk|(?:start|end)_of_turn)>|\[/?INST\]"
@@ -119,20 +116,18 @@ def reflection_prompt(
 
 
 def format_examples(
-    failures: Sequence[tuple[str, tuple[str, ...]]],
-    budget: int,
-    observations: Sequence[str] = ("information",),
+    failures: Sequence[tuple[str, tuple[str, ...]]], budget: int, observations: Sequence[str]
 ) -> list[str]:
     """Returns failures, (question and response, golds), as they stand in a prompt, in `budget`
     tokens together."""
     count, _ = make_token_counter()
     share = budget // max(1, len(failures))  # CHOICE-30
-    return [
-        (EXAMPLE if golds else WITHOUT_GOLD).format(
-            response=shorten(text, share, count, observations), gold=" or ".join(golds)
-        )
-        for text, golds in failures
-    ]
+    examples = []
+    for text, golds in failures:
+        form = EXAMPLE if golds else WITHOUT_GOLD
+        response = shorten(text, share, count, observations)
+        examples.append(form.format(response=response, gold=" or ".join(golds)))
+    return examples
 
 
 def shorten(
@@ -146,29 +141,26 @@ def shorten(
     It cuts the middle of each observation first, whose tags are named, then the middle of the text:
     the question, the actions and the end of the trajectory stay as long as possible.
     """
-    tags = "|".join(map(re.escape, observations))
-    for keep in (2000, 1000, 500, 250, 100, 40, 0) if tags else ():
+    for keep in (2000, 1000, 500, 250, 100, 40, 0):
         if count(text) <= budget:
             return text
-        cut = lambda m, keep=keep: f"<{m[1]}>{cut_middle(m[2], keep)}</{m[1]}>"  # noqa: E731
-        text = re.sub(rf"<({tags})>(.*?)</\1>", cut, text, flags=re.S)
+        text = shorten_observations(text, keep, observations)
     while count(text) > budget and len(text) > 80:
         text = cut_middle(text, len(text) * 3 // 4)
     return text
 
 
-def cut_middle(text: str, keep: int) -> str:
-    return (
-        text if len(text) <= keep else f"{text[: keep // 2]} [...] {text[len(text) - keep // 2 :]}"
-    )
+def shorten_observations(text: str, keep: int, tags: Sequence[str]) -> str:
+    """Returns a text whose observations, by their tags, have lost their middle but for `keep`
+    characters."""
 
+    def cut(match: re.Match[str]) -> str:
+        begin, observation, end = match.groups()
+        return begin + cut_middle(observation, keep) + end
 
-def read_blocks(reply: str) -> list[str]:
-    """Returns the texts of a reply's complete `<ins_k>...</ins_k>` blocks, k >= 1, in their order.
-
-    What a reasoning model thinks before it answers holds drafts, which do not count.
-    """
-    return [text.strip() for _, text in BLOCK.findall(without_thoughts(reply, BLOCK))]
+    for tag in map(re.escape, tags):
+        text = re.sub(f"(<{tag}>)(.*?)(</{tag}>)", cut, text, flags=re.S)
+    return text
 
 
 def read_candidates(
@@ -179,6 +171,7 @@ def read_candidates(
     max_tokens: int,
     n: int,
     unfit: Callable[[str, str], str],
+    cut: bool = True,
 ) -> tuple[dict[int, str], list[dict[str, Any]]]:
     """Returns the first `n` of a reply's candidates in which `find_flaw` finds none, {k: text}, and
     the others, {"k", "reason"}.
@@ -187,14 +180,14 @@ def read_candidates(
     """
     accepted: dict[int, str] = {}
     rejected: list[dict[str, Any]] = []
-    for k, text in enumerate(read_blocks(reply), 1):
+    for k, text in enumerate(read_blocks(reply, cut), 1):
         if len(accepted) == n:
-            rejected.append(
-                {"k": k, "reason": f"{n} were asked for: neither this nor any after it is read"}
-            )
-            break
-        if reason := find_flaw(text, parent, used, golds, max_tokens, unfit):
+            reason = f"{n} were asked for: neither this nor any after it is read"
             rejected.append({"k": k, "reason": reason})
+            break
+        flaw = find_flaw(text, parent, used, golds, max_tokens, unfit)
+        if flaw:
+            rejected.append({"k": k, "reason": flaw})
         else:
             accepted[k] = text
             used.add(fold_words(text))
@@ -222,19 +215,19 @@ def find_flaw(
         return "duplicate"
     if make_token_counter()[0](candidate) > max_tokens:  # CHOICE-27
         return f"longer than {max_tokens} tokens"
-    if reason := unfit(candidate, parent):
-        return reason
+    lost = unfit(candidate, parent)
+    if lost:
+        return lost
     if printable(text) != text:
         return "holds control characters"
-    if new := sorted(set(CONTROL.findall(plain(candidate))) - set(CONTROL.findall(plain(parent)))):
-        return f"holds the control token {new[0]}"
+    control = set(CONTROL.findall(plain(candidate))) - set(CONTROL.findall(plain(parent)))
+    if control:
+        return f"holds the control token {min(control)}"
     if len(QUESTION.findall(plain(candidate))) > len(QUESTION.findall(plain(parent))):
         return "asks a question of its own"
-    if any(
-        len(fold_words(result).split()) > 5
-        for result in {*RESULT.findall(candidate)} - {*RESULT.findall(parent)}
-    ):
-        return "holds a search result of its own"
+    for result in set(RESULT.findall(candidate)) - set(RESULT.findall(parent)):
+        if len(fold_words(result).split()) > 5:
+            return "holds a search result of its own"
     # one that the parent names already ("Beijing" in Search-R1's instruction) is no new leak
     for gold in golds:
         if _mentions(candidate, gold) and not _mentions(parent, gold):
@@ -316,8 +309,11 @@ class Optimizer:
         if key in self.paid:
             return replace(self.paid[key], paid_before=True)
         self.check_budget()
-        start, before, billed, down = time.perf_counter(), self.tokens, [0, 0], None
-        body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
+        began, before = time.perf_counter(), self.tokens
+        messages = [{"role": "user", "content": prompt}]
+        # some gateways stream unless they are told not to
+        body = {"model": self.model, "messages": messages, "stream": False}
+        billed = [0, 0]  # tokens of prompt and reply, of all tries
 
         def read(answer: Any) -> Reply:
             # every try's, before anything can be wrong with it
@@ -326,11 +322,12 @@ class Optimizer:
                 self.tokens += tokens
             return read_reply(answer)
 
+        reply, down = Reply(""), None
         try:
             with may_stop():
                 reply = self._client.ask("/chat/completions", body, read)
         except Outage as e:  # also from `before_retry`
-            reply, down = Reply(""), OptimizerDown(str(e))
+            down = OptimizerDown(str(e))
             key += f", unread at {self.tokens} tokens"  # no key of a call that is looked up
         call = Call(
             key=key,
@@ -338,7 +335,7 @@ class Optimizer:
             reply=reply.text[:MAX_REPLY],
             prompt_tokens=billed[0] or len(prompt) // 4,
             completion_tokens=billed[1] or len(reply.text) // 4,
-            seconds=round(time.perf_counter() - start, 3),
+            seconds=round(time.perf_counter() - began, 3),
             paid_before=False,
             cut=reply.cut or len(reply.text) > MAX_REPLY,
             refused=reply.refused,
@@ -365,24 +362,6 @@ def read_paid_calls(rows: Iterable[Any]) -> dict[str, Call]:
     return paid
 
 
-def find_endpoint(cfg: Config) -> tuple[str, str]:
-    """Returns URL and key of the optimizer: OPENAI_BASE_URL's, else OpenAI's; both "" if the run
-    calls neither.
-
-    Raises Fault if none can be called.
-    """
-    if not evolves(cfg) or scripted(cfg):
-        return "", ""
-    url, key = os.environ.get("OPENAI_BASE_URL", ""), os.environ.get("OPENAI_API_KEY", "").strip()
-    if not (cfg.optimizer_model and (url or key)):
-        openai = "OPENAI_API_KEY to take OpenAI's, or OPENAI_BASE_URL and --optimizer_model"
-        missing = "--optimizer_model to a model of OPENAI_BASE_URL" if url else openai
-        raise Fault(f"no optimizer: set {missing}, or choose --mode static")
-    if url and not url.startswith(("http://", "https://")):
-        raise Fault(f"OPENAI_BASE_URL {without_secrets(url)}: begin it with http:// or https://")
-    return url or OPENAI, key
-
-
 def connect_optimizer(
     cfg: Config, serve: Callable[..., str], rows: Iterable[Any]
 ) -> Optimizer | None:
@@ -394,26 +373,27 @@ def connect_optimizer(
     """
     if not evolves(cfg):
         return None
-    knobs: dict[str, Any] = {
-        "retries": cfg.optimizer_retries,
-        "max_tokens": cfg.max_optimizer_tokens,
-    }
-    knobs["paid"] = read_paid_calls(rows)
-    if scripted(cfg):
-        control = ["--guess"] if cfg.optimizer_model == "guessing" else []
+    connect = functools.partial(
+        Optimizer,
+        model=cfg.optimizer_model,
+        retries=cfg.optimizer_retries,
+        max_tokens=cfg.max_optimizer_tokens,
+        paid=read_paid_calls(rows),
+    )
+    if not scripted(cfg):
+        url, key = find_endpoint(cfg)
+        return connect(url, api_key=key)
+    control = ["--guess"] if cfg.optimizer_model == "guessing" else []
 
-        def own() -> str:
-            return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *control) + "/v1"
+    def start() -> str:
+        return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *control) + "/v1"
 
-        return Optimizer(own(), cfg.optimizer_model, revive=own, **knobs)
-    url, key = find_endpoint(cfg)
-    return Optimizer(url, cfg.optimizer_model, key, **knobs)
+    return connect(start(), revive=start)
 
 
 def describe_optimizer(optimizer: Optimizer | None) -> str:
     """Returns the optimizer in words."""
     if not optimizer:
         return "none"
-    return (
-        f"{optimizer.model} at {without_secrets(optimizer.url)} (tokens: {make_token_counter()[1]})"
-    )
+    _, counter = make_token_counter()
+    return f"{optimizer.model} at {without_secrets(optimizer.url)} (tokens: {counter})"

@@ -12,7 +12,7 @@ as files.
 import argparse
 from pathlib import Path
 
-from page.html import LIMIT, write_page
+from page.html import write_page
 from page.serve import make_app
 from plumbing.faults import one_line
 from plumbing.servers import listen, serve_app
@@ -34,17 +34,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--port", type=int, default=8080, help="port of --serve [8080]; 0: any free one"
     )
-    parser.add_argument(
-        "--trajectories", type=int, default=LIMIT, help=f"trajectories of training in it [{LIMIT}]"
-    )
     args = parser.parse_args(argv)
     with one_line("report.py"):
         if args.serve:
-            return serve_app(
-                make_app(args.runs, args.trajectories), listen("127.0.0.1", args.port), child=False
-            )
+            app = make_app(args.runs)
+            return serve_app(app, listen("127.0.0.1", args.port), child=False)
         out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
-        write_page(args.runs, out, limit=args.trajectories)
+        write_page(args.runs, out)
         print(f"{out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser")
 
 

@@ -5,14 +5,14 @@ Text is decoded only to find a call or an answer in it and is never encoded agai
 scores exactly what was sampled.
 
 Turns do not wait for each other: a tool is called when its turn ends, and the next turn starts when
-the result is back, while other rows generate. Only an engine in `lockstep` waits for all results,
-which makes its runs repeatable.
+the result is back, while others generate. Only an engine in `lockstep` waits for all results, which
+makes its runs repeatable.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from functools import cache
 from typing import TYPE_CHECKING
@@ -25,13 +25,6 @@ from tasks.formats import Action, Tags
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-STORED = 24  # questions of an evaluation or a verification whose trajectories a run stores
-
-
-def space_evenly(n: int, k: int) -> list[int]:
-    """Returns at most k of the places 0..n-1, evenly spaced: always the same sample."""
-    return [j * n // k for j in range(k)] if k < n else list(range(n))
-
 
 class Episode:
     """A trajectory while it is played: the policy acts, a tool may be called, and the policy reads
@@ -42,7 +35,7 @@ class Episode:
 
     def __init__(self, task: Task, form: Tags, job: Job, prompt: list[int], cfg: RolloutKnobs):
         self.form, self.cfg = form, cfg
-        self.max_turns = cfg.max_turns if task.tools else 0  # without tools only the turn to answer
+        self.calling_turns = cfg.max_turns if task.tools else 0  # one more, to answer, follows them
         self.tau = Trajectory(
             job.instruction,
             job.question,
@@ -64,19 +57,21 @@ class Episode:
         `stop`: why the engine takes no more of it.
         """
         tau, action = self.tau, self.form.read_turn(ids)
+        self.action = action
+        turn = Turn(action.text)
         tau.act(ids, logps)
-        turn, tool = Turn(action.text), action.tool
         tau.turns.append(turn)
-        tau.prediction, self.action = action.answer, action
+        tau.prediction = action.answer
         if action.answer is not None:
             tau.stop = "answer"
             return
-        if tool:
-            turn.tool, turn.argument = tool.tag, action.argument
-        if stop or len(tau.turns) > self.max_turns:  # CHOICE-1 CHOICE-21
+
+        if action.tool:
+            turn.tool, turn.argument = action.tool.tag, action.argument
+        if stop or len(tau.turns) > self.calling_turns:  # CHOICE-1 CHOICE-21
             tau.stop = stop or "turns"
-        elif tool:
-            self.call = tool.of(tau).submit(action.argument)
+        elif action.tool:
+            self.call = action.tool.of(tau).submit(action.argument)
         else:
             self.take_in(self.form.encode_reminder(action))
 
@@ -110,62 +105,58 @@ def rollout(
     `progress` is told, after every one, how many have ended.
     Raises ToolDown when a tool stays unavailable: a trajectory without its results is never scored.
     """
+    form = task.make_format(tokenizer)  # how calls, answers and results are written
+    encode_prompt = cache(form.encode_prompt)
+    at_once = min(engine.max_rows, task.at_once)
     taus: list[Trajectory] = []
-    rows = min(engine.max_rows, task.at_once)
-    for first in range(0, len(jobs), rows):
-        some = jobs[first : first + rows]
-        count = lambda ended, first=first: progress(first + ended)  # noqa: E731
-        taus += play(engine, tokenizer, task, some, cfg, temperature, seed + first, count)
+    for first in range(0, len(jobs), at_once):
+        episodes = []
+        for job in jobs[first : first + at_once]:
+            prompt = encode_prompt(job.text, job.question)
+            episodes.append(Episode(task, form, job, prompt, cfg))
+        engine.begin(seed + first)
+        playing = play(engine, task, episodes, cfg.max_response, temperature)
+        for ended, _ in enumerate(playing, first + 1):
+            progress(ended)
+
+        for e in episodes:
+            e.tau.response = form.read_response(e.tau.ids[e.tau.prompt_tokens :])
+            task.finish(e.tau)
+            taus.append(e.tau)
     return taus
 
 
 def play(
-    engine: Engine,
-    tokenizer: Tokenizer,
-    task: Task,
-    jobs: Sequence[Job],
-    cfg: RolloutKnobs,
-    temperature: float,
-    seed: int,
-    progress: Callable[[int], None],
-) -> list[Trajectory]:
-    """Returns the trajectories of jobs that are played at the same time."""
-    form = task.make_format(tokenizer)  # how calls, answers and results are written
-    encode_prompt = cache(form.encode_prompt)
-    episodes = [
-        Episode(task, form, job, encode_prompt(job.text, job.question), cfg) for job in jobs
-    ]
+    engine: Engine, task: Task, episodes: list[Episode], max_response: int, temperature: float
+) -> Iterator[Episode]:
+    """Plays episodes at the same time; yields each when it ends."""
     playing = dict(enumerate(episodes))  # those that have not ended
     generating: set[int] = set()
-
-    def settle(k: int) -> None:
-        if episodes[k].ended:
-            del playing[k]
-            progress(len(episodes) - len(playing))
-
-    for k in range(len(episodes)):  # a prompt that is too long ends one at once
-        settle(k)
-    engine.begin(seed)
+    for k, e in enumerate(episodes):  # a prompt that is too long ends one at once
+        if e.ended:
+            yield playing.pop(k)
     while playing:
-        contexts = {k: e.tau.ids for k, e in playing.items() if k not in generating and not e.call}
+        contexts = {}
+        for k, e in playing.items():
+            if k not in generating and not e.call:
+                contexts[k] = e.tau.ids
         generating |= contexts.keys()
-        # A row calls its tool the moment its turn ends, while other rows still generate.
-        for k, ids, logps, stop in engine.generate(contexts, cfg.max_response, temperature):
+        # An episode calls its tool the moment its turn ends, while others still generate.
+        for k, ids, logps, stop in engine.generate(contexts, max_response, temperature):
             generating.remove(k)
             episodes[k].act(ids, logps, stop)
-            settle(k)
+            if episodes[k].ended:
+                yield playing.pop(k)
+
         calls = [e.call for e in playing.values() if e.call]
         # With all results back the next batch is independent of timing. Any other engine waits only
-        # where all its rows wait for calls.
+        # where all episodes wait for calls.
         if engine.lockstep or len(calls) == len(playing):
             began = time.perf_counter()
             wait(calls, return_when=ALL_COMPLETED if engine.lockstep else FIRST_COMPLETED)
             task.waited += time.perf_counter() - began
-        for k in [k for k, e in playing.items() if e.call and e.call.done()]:
-            episodes[k].receive()
-            settle(k)
-
-    for e in episodes:
-        e.tau.response = form.read_response(e.tau.ids[e.tau.prompt_tokens :])
-        task.finish(e.tau)
-    return [e.tau for e in episodes]
+        for k, e in list(playing.items()):
+            if e.call and e.call.done():
+                e.receive()
+                if e.ended:
+                    yield playing.pop(k)

@@ -52,6 +52,7 @@ class ChatEngine:
 
     max_rows = sys.maxsize
     lockstep = False
+    silent = False  # a reply had no text
 
     def __init__(
         self,
@@ -72,10 +73,12 @@ class ChatEngine:
     def choose(self, name: str) -> str:
         """Returns the model to ask. Raises Fault if the server has another one; some list nothing,
         or other names."""
+
+        def read_names(answer: Any) -> list[str]:
+            return [str(model["id"]) for model in answer["data"]]
+
         try:
-            served = self.client.ask(
-                "/models", None, lambda answer: [str(row["id"]) for row in answer["data"]], 0
-            )
+            served = self.client.ask("/models", None, read_names, 0)
             remedy = f"not {name}" if name else "choose one"
             fault = (
                 f"--served_model: {self.url} has {', '.join(served[:5]) or 'no model'}: {remedy}"
@@ -114,6 +117,12 @@ class ChatEngine:
             self.turns.start(self.ask, key, body)
         for turn in self.turns.finished():
             text = self.tokenizer.decode(turn.ids)
+            if not (text or turn.stop or self.silent):
+                self.silent = True
+                print(
+                    f"{self.name} replies without a text: its server takes all for reasoning, or --max_response"
+                    " ends it there"
+                )
             self.messages[turn.key].append({"role": "assistant", "content": text})
             self.sent[turn.key] += len(turn.ids)
             yield turn

@@ -6,13 +6,13 @@ import torch
 
 from config import Config, read_config
 from journal.card import card
+from journal.checkpoints import best_of_mark
 from journal.directory import RunDirectory, step_of
 from models import lora
 from models.model import empty, export, load_config, load_model, load_tokenizer
+from plumbing import checkpoint
 from plumbing.faults import CheckpointFault, Fault
 from plumbing.files import write_file
-from population import Population
-from training import checkpoint
 
 
 def export_checkpoint(
@@ -28,6 +28,7 @@ def export_checkpoint(
     It is the newest one, that of `step`, or the `best` on the validation questions. Returns the
     directory, the step, and the id of the instruction in I_star.txt.
     """
+    # which checkpoint, and where to
     cfg: Config = read_config(path)
     if adapters and not cfg.lora_rank:
         raise Fault(f"--adapters: {path} has none, it trained all weights (--lora_rank 0)")
@@ -36,10 +37,12 @@ def export_checkpoint(
     out = out or path / chosen.name
     if out.exists():
         raise Fault(f"{out} exists already; remove it, or choose another with --out")
-    if wrong := checkpoint.damage(chosen):
+    wrong = checkpoint.damage(chosen)
+    if wrong:
         raise CheckpointFault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
-    P = Population(cfg.tau_s, cfg.window)
-    P.load_state_dict(run.load_mark(chosen)["population"])
+
+    # the weights that it holds, in a model of that shape
+    I = best_of_mark(run.load_mark(chosen), cfg)
 
     config, computed = load_config(cfg.model), getattr(torch, cfg.dtype)
     if cfg.lora_rank:  # its checkpoints lack the weights that did not change
@@ -52,15 +55,16 @@ def export_checkpoint(
         stored = {name: value for name, value in stored.items() if lora.is_adapter(name)}
     checkpoint.load({"model": stored}, chosen, alone=True)
 
+    # what is written
     with run.directory(str(out.absolute())) as new:
         if adapters:
             lora.export(model, cfg.lora_alpha, cfg.seed, cfg.model, new)
         else:
             export(config, model, load_tokenizer(cfg.model), new, computed)
-        write_file(new / "I_star.txt", P.best().text + "\n")
+        write_file(new / "I_star.txt", I.text + "\n")
         library = "peft" if adapters else "transformers"
-        write_file(new / "README.md", card(run, cfg, step_of(chosen), P.best().text, library))
-    return out, step_of(chosen), P.best().id
+        write_file(new / "README.md", card(run, cfg, step_of(chosen), I.text, library))
+    return out, step_of(chosen), I.id
 
 
 def choose_checkpoint(run: RunDirectory, step: int | None, best: bool) -> Path:

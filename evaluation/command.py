@@ -13,19 +13,38 @@ again continues where it was stopped, unless questions, gold answers, instructio
 passages, or the code of task, reward and tools have changed since (a model behind a URL is known by
 its name). Options that a model at a URL refuses (temperature, stop, seed, max_tokens) are left out,
 and named; a conversation that its server refuses counts as wrong, with "length" or "refused" as its
-`stop`. Benchmarks that --data_dir lacks come from the Hugging Face hub.
+`stop`. Benchmarks come from the Hugging Face hub, once.
 """
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from config import Config
 from evaluation.agents import METHODS, PLAYED, SERVED, Method
-from evaluation.benchmarks import SIZES
+from evaluation.benchmarks import BENCHMARKS
 from plumbing import stop
 from plumbing.faults import one_line
 from plumbing.threads import choose_threads, use_threads
+
+# default and help of the flags of whoever plays, of the default's type
+PLAYER: dict[str, tuple[Any, str]] = {
+    "seed": (0, "of what is sampled"),
+    "temperature": (0.0, "0 is greedy"),
+    "instruction": ("", "file; default: I_star for inspo, else the run's first one or the task's"),
+    "served_model": ("", "model of a URL; default: the only one that it serves"),
+}
+
+
+def add_player_flags(parser: argparse.ArgumentParser, knobs: Sequence[str]) -> None:
+    """Adds how an agent plays, and these fields of Config."""
+    for name, (default, text) in PLAYER.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    for name in knobs:
+        text = fields[name].metadata["doc"].replace("%", "%%")
+        parser.add_argument(f"--{name}", type=fields[name].type, help=text)
 
 
 def main(
@@ -36,53 +55,7 @@ def main(
 ) -> None:
     """Runs the command line. `methods`: what --method may name; `program` and `about` are whose
     help it is."""
-    parser = argparse.ArgumentParser(
-        program,
-        usage="%(prog)s WHAT [--flag value ...]",
-        description=about,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("what", nargs="?", metavar="WHAT")
-    parser.add_argument(
-        "--method", choices=methods, help="how it plays; default: as it was trained, or search_r1"
-    )
-    parser.add_argument(
-        "--data",
-        nargs="+",
-        default=["test"],
-        help=f"test (the task's own held-out questions), valid, train; search QA: world, {', '.join(SIZES)}, files",
-    )
-    parser.add_argument("--data_dir", default="data", help="folder of the benchmarks' files")
-    parser.add_argument(
-        "--n", type=int, default=0, help="questions of a set, a fixed sample by --seed; 0: all"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument(
-        "--instruction",
-        default="",
-        help="file; default: I_star for inspo, else the run's first one or the task's",
-    )
-    parser.add_argument(
-        "--served_model", default="", help="model of a URL; default: the only one that it serves"
-    )
-    parser.add_argument(
-        "--out",
-        help="directory to write; default: runs/evaluation/NAME-METHOD, with the names of --data",
-    )
-    parser.add_argument(
-        "--compare", nargs="+", metavar="DIR", help="evaluations; seeds of one arm joined by commas"
-    )
-    knobs = {f.name: f for f in dataclasses.fields(Config)}
-    for name in (*PLAYED, *SERVED):
-        parser.add_argument(
-            f"--{name}", type=knobs[name].type, help=knobs[name].metadata["doc"].replace("%", "%%")
-        )
-    args = parser.parse_args(argv)
-    if bool(args.what) == bool(args.compare):
-        parser.error("give WHAT to evaluate, or --compare with two evaluations or more")
-    if args.n < 0 or args.temperature < 0 or args.seed < 0:
-        parser.error("--n, --temperature and --seed must not be negative")
+    args = parse(argv, methods, program, about)
     use_threads(choose_threads())  # before torch
     # Here: torch and scipy take seconds. And before `listening`: an import may swallow what a request
     # to stop raises.
@@ -94,3 +67,33 @@ def main(
             print(compare(args.compare))
         else:
             evaluate(args, methods)
+
+
+def parse(
+    argv: list[str] | None, methods: Mapping[str, Method], program: str, about: str | None
+) -> argparse.Namespace:
+    """Returns the flags of an evaluation; what is wrong with them ends the program."""
+    parser = argparse.ArgumentParser(
+        program,
+        usage="%(prog)s WHAT [--flag value ...]",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    # what, how, and what it is asked
+    add = parser.add_argument
+    add("what", nargs="?", metavar="WHAT")
+    add("--method", choices=methods, help="how it plays; default: as it was trained, or search_r1")
+    sets = f"test (the task's own held-out questions), valid, train; search QA: world, {', '.join(BENCHMARKS)}, files"
+    add("--data", nargs="+", default=["test"], help=sets)
+    add("--n", type=int, default=0, help="questions of a set, a fixed sample by --seed; 0: all")
+    add("--out", help="default: runs/evaluation/NAME-METHOD, with the names of --data")
+    add(
+        "--compare", nargs="+", metavar="DIR", help="evaluations; seeds of one arm joined by commas"
+    )
+    add_player_flags(parser, (*PLAYED, *SERVED))
+    args = parser.parse_args(argv)
+    if bool(args.what) == bool(args.compare):
+        parser.error("give WHAT to evaluate, or --compare with two evaluations or more")
+    if args.n < 0 or args.temperature < 0 or args.seed < 0:
+        parser.error("--n, --temperature and --seed must not be negative")
+    return args

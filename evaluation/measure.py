@@ -5,7 +5,8 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,7 +30,7 @@ from journal.record import describe, describe_model, differences
 from journal.summary import SHARES, count_calls, label
 from plumbing import stop
 from plumbing.faults import Fault, Outage
-from plumbing.files import read_jsonl, writing
+from plumbing.files import Row, read_jsonl, writing
 from plumbing.outside import decoded, finite, without_secrets
 from plumbing.versions import commit
 from tasks import Question, Task, Trajectory
@@ -41,7 +42,6 @@ from tasks.search_qa import SearchQA
 # questions that are played together; an evaluation that was stopped repeats at most so many
 CHUNK = 256
 SPLITS = ("test", "valid", "train")
-Row = dict[str, Any]
 Chunk = tuple[str, int, list[Question]]  # name of the set, number of the chunk in it, its questions
 
 
@@ -68,37 +68,18 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
         "commit": commit(),
         "content": describe(task, questions, instruction, weights),
     }
+    opened = partial(
+        open_agent, chosen, task, instruction, args.temperature, stop=method.stop(task)
+    )
 
+    # what is played, and its figures
     data = [] if args.data == ["test"] else list(questions)
     out = Path(args.out or "runs/evaluation/" + "-".join([chosen.name, name, *data]))
     with contextlib.closing(RunDirectory(out)) as files:
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
         files.lock()
-
-        # what an earlier call has played
-        rows, metrics, since = read_earlier(files, setting)
-        left = cut_chunks(rows, questions)
-        files.write("results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        total = sum(map(len, questions.values()))
-        if rows:
-            earlier = f"{len(rows)} of {total} rows are from an earlier call"
-            # code that it does not use may have changed: the reader decides
-            if since != setting["commit"]:
-                earlier += f" (commit {since}, not {setting['commit']})"
-            setting["commit"] = since
-            print(f"{earlier}; remove {out} to play them again", flush=True)
-
-        # the rest
-        if left:
-            ends = method.stop(task) if method.stop else None
-            try:
-                with open_agent(chosen, task, instruction, args.temperature, stop=ends) as agent:
-                    metrics = play(files, setting, agent, method, left, rows)
-            except (Outage, stop.Stopped) as e:
-                kept = f"{len(rows)} of {total} rows are kept in {out}"
-                raise Fault(f"{e}; {kept}: the same command continues there") from None
-
+        metrics, rows = play_what_is_left(files, setting, questions, method, opened)
         tools = [tool.plural for tool in list_counted_tools(task)]
         summary = summarize_sets(setting, metrics, tools, rows)
         table = tabulate(summary)
@@ -123,7 +104,7 @@ def collect_questions(task: Task, args: argparse.Namespace) -> dict[str, list[Qu
         if name in SPLITS:
             every = task.questions(name)
         else:
-            every = load_benchmark(name, Path(args.data_dir))
+            every = load_benchmark(name)
         title = Path(name).stem if name.endswith((".jsonl", ".parquet")) else name
         if title in questions:
             raise Fault(
@@ -136,6 +117,41 @@ def collect_questions(task: Task, args: argparse.Namespace) -> dict[str, list[Qu
 
 
 # ---- playing
+
+
+def play_what_is_left(
+    files: RunDirectory,
+    setting: Row,
+    questions: Mapping[str, list[Question]],
+    method: Method,
+    opened: Callable[[], Agent],
+) -> tuple[list[str], list[Row]]:
+    """Plays what no earlier call has played; returns the names of the metrics and all rows.
+
+    `setting` then has the commit of the first call. `opened` opens the agent.
+    """
+    # what an earlier call has played
+    rows, metrics, since = read_earlier(files, setting)
+    left = cut_chunks(rows, questions)
+    files.write("results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    total = sum(map(len, questions.values()))
+    if rows:
+        earlier = f"{len(rows)} of {total} rows are from an earlier call"
+        # code that it does not use may have changed: the reader decides
+        if since != setting["commit"]:
+            earlier += f" (commit {since}, not {setting['commit']})"
+        setting["commit"] = since
+        print(f"{earlier}; remove {files.path} to play them again", flush=True)
+
+    # the rest
+    if not left:
+        return metrics, rows
+    try:
+        with opened() as agent:
+            return play(files, setting, agent, method, left, rows), rows
+    except (Outage, stop.Stopped) as e:
+        kept = f"{len(rows)} of {total} rows are kept in {files.path}"
+        raise Fault(f"{e}; {kept}: the same command continues there") from None
 
 
 def read_earlier(files: RunDirectory, setting: Row) -> tuple[list[Row], list[str], str]:
@@ -187,7 +203,13 @@ def play(
     total = len(rows) + sum(len(some) for _, _, some in chunks)
     seconds = 0.1 if sys.stderr.isatty() else 30
     with tqdm(total=total, initial=len(rows), unit="question", mininterval=seconds) as bar:
-        player.progress = lambda ended: bar.update(len(rows) + ended - bar.n)
+
+        def show(ended: int) -> None:
+            bar.update(len(rows) + ended - bar.n)
+
+        player.progress = show
+
+        # a chunk is played, scored and written
         for title, number, some in chunks:
             bar.set_description(title, refresh=False)
             player.seed = int(rng_of(setting["seed"], number, f"{title} 0").integers(2**31))

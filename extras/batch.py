@@ -86,7 +86,7 @@ class Batch:
     @cached_property
     def acted(self) -> Ints:
         """Tokens of each turn; where turns are not recorded, all tokens are one turn."""
-        return self.turns([tau.acted or [sum(tau.mask)] for tau in self.taus])
+        return self.turns([tau.turn_tokens or [sum(tau.mask)] for tau in self.taus])
 
     @cached_property
     def called(self) -> Ints:
@@ -130,11 +130,6 @@ class Batch:
         return np.repeat(np.arange(self.n), self.length)
 
     @cached_property
-    def turn(self) -> Ints:
-        """The turn of each token, counted over the whole batch."""
-        return np.repeat(np.arange(self.acted.size), self.acted.ravel())
-
-    @cached_property
     def pi_old(self) -> Array:
         """Log-probs and entropies (2, N) under pi_old."""
         return self.score() if self.old is None else self.old
@@ -162,7 +157,7 @@ class Batch:
         if not any(tau.credit for tau in self.taus):
             return self.advantage[self.tau]
         return np.concatenate(
-            [np.repeat(tau.credit, tau.acted or [sum(tau.mask)]) for tau in self.taus]
+            [np.repeat(tau.credit, tau.turn_tokens or [sum(tau.mask)]) for tau in self.taus]
         )
 
     @property

@@ -11,7 +11,6 @@ what they show.
 """
 
 import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
-import argparse
 import json
 import os
 import platform
@@ -28,7 +27,7 @@ import numpy as np
 from config import HERE
 from evaluation.measure import format_table
 from evaluation.statistics import adjust_p_values, compare_seeds, estimate_over_seeds
-from extras.bench.harness import train_command
+from extras.bench.harness import parser_of, train_command
 from plumbing.faults import Fault, one_line
 from plumbing.files import read_jsonl
 from plumbing.outside import decoded
@@ -225,9 +224,7 @@ def draw(campaign: Campaign, rows: Sequence[Row], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        "extras.campaign", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "extras.campaign")
     parser.add_argument("name", choices=CAMPAIGNS)
     parser.add_argument("--arms", nargs="+", help="default: all")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: the reported ones")

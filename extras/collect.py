@@ -6,7 +6,7 @@
 WHAT is a run, whose training rollouts are read, or what evaluate.py can play: the URL of an
 OpenAI-compatible chat endpoint (OPENAI_API_KEY), a preset, a Hugging Face directory or id; it is
 asked each training question once. A row is added to --out for each question and instruction that
-has none there: the same command again continues.
+has none there: the same command again continues, and with a --temperature tries failures again.
 """
 
 if not __package__:
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from config import Config, read_config
+from config import read_config
 from engines.chat_engine import Words
 from evaluation.agents import (
     PLAYED,
@@ -31,6 +31,7 @@ from evaluation.agents import (
     instruction_of,
     open_agent,
 )
+from evaluation.command import add_player_flags
 from extras.cold_start import conversation, cut_at_stop
 from plumbing import stop
 from plumbing.faults import Fault, one_line
@@ -63,7 +64,7 @@ def row_of(task: Task, instruction: str, q: Question, played: Row) -> Row:
         messages.append({"role": "assistant", "content": cut_at_stop(turn["text"], task)})
         if turn["result"] is not None:
             tool = tools[turn["tool"]]
-            pattern = control(words, (form.result_tag(tool), *tags))
+            pattern = control(words, tags)
             shown = tool.show([as_data(text, pattern) for text in turn["result"]])
             if form.stop_strings():  # calls and results are in tags
                 shown = f"<{tool.result_tag}>{shown}</{tool.result_tag}>"
@@ -134,22 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--n", type=int, default=0, help="questions to play, a fixed sample by --seed; 0: all"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        help="0 is greedy; above, failures are worth a retry",
-    )
-    parser.add_argument("--instruction", default="", help="file; default: the task's first one")
-    parser.add_argument(
-        "--served_model", default="", help="model of a URL; default: the only one that it serves"
-    )
-    knobs = {f.name: f for f in dataclasses.fields(Config)}
-    for name in KNOBS:
-        parser.add_argument(
-            f"--{name}", type=knobs[name].type, help=knobs[name].metadata["doc"].replace("%", "%%")
-        )
+    add_player_flags(parser, KNOBS)
     args = parser.parse_args(argv)
     with one_line("extras/collect.py"), stop.listening(), stop.may_stop():
         # before anything is played, and perhaps paid for
@@ -163,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             read(Path(args.what), args) if is_run else play(args, done)
         ):
             row = row_of(task, instruction, q, played)
-            good = played["reward"] >= (task.best_reward if args.least is None else args.least)
+            good = played["reward"] >= (task.passing_reward if args.least is None else args.least)
             whole = (
                 played["stop"] in ("answer", "over")
                 and not played["invalid"]

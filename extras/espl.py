@@ -114,9 +114,10 @@ class Pool(Population):
     Weights are what they are elsewhere, but no program is drawn by them.
     """
 
-    def __init__(self, tau_s: float, window: int, rivals: int):
-        super().__init__(tau_s, window)
-        self.rivals = rivals
+    cfg: ESPLConfig
+
+    def __init__(self, cfg: ESPLConfig):
+        super().__init__(cfg)
         self.ratings: list[tuple[float, float]] = []  # mu and sigma, by id
 
     def join(
@@ -131,7 +132,7 @@ class Pool(Population):
         """Makes as many groups as there are questions, of the first of them: all under the same
         programs."""
         recent = self.active[-RECENT:]
-        k = min(self.rivals or RECENT, len(recent))
+        k = min(self.cfg.rivals or RECENT, len(recent))
         others: list[int] = (
             rng.choice(len(recent) - 1, k - 1, replace=False).tolist() if k > 1 else []
         )
@@ -144,17 +145,17 @@ class Pool(Population):
     def probabilities(self) -> Array:
         """Returns the share of the problems that each active program can expect."""
         m = min(RECENT, len(self.ids))
-        k = min(self.rivals or RECENT, m)
+        k = min(self.cfg.rivals or RECENT, m)
         p = np.zeros(len(self.ids))
         p[-m:] = (k - 1) / k / max(1, m - 1)
         p[-1] = 1 / k
         return p
 
-    def attribute(self, taus: Iterable[Trajectory]) -> None:
+    def update_weights(self, taus: Iterable[Trajectory]) -> None:
         """Credits every program with its mean reward, and rates them by the problems that all of
         them played."""
         taus = list(taus)
-        super().attribute(taus)
+        super().update_weights(taus)
         common = played_by_all((tau.instruction, tau.question.id) for tau in taus)
         self.rate(mean_rewards(tau for tau in taus if tau.question.id in common))
 
@@ -318,12 +319,8 @@ def mixed(played: Sequence[Experience]) -> list[tuple[Experience, Experience]]:
     ]
 
 
-def population_of(cfg: ESPLConfig) -> Pool:
-    return Pool(cfg.tau_s, cfg.window, cfg.rivals)
-
-
 def main(argv: list[str] | None = None) -> None:
-    inspo.main(argv, ESPLConfig, ObjectiveLearner, population_of, ESPL, **PRESET)
+    inspo.main(argv, ESPLConfig, ObjectiveLearner, Pool, ESPL, **PRESET)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ that one machine searches: OUT/corpus.jsonl. OUT/train.jsonl and OUT/test.jsonl 
 
 if not __package__:
     import root  # noqa: F401
-import argparse
 import contextlib
 import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from extras.bench.harness import parser_of
 from plumbing.faults import one_line
 from plumbing.hub import fetch_file
 from tasks.questions import read_parquet
@@ -38,42 +38,29 @@ def convert(out: Path, files: dict[str, Sequence[str]]) -> Counter[str]:
             name: stack.enter_context(open(out / f".{name}.part", "w", encoding="utf-8"))
             for name in (*files, "corpus")
         }
-        for name, some in files.items():
-            for _, row in (
-                pair for file in some for pair in read_parquet(fetch_file(file), COLUMNS)
-            ):
-                question = {
-                    "id": row["id"],
-                    "question": row["question"],
-                    "golden_answers": [row["answer"]],
-                }
-                question["data_source"] = "hotpotqa"
-                to[name].write(json.dumps(question, ensure_ascii=False) + "\n")
-                rows[name] += 1
-                for title, sentences in zip(
-                    row["context"]["title"], row["context"]["sentences"], strict=True
-                ):
-                    text = (
-                        f'"{title.strip()}"\n{" ".join(sentence.strip() for sentence in sentences)}'
-                    )
+
+        def write(name: str, **row: object) -> None:
+            to[name].write(json.dumps(row, ensure_ascii=False) + "\n")
+            rows[name] += 1
+
+        for name, file in [(name, file) for name, some in files.items() for file in some]:
+            for _, row in read_parquet(fetch_file(file), COLUMNS):
+                question = {"id": row["id"], "question": row["question"]}
+                write(name, **question, golden_answers=[row["answer"]], data_source="hotpotqa")
+                context = row["context"]
+                for title, sentences in zip(context["title"], context["sentences"], strict=True):
+                    body = " ".join(sentence.strip() for sentence in sentences)
+                    text = f'"{title.strip()}"\n{body}'
                     if any(sentences) and hash(text) not in seen:
                         seen.add(hash(text))
-                        to["corpus"].write(
-                            json.dumps(
-                                {"id": str(rows["corpus"]), "contents": text}, ensure_ascii=False
-                            )
-                            + "\n"
-                        )
-                        rows["corpus"] += 1
+                        write("corpus", id=str(rows["corpus"]), contents=text)
     for name in to:  # together, in the end: what is there is whole
         (out / f".{name}.part").replace(out / f"{name}.jsonl")
     return rows
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument(
         "--train", nargs="+", default=TRAIN, help="files of training questions; default: the hub's"

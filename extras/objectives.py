@@ -1,4 +1,4 @@
-"""What the policy is trained towards: 34 published variants of GRPO, besides Eq. 2 and 3.
+"""What the policy is trained towards: 33 published variants of GRPO, besides Eq. 2 and 3.
 
     python extras/objectives.py --objective gspo      # and the flags of inspo.py; docs/objectives.md lists all
 
@@ -62,9 +62,6 @@ OBJECTIVES = {
     "reinforce_baseline": Objective(advantage=v.whitened),
     "spo": Objective(advantage=v.beta_tracker, clip=(0.2, 0.28)),
     "gspo": Objective(columns=v.per_sequence, surrogate=v.gspo, clip=(3e-4, 4e-4)),
-    "gspo_turn": Objective(
-        columns=v.per_turn, surrogate=v.gspo, clip=(3e-4, 4e-4), weight=v.turn_mean
-    ),
     "cispo": Objective(surrogate=v.cispo, clip=(1.0, 0.28), weight=v.token_mean),
     "cispo_cap": Objective(surrogate=v.cispo, clip=(1.0, 4.0), weight=v.token_mean),
     "sapo": Objective(surrogate=v.sapo, clip=()),
@@ -117,8 +114,8 @@ class ObjectiveConfig(Config):
     def find_fault(self) -> str:
         if OBJECTIVES[self.objective].clip is not None and self.eps != ObjectiveConfig.eps:
             return f"--eps {self.eps}: --objective {self.objective} has its own; leave it out"
-        if self.objective == "consistent" and getattr(self, "rank", "") != "paired":
-            return "--objective consistent: compares a question's instructions; run extras/selection.py --rank paired"
+        if self.objective == "consistent" and getattr(self, "groups", "") != "question":
+            return "--objective consistent: compares a question's instructions; extras/selection.py --groups question"
         return ""
 
 
@@ -142,7 +139,7 @@ class ObjectiveLearner(Learner):
         A = o.advantage(b)
         credit = o.credit(b, A).tolist() if o.credit else [[]] * b.n
         for tau, a, row in zip(taus, A.tolist(), credit, strict=True):
-            tau.advantage, tau.credit = a, row[: len(tau.acted or [1])]
+            tau.advantage, tau.credit = a, row[: len(tau.turn_tokens or [1])]
 
     def terms(self, part: list[Trajectory], old: Array | None) -> Terms:
         o, b = (
@@ -155,7 +152,7 @@ class ObjectiveLearner(Learner):
         old_logp = None if old is None else old[0]
         return {
             "adv": b.A,
-            "w": w,
+            "token_weight": w,
             "old_logp": old_logp,
             "eps_low": low,
             "eps_high": high,

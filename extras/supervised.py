@@ -24,6 +24,7 @@ from journal.directory import RunDirectory
 from journal.log import Log
 from journal.summary import many
 from plumbing.chat import turn_ends
+from plumbing.checkpoint import digest
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from plumbing.outside import decoded
@@ -32,7 +33,6 @@ from tasks import Job, Question, Task, Trajectory
 from tasks.formats import encode
 from tasks.metrics import set_rewards
 from tasks.sampling import draw_questions, rng_of
-from training.checkpoint import digest
 from training.policy import Policy, of_rank_0, on_all_ranks
 
 # in a run: the file that it learns from, the rows held out, their log-prob
@@ -48,7 +48,8 @@ class Demonstrated(Learner):
 
     def terms(self, part: list[Trajectory], old: Array | None) -> Terms:
         terms = super().terms(part, old)
-        return terms | {"w": np.full(len(terms["w"]), 1 / max(1, len(terms["w"])))}
+        n = len(terms["token_weight"])
+        return terms | {"token_weight": np.full(n, 1 / max(1, n))}
 
 
 def supervised(

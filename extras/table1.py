@@ -92,11 +92,11 @@ class Player:
 
     def show(self, documents: Documents) -> str:
         """Renders passages, each cut to `max_observation` tokens."""
-        limit = self.cfg.max_observation
-        cut = [self.tokenizer.decode(encode(self.tokenizer, text)[:limit]) for text in documents]
-        return self.search.show(
-            cut if any(len(encode(self.tokenizer, d)) > limit for d in documents) else documents
-        )
+        shown, limit = [], self.cfg.max_observation
+        for text in documents:
+            ids = encode(self.tokenizer, text)
+            shown.append(self.tokenizer.decode(ids[:limit]) if len(ids) > limit else text)
+        return self.search.show(shown)
 
 
 def begin(questions: Sequence[Question]) -> list[Trajectory]:

@@ -372,12 +372,6 @@ def truncated(b: Batch, keep: Mask) -> Array:
     return trajectory_mean(b, keep) * np.exp(b.pi_old[0] - b.engine).clip(max=2)
 
 
-def turn_mean(b: Batch, keep: Mask) -> Array:
-    """The average over a turn's tokens, a trajectory's turns, the mini-batch."""
-    turns = (b.acted > 0).sum(1)
-    return keep / (b.acted.ravel()[b.turn] * turns[b.tau] * b.n)
-
-
 # ---- clip bounds: (N,) below and above 1
 
 
@@ -399,11 +393,6 @@ def elastic(b: Batch) -> tuple[Array, Array]:
 def per_sequence(b: Batch, w: Array) -> Columns:
     """GSPO (2507.18071, Eq. 5): log s, the mean log rho of the token's trajectory."""
     return {"log_s": b.mean(b.log_rho, b.tau)}
-
-
-def per_turn(b: Batch, w: Array) -> Columns:
-    """The same for the token's turn."""
-    return {"log_s": b.mean(b.log_rho, b.turn)}
 
 
 def whole_sequence(b: Batch, w: Array) -> Columns:

@@ -1,6 +1,7 @@
 """The model card of an exported policy, as the Hugging Face hub shows it: what was trained, under
 which instruction, with what result."""
 
+import contextlib
 import json
 import shlex
 from collections.abc import Iterator
@@ -8,18 +9,17 @@ from pathlib import Path
 
 from config import ABOUT, PRESETS, Config, preset_of
 from journal.directory import RunDirectory
-from journal.record import Row
 from journal.summary import final_table
-from plumbing.files import read_jsonl
+from plumbing.files import Row, read_jsonl
+from plumbing.hub import out_of_reach
 from plumbing.outside import without_secrets
-from rollout import space_evenly
+from tasks.sampling import space_evenly
 
 POINTS = 12  # of the curve, at most
 
 
 def card(run: RunDirectory, cfg: Config, step: int, instruction: str, library: str) -> str:
-    """Returns the README.md of the policy after a step; the license is said to be the base
-    model's."""
+    """Returns the README.md of the policy after a step, with the base model's license."""
     from huggingface_hub import ModelCardData  # here: few runs are exported
 
     file = run.path / "summary.json"
@@ -28,8 +28,7 @@ def card(run: RunDirectory, cfg: Config, step: int, instruction: str, library: s
     about = ModelCardData(
         base_model=base,
         library_name=library,
-        license="other",
-        license_name="that-of-the-base-model",
+        **license_of(cfg.model),
         model_name=run.path.name,
         pipeline_tag="text-generation",
         tags=["inspo", "grpo", "reinforcement-learning"],
@@ -70,6 +69,23 @@ It was trained to act under this one, `I_star.txt`:
 
 Commit {run.record["commit"]}.
 """
+
+
+def license_of(model: str) -> dict[str, str]:
+    """Returns what the card of a model, in its folder or on the hub, says of its license; nothing
+    where it cannot be read."""
+    from huggingface_hub import ModelCard
+
+    file = Path(model, "README.md")
+    if not file.exists() and (Path(model).exists() or out_of_reach()):
+        return {}
+    with contextlib.suppress(Exception):  # no card, or no metadata in it
+        said = ModelCard.load(file if file.exists() else model).data.to_dict()
+        fields = {name: said[name] for name in said if name.startswith("license")}
+        if "://" not in fields.get("license_link", "://"):  # a file beside that card
+            del fields["license_link"]
+        return fields
+    return {}
 
 
 def curve(rows: list[Row]) -> Iterator[str]:

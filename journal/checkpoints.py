@@ -13,13 +13,21 @@ from pathlib import Path
 
 import torch
 
+from config import Config
 from journal.directory import RunDirectory, remove
 from journal.log import Log
-from journal.record import Row
+from plumbing import checkpoint
 from plumbing.faults import DiskFault
+from plumbing.files import Row
 from population import Instruction, Population, ReplayBuffer
-from training import checkpoint
 from training.policy import Policy
+
+
+def best_of_mark(mark: Row, cfg: Config) -> Instruction:
+    """Returns the best instruction of the population in a checkpoint's mark."""
+    P = Population(cfg)
+    P.load_state_dict(mark["population"])
+    return P.best()
 
 
 class Checkpoints:
@@ -117,6 +125,7 @@ class Checkpoints:
         try:
             yield
         except BaseException as e:
+            self.log.screen.close()
             with contextlib.suppress(Exception):  # what ended the run comes first
                 if not isinstance(e, DiskFault):  # a checkpoint would not fit either
                     self.save()

@@ -16,20 +16,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 
 from config import Config, holds_a_run, preset_of, program_of, read_config
-from journal.record import FREE, Row, describe_run, differences, with_absolute_paths
-from plumbing import stop
+from journal.record import FREE, describe_run, differences, with_absolute_paths
+from plumbing import checkpoint, stop
 from plumbing.faults import CheckpointFault, DiskFault, Diverged, Fault
-from plumbing.files import read_jsonl, write_file, writing
+from plumbing.files import Row, read_jsonl, write_file, writing
 from plumbing.outside import decoded, printable
 from plumbing.trust import remember_run
 from plumbing.versions import commit
 from tasks import Task
-from training import checkpoint
 
 LOGS = ("metrics", "population", "reflections")  # .jsonl
 # may differ in a resumed run: a note names them
@@ -69,11 +68,13 @@ class RunDirectory:
         try:
             yield run
         except BaseException as e:  # a notebook's KeyboardInterrupt, too
+            # a run that measured and paid for nothing leaves nothing
             empty = not (cfg.resume or run.rows("metrics") or run.rows("reflections"))
             if empty:  # it ended before it measured or paid for anything
                 run.discard()
             if empty or isinstance(e, (CheckpointFault, Diverged)):
                 raise
+            # any other can be resumed: from where?
             saved, room = run.checkpoints(), "make room and " if isinstance(e, DiskFault) else ""
             where = f"step {step_of(saved[-1])}" if saved else "the start"
             how = f"{room}resume from {where} with --out {run.path} --resume"
@@ -93,6 +94,7 @@ class RunDirectory:
         """
         if cfg.resume:
             read_config(Path(cfg.out), type(cfg), resume=True)
+        # a directory that is its own, and nobody else writes to
         run = cls(Path(cfg.out or "runs"), cfg.keep)
         with contextlib.ExitStack() as stack, writing(run.path):
             stack.callback(run.close)
@@ -100,30 +102,29 @@ class RunDirectory:
                 run.path = _unused(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{cfg.mode}")
             run.path.mkdir(parents=True, exist_ok=True)
             run.others = set(run.path.iterdir())
-            for name in OWN if not (cfg.resume or run.record) else ():
-                if run.path / name in run.others:
-                    raise Fault(
-                        f"{run.path} has {name!r}, which a run would replace: choose another --out"
-                    )
+            foreign = [name for name in OWN if run.path / name in run.others]
+            if foreign and not run.record:
+                raise Fault(
+                    f"{run.path} has {foreign[0]!r}, which a run would replace: choose another --out"
+                )
             run.lock()
+
+            # what it is, or was when it began
             about = {
                 "program": program_of(type(cfg)),
                 "commit": commit() or "unknown",
                 "content": content or {},
             }
             record = with_absolute_paths(cfg) | about
-            for name, text in differences(run.record, record, FREE).items() if cfg.resume else ():
-                # an older run may not have noted it
-                known = name in run.record | run.record.get("content", {})
-                if known and name.partition(" of ")[0] not in NOTED:
-                    flag = "--" if name in record else ""
-                    raise Fault(f"--resume: {run.path} was started with {flag}{text}")
-                print(printable(f"note: {run.path} was started with {text}"))
-            if not cfg.resume:
-                if (run.path / "config.json").exists():
-                    raise Fault(holds_a_run(str(run.path)))
+            if cfg.resume:
+                run.compare(record)
+            elif (run.path / "config.json").exists():
+                raise Fault(holds_a_run(str(run.path)))
+            else:
                 run.id = secrets.token_hex(4)
                 run.write("config.json", json.dumps(record | {"id": run.id}, indent=1))
+
+            # what it will write into
             remember_run(run.path)
             for folder in ("checkpoints", "trajectories"):
                 (run.path / folder).mkdir(exist_ok=True)
@@ -131,6 +132,17 @@ class RunDirectory:
                 remove(left)
             stack.pop_all()
         return run
+
+    def compare(self, record: Row) -> None:
+        """Raises Fault where the run that resumes would not compute what this one did; what may
+        differ is a note."""
+        for name, text in differences(self.record, record, FREE).items():
+            # an older run may not have noted it
+            known = name in self.record | self.record.get("content", {})
+            if known and name.partition(" of ")[0] not in NOTED:
+                flag = "--" if name in record else ""
+                raise Fault(f"--resume: {self.path} was started with {flag}{text}")
+            print(printable(f"note: {self.path} was started with {text}"))
 
     def lock(self) -> None:
         """Raises Fault if another process is writing to this directory; the lock ends with the
@@ -185,7 +197,7 @@ class RunDirectory:
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)  # or a full disk stays full
 
-    def append(self, name: str, row: dict[str, Any]) -> None:
+    def append(self, name: str, row: Row) -> None:
         """Appends a line to `name`.jsonl; raises DiskFault."""
         with (
             writing(self.path / f"{name}.jsonl"),
@@ -194,11 +206,11 @@ class RunDirectory:
             f.write(json.dumps(row) + "\n")
         self.lengths[name] += 1
 
-    def rows(self, name: str) -> list[dict[str, Any]]:
+    def rows(self, name: str) -> list[Row]:
         """Returns the rows of `name`.jsonl that are of a run: those with a step."""
         return [row for row in read_jsonl(self.path / f"{name}.jsonl") if type(row.get("t")) is int]
 
-    def write_trajectories(self, name: str, rows: list[dict[str, Any]]) -> None:
+    def write_trajectories(self, name: str, rows: list[Row]) -> None:
         """Writes trajectories/`name`.jsonl.gz, unless there are none."""
         path = self.path / "trajectories" / f"{name}.jsonl.gz"
         if rows:
@@ -251,19 +263,25 @@ class RunDirectory:
         is told so; Fault if all are. Calls to the optimizer stay in reflections.jsonl: they have
         been paid for.
         """
-        saved, bad = self.checkpoints(), dict[Path, str]()
-        while saved and (wrong := damage(saved[-1].absolute())):
-            bad[saved.pop()] = wrong[0]
-        mark: Row = {"t": -1, "lengths": {}}  # without a checkpoint step 0 is written again
-        if saved:
-            mark = self.load_mark(saved[-1])
-        elif bad:
-            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in bad.items())
+        # the newest that is whole
+        whole, damaged = None, dict[Path, str]()
+        for path in reversed(self.checkpoints()):
+            faults = damage(path.absolute())
+            if not faults:
+                whole = path
+                break
+            damaged[path] = faults[0]
+        if damaged and not whole:
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in damaged.items())
             raise CheckpointFault(
                 f"no checkpoint of {self.path} is whole ({reasons}): remove {self.path / 'checkpoints'} to start over"
                 " there, or choose another --out without --resume"
             )
-        for path, reason in bad.items():
+        # without one step 0 is written again
+        mark: Row = self.load_mark(whole) if whole else {"t": -1, "lengths": {}}
+
+        # nothing is changed before this line
+        for path, reason in damaged.items():
             aside = path.with_name(f"damaged-{path.name}")
             with writing(aside):
                 remove(aside)
@@ -281,7 +299,7 @@ class RunDirectory:
             kept += [row for row in rows[n:] if "call" in row]
             self.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
             self.lengths[name] = len(kept)
-        return (saved[-1], mark) if saved else None
+        return (whole, mark) if whole else None
 
 
 def remove(path: Path) -> None:

@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from config import Config, evolves, preset_of
 from journal.directory import RunDirectory
@@ -20,36 +19,39 @@ from journal.silence import Silence
 from journal.summary import (
     START,
     TABLE,
-    Row,
     conclude,
     count_calls,
     label,
     many,
     tabulate,
     tell_speed,
+    tell_vain,
     trace_lineage,
 )
 from journal.tokens import show_mask, token_data
 from journal.track import Tracker
 from plumbing.faults import Fault
+from plumbing.files import Row
 from plumbing.outside import printable
 from plumbing.versions import versions
 from population import Instruction, Population
-from rollout import STORED, space_evenly
+from reflect import Optimizer, describe_optimizer
 from tasks import Task, Trajectory
 from tasks.metrics import compute_metrics
-from tasks.sampling import take_subset
+from tasks.sampling import STORED, space_evenly, take_subset
+from training.policy import Policy
 
 # attributes of Log that a resumed run goes on with
 BOOKS = ("row", "held_out", "spread", "metrics")
 
 
 class Log:
-    def __init__(self, cfg: Config, run: RunDirectory, task: Task, tokenizer: Any):
-        self.cfg, self.run, self.task, self.tokenizer = cfg, run, task, tokenizer
+    def __init__(self, cfg: Config, run: RunDirectory, task: Task, policy: Policy, began: float):
+        """`began`: when the run did, by `time.perf_counter`."""
+        self.cfg, self.run, self.task, self.policy, self.began = cfg, run, task, policy, began
         self.tools = [tool.plural for tool in task.tools]
         self.screen, self.silence = Screen(cfg.T, self.tools), Silence()
-        self.began = time.perf_counter()
+        policy.progress = self.screen.show_rollouts
         # By earlier processes of this run, as far as they wrote it down.
         self.spent: float = max(
             (row.get("time/total", 0.0) for row in run.rows("metrics")), default=0.0
@@ -62,23 +64,27 @@ class Log:
         self.spread: dict[str, float] = {}
         self.metrics: list[str] = []  # names of the task's metrics, the most important first
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Row:
         return {name: getattr(self, name) for name in BOOKS}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Row) -> None:
         for name in BOOKS:
             setattr(self, name, state[name])
         for row in self.run.rows("metrics"):
             self.silence.hear(row)
 
-    def introduce(self, policy: str, tools: str, optimizer: str) -> None:
+    def introduce(self, why: str, tools: str, optimizer: Optimizer | None) -> None:
         """Prints what is about to be trained, and with what."""
         cfg, task = self.cfg, self.task
         train, test = task.questions("train"), take_subset(task.questions("test"), cfg.eval_n)
         asked = f"{many(len(train), 'question')}, {len(test)} held out"
         steps = f"{many(cfg.T, 'step')} of {many(cfg.batch, 'question')} x {cfg.G}, seed {cfg.seed}"
+        policy = f"{self.policy.describe()}, {self.policy.cfg.engine} engine: {why}"
         lines = [f"{cfg.mode}: {preset_of(cfg.model)} ({policy}) on {asked}", tools]
-        lines += [f"optimizer: {optimizer}", f"{steps}; everything goes to {self.run.path}"]
+        lines += [
+            f"optimizer: {describe_optimizer(optimizer)}",
+            f"{steps}; everything goes to {self.run.path}",
+        ]
         if evolves(cfg):
             lines.append(
                 "P: the instructions in use; w: mean reward of one; D_B: questions that verify a revision"
@@ -97,8 +103,9 @@ class Log:
         """Appends a row to `name`.jsonl, and shows what a person has to see of it."""
         self.run.append(name, row)
         self.screen.show_row(name, row)
-        for line in self.silence.hear(row) if name == "metrics" else ():
-            self.screen.note(line)
+        if name == "metrics":
+            for line in self.silence.hear(row):
+                self.screen.note(line)
         if "accepted" in row:
             self.row["candidates"] = self.row.get("candidates", 0) + len(row["accepted"])
         if name == "population" and row["event"] != "prune":
@@ -116,14 +123,15 @@ class Log:
 
     def keep_step(self, t: int, taus: Sequence[Trajectory], row: Row) -> None:
         """Writes what an update learned from; its row waits for evolution and evaluation."""
-        rows = [
-            tau.record() | ({"token_data": token_data(tau, self.tokenizer)} if tau.tokens else {})
-            for tau in taus
-        ]
+        rows = []
+        for tau in taus:
+            rows.append(tau.record())
+            if tau.tokens:
+                rows[-1]["token_data"] = token_data(tau, self.policy.tokenizer)
         self.run.write_trajectories(f"step-{t:06d}", rows)
         if t == 1:
             longest = max(taus, key=lambda tau: len(tau.turns))
-            mask = show_mask(longest, self.tokenizer)
+            mask = show_mask(longest, self.policy.tokenizer)
             self.screen.note(f"step   1  tokens after a | are trained on:\n{mask}")
         self.row |= row
 
@@ -180,7 +188,6 @@ class Log:
         rows = {name: self.held_out[name] for name in TABLE if name in self.held_out}
         metric, n = self.metrics[0], self.questions
         cost = count_costs(steps, reflections, events, self.tools)
-        evolved = cost["evolutions"] > cost["evolutions_in_vain"]
         seconds = self.spent + time.perf_counter() - self.began
         summary = {  # other programs may rely on these keys
             "mode": cfg.mode, "seed": cfg.seed, "steps": cfg.T, "metric": metric, "metrics": self.metrics,
@@ -188,7 +195,8 @@ class Log:
             "held_out": rows, "spread": self.spread, "questions": n, "seconds": round(seconds, 1),
             "overhead_inference": round(cost["verification_rollouts"] / max(1, cost["training_rollouts"]), 4),
             "ledger": cost, "generations": trace_lineage({I.id: I.parent for I in P.family}, I_star.id),
-            "I_star": I_star.text, "evolved": evolved, "versions": self.versions,
+            "I_star": I_star.text, "evolved": cost["evolutions"] > cost["evolutions_in_vain"],
+            "versions": self.versions,
             "conclusion": conclude({name: row[metric] for name, row in rows.items()}, n, metric, self.spread),
         }  # fmt: skip
         run.write("summary.json", json.dumps(summary, indent=1))
@@ -203,13 +211,7 @@ class Log:
             "metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/"
         )
         lines += [line.replace("  ", "  until the end, ", 1) for _, line in self.silence.lasting()]
-        if evolves(cfg) and not evolved:
-            vain = "no evolution took place"
-            if cost["evolutions"]:
-                vain = f"{many(cost['evolutions'], 'evolution')} left the population as it was"
-            lines.append(
-                f"{vain}: this is no result of --mode {cfg.mode} (evolved: false in summary.json)."
-            )
+        lines.append(tell_vain(summary))
         print(printable("\n".join(filter(None, lines))))
         try:
             write_page = importlib.import_module("report").write_page

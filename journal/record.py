@@ -12,14 +12,14 @@ from typing import Any
 
 from config import HERE, Config
 from plumbing.client import Client, RequestFailed
+from plumbing.files import Row
+from plumbing.hub import commit_of
 from plumbing.outside import without_secrets
 from tasks import Question, Task
 from tasks.tools import WORDS
 
-Row = dict[str, Any]
 # a file is read in at most so many blocks: one of more than 256 MiB is sampled
 BLOCK, BLOCKS = 1 << 20, 256
-PLAIN = ("Learner", "Population", "Evolution")
 # knobs that name files: their content counts
 PATHS = ("train", "valid", "test", "corpus", "instruction", "model")
 # Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
@@ -40,13 +40,14 @@ def with_absolute_paths(cfg: Config) -> Row:
 
 def describe_run(task: Task, *parts: object) -> Row:
     """Returns the content of a run. Where --train is cut by --seed, both parts are one set: seeds
-    do not differ."""
+    do not differ. `parts`: classes and functions in place of the usual ones."""
     train = sorted([*task.questions("train"), *task.questions("valid")], key=lambda q: q.id)
     questions = {"train or valid": train, "test": task.questions("test")}
-    own = [part for part in parts if part and getattr(part, "__qualname__", "") not in PLAIN]
+    own = [getattr(part, "func", part) for part in parts]  # of a partial
     # by which each step draws
     order = {"order of train": digest([q.id for q in task.questions("train")])}
-    order["classes given to train"] = digest([getattr(part, "__qualname__", part) for part in own])
+    names = [getattr(part, "__qualname__", type(part).__qualname__) for part in own]
+    order["classes given to train"] = ", ".join(names)
     return describe(task, questions, task.instruction, describe_model(task.cfg.model), own) | order
 
 
@@ -65,28 +66,18 @@ def describe(
         *(getattr(tool, "function", tool) for tool in task.tools),
         *parts,
     ]
-    modules = {x.__module__ for x in used} | {
-        *re.findall(r"[\w.]+(?=:)", f"{task.cfg.task},{task.cfg.reward}")
-    }
-    words = (*WORDS, "description", "schema")
-    return {
-        "weights": weights,
-        "instruction text": instruction,
-        "passages": describe_corpus(task),
-        **{
-            f"questions of {name}": digest([vars(q) | {"golds": ()} for q in some])
-            for name, some in questions.items()
-        },
-        **{f"golds of {name}": digest([q.golds for q in some]) for name, some in questions.items()},
-        **{
-            f"words of {tool.tag}": digest([getattr(tool, x, "") for x in words])
-            for tool in task.tools
-        },
-        **{
-            f"code of {name}": digest_file(file)
-            for name, file in sorted(find_code(modules).items())
-        },
-    }
+    named = re.findall(r"[\w.]+(?=:)", f"{task.cfg.task},{task.cfg.reward}")
+    modules = {x.__module__ for x in used} | {*named}
+    about = {"weights": weights, "instruction text": instruction, "passages": describe_corpus(task)}
+    for name, some in questions.items():
+        about[f"questions of {name}"] = digest([vars(q) | {"golds": ()} for q in some])
+        about[f"golds of {name}"] = digest([q.golds for q in some])
+    for tool in task.tools:
+        words = [getattr(tool, word, "") for word in (*WORDS, "description", "schema")]
+        about[f"words of {tool.tag}"] = digest(words)
+    for name, file in sorted(find_code(modules).items()):
+        about[f"code of {name}"] = digest_file(file)
+    return about
 
 
 def find_code(modules: Collection[str]) -> dict[str, Path]:
@@ -99,9 +90,8 @@ def find_code(modules: Collection[str]) -> dict[str, Path]:
     folders = {outside[name].parents[name.count(".")] for name in modules if name in outside}
     code = {name: files[name] for name in modules if name in files}
     for name, file in outside.items():
-        if not folders.isdisjoint(file.parents) and not {"site-packages", "dist-packages"} & {
-            *file.parts
-        }:
+        installed = {"site-packages", "dist-packages"} & {*file.parts}
+        if not installed and not folders.isdisjoint(file.parents):
             code[name] = file
     return code
 
@@ -116,13 +106,7 @@ def describe_model(path: str) -> str:
             file for file in Path(path).glob("[!.]*") if file.is_file() and file.suffix != ".md"
         )
         return ", ".join(f"{file.name} {digest_file(file)}" for file in files)
-    from huggingface_hub import try_to_load_from_cache
-
-    from models.model import load_config  # here: it imports torch, and a page needs none
-
-    load_config(path)  # which fetches the file below
-    file = str(try_to_load_from_cache(path, "config.json"))  # snapshots/COMMIT/config.json
-    return f"{path} {Path(file).parent.name}"
+    return f"{path} {commit_of(path)}"
 
 
 def describe_corpus(task: Task) -> str | None:

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from journal.summary import Row, many
+from journal.summary import many
+from plumbing.files import Row
 from population import Candidate, Instruction, Population, mean_rewards
-from reflect import Call
-from rollout import STORED, space_evenly
 from tasks import Question, Task, Trajectory
 from tasks.metrics import average_by_source, compute_metrics
+from tasks.sampling import STORED, space_evenly
 from tasks.tools import Failure, Tool
 
 # ---- metrics.jsonl
@@ -112,15 +112,15 @@ def make_evolution_row(t: int, P: Population, outcome: str) -> Row:
 
 
 def tell_succession(
-    P_parent: Sequence[Instruction], P_new: Sequence[Candidate], left: int, shortfall: str
+    P_parent: Sequence[Instruction], P_new: Sequence[Candidate], left: int, reason: str
 ) -> str:
-    """Returns the outcome of Alg.1 L17 to L23; `left`: places that nobody took, `shortfall`: why
+    """Returns the outcome of Alg.1 L17 to L23; `left`: places that nobody took, `reason`: why
     not."""
     if not P_new:
-        return f"no new instruction: {shortfall}; P stays as it is"
+        return f"no new instruction: {reason}; P stays as it is"
     parents = ", ".join(f"#{I.id}" for I in P_parent)
     text = f"parent {parents} ({P_new[-1].r_parent:.2f} on D_B); {len(P_new)} joined"
-    return text + (f"; {many(left, 'place')} left: {shortfall}" if left else "")
+    return text + (f"; {many(left, 'place')} left: {reason}" if left else "")
 
 
 def find_added(text: str, parent: str, width: int = 90) -> str:
@@ -134,19 +134,6 @@ def find_added(text: str, parent: str, width: int = 90) -> str:
 
 
 # ---- reflections.jsonl
-
-
-def make_call_row(t: int, round: int, parent: Instruction, call: Call) -> Row:
-    return {"t": t, "round": round, "parent": parent.id, "call": asdict(call)}
-
-
-def make_reply_row(
-    t: int, round: int, parent: Instruction, accepted: list[int], rejected: list[Row]
-) -> Row:
-    """Returns which blocks of a reply are candidates, by their place in it, and why the others are
-    not."""
-    about = {"t": t, "round": round, "parent": parent.id}
-    return about | {"accepted": accepted, "rejected": rejected}
 
 
 def make_verification_row(

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from journal.summary import Row, count_calls
+from journal.summary import count_calls
+from plumbing.files import Row
 from plumbing.outside import printable
 from plumbing.status import status
 
@@ -57,9 +58,9 @@ class Screen:
     def _follow_step(self, row: Row) -> str:
         """Moves the bar; returns a line every twentieth of a run."""
         self.bar.update(row["t"] - self.bar.n)
-        if n := row.get("skipped_updates"):
-            why = "as loss or gradient were not finite"
-            self.note(f"step {row['t']:3d}  optimizer steps skipped, {why}: {n}")
+        if row.get("skipped_updates"):
+            skipped = "optimizer steps skipped, as loss or gradient were not finite"
+            self.note(f"step {row['t']:3d}  {skipped}: {row['skipped_updates']}")
         if row["t"] % max(1, self.T // 20):
             return ""
         self.printed = time.perf_counter()

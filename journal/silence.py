@@ -36,16 +36,19 @@ LIMIT = 3  # of these
 def signs(row: Mapping[str, Any]) -> dict[str, bool]:
     """Returns which signs a row of metrics.jsonl shows; those that it says nothing about are left
     out."""
-    alike, right = row.get("zero_variance_groups") == 1, row.get("failed") == 0
+    alike = row.get("zero_variance_groups") == 1
+    right = row.get("failed") == 0
     present = {
         NO_ACTION: row.get("valid_actions") == 0,
         NO_ANSWER: row.get("answered") == 0,
-        ALL_ALIKE: alike and not right,
+        ALL_ALIKE: alike,
         SOLVED: alike and right,
     }
-    if called := [name.removesuffix("/empty") for name in row if name.endswith("/empty")]:
+    called = [name.removesuffix("/empty") for name in row if name.endswith("/empty")]
+    if called:
         present[EMPTY] = all(row[f"{name}/empty"] == 1 for name in called)
-        present |= {f"all {name} failed": row.get(f"{name}/failed") == 1 for name in called}
+    for name in called:
+        present[f"all {name} failed"] = row.get(f"{name}/failed") == 1
     if "candidates" in row:
         present[NO_CANDIDATE] = not row["candidates"]
     return present
@@ -95,7 +98,7 @@ class Silence:
 
         A sign whose cause has lasted as long is left out.
         """
-        broken = self.since.keys() - {ALL_ALIKE, SOLVED, *UNITS}
+        broken = self.since.keys() - {ALL_ALIKE, *UNITS}
         causes = {NO_ANSWER: {NO_ACTION}, ALL_ALIKE: broken}
         for sign, n in self.since.items():
             caused = any(self.since[cause] >= n for cause in causes.get(sign, ()))

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
 
-Row = dict[str, Any]
+from plumbing.files import Row
+
 START = "first policy, first instruction"
 TRAINED = "trained policy, first instruction"
 WON = "trained policy, I_star"
@@ -30,9 +30,11 @@ def count_calls(row: Row, tools: Sequence[str]) -> dict[str, float]:
 
 def trace_lineage(parents: Mapping[int, int | None], id: int) -> list[int]:
     """Returns the ids from the first instruction to `id`; `parents`: of each instruction."""
-    line = [id]
-    while (parent := parents.get(line[0])) is not None:
-        line.insert(0, parent)
+    line: list[int] = []
+    at: int | None = id
+    while at is not None:
+        line.insert(0, at)
+        at = parents.get(at)
     return line
 
 
@@ -95,6 +97,14 @@ def measure_speed(steps: Sequence[Row]) -> dict[str, float]:
         name: [row[f"time/{name}"] for row in steps if f"time/{name}" in row] for name in SPEEDS
     }
     return {name: median(column) for name, column in columns.items() if column}
+
+
+def tell_vain(summary: Row) -> str:
+    """Returns a sentence if instructions should have changed, and did not."""
+    if summary.get("evolved") is not False or summary["mode"] == "static":
+        return ""
+    changed = f"{many(summary['ledger']['evolutions'], 'evolution')} changed no instruction"
+    return f"{changed}: this is no result of --mode {summary['mode']} (evolved: false in summary.json)."
 
 
 def tell_speed(steps: Sequence[Row]) -> str:

@@ -7,11 +7,12 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from reflect import cut_middle
+from plumbing.files import Row
+from plumbing.words import cut_middle
 from tasks import Trajectory
 
 
-def token_data(tau: Trajectory, tokenizer: Any, limit: int = 2000) -> dict[str, Any]:
+def token_data(tau: Trajectory, tokenizer: Any, limit: int = 2000) -> Row:
     """Returns the columns of a watched trajectory's first `limit` action tokens, and how many there
     are in all.
 

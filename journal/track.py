@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from plumbing.files import Row
+
 
 class Tracker:
     """What --tracker names, or "" for none. A resumed run goes on in the tracker's run that has its
     `id`."""
 
-    def __init__(self, name: str, path: Path, id: str, config: dict[str, Any]):
+    def __init__(self, name: str, path: Path, id: str, config: Row):
         self.name = name
         if name == "tensorboard":
             self.api: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
@@ -19,7 +21,7 @@ class Tracker:
         elif name:
             # trackio has wandb's interface, but knows a run by its name
             self.api = importlib.import_module(name)
-            which: dict[str, Any] = {"name": f"{path.name}-{id}"}
+            which: Row = {"name": f"{path.name}-{id}"}
             if name == "wandb":
                 which = {"name": path.name, "id": id, "dir": path}
             self.api.init(project="inspo", config=config, resume="allow", **which)

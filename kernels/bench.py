@@ -57,7 +57,10 @@ def make_batch(N, H, V, masked):
         adv = torch.tensor([1.5, -0.5]).repeat(SEQUENCES // 2)
     old = token_logprobs(X, W, y)[0] - log_rho
     tokens = dict(
-        targets=y, adv=adv.repeat_interleave(N // SEQUENCES), w=mask / mask.sum(), old_logp=old
+        targets=y,
+        adv=adv.repeat_interleave(N // SEQUENCES),
+        token_weight=mask / mask.sum(),
+        old_logp=old,
     )
     kept = {name: x[mask] for name, x in tokens.items()}
     X, W = X.requires_grad_(), W.requires_grad_()
@@ -163,7 +166,7 @@ def gradients(b, peer):
     unmasked tokens."""
     loss = peer(b)
     if loss.ndim:
-        loss = -(b.kept["w"] * eq2(loss, b.kept["old_logp"], b.kept["adv"])[0]).sum()
+        loss = -(b.kept["token_weight"] * eq2(loss, b.kept["old_logp"], b.kept["adv"])[0]).sum()
     return loss.detach(), *torch.autograd.grad(loss, (b.hidden, b.weight))
 
 
@@ -186,11 +189,11 @@ PEERS = {
 def runs_of(b):
     """Returns {name: (matrix products, function)}; with three it returns (loss, dX, dW) or nothing,
     with one (logp,)."""
-    return {name: (3, partial(gradients, b, peer)) for name, peer in PEERS.items()} | {
-        "three bare products": (3, lambda: bare_products(b)),
-        "ours, forward only": (1, lambda: token_logprobs(*unmasked(b))[:1]),
-        "torch, forward only": (1, lambda: (plain_logp(b).detach(),)),
-    }
+    runs = {name: (3, partial(gradients, b, peer)) for name, peer in PEERS.items()}
+    runs["three bare products"] = 3, partial(bare_products, b)
+    runs["ours, forward only"] = 1, lambda: token_logprobs(*unmasked(b))[:1]
+    runs["torch, forward only"] = 1, lambda: [plain_logp(b).detach()]
+    return runs
 
 
 def check(peers):

@@ -4,6 +4,20 @@ tokens.
 A vocabulary has up to 152,000 entries, so the logits of a batch are by far its largest matrix. Here
 they exist one chunk of rows at a time, and the pass that reads the loss off a chunk also writes its
 gradient: three matrix products in all, the minimum, and nothing is computed twice.
+
+With x = z / T of the logits z = hidden @ weight.T, p = softmax(x), logp = log p[y], rho = exp(logp -
+old), H = -sum_j p[j] log p[j], and w = token_weight:
+
+    L = -sum_n J,    J = w * (S - beta * KL),    S = min(rho * adv, clip(rho, 1 - eps_low, 1 + eps_high) * adv)
+
+The gradient needs no second look at the logits:
+  1. J depends on x only through logp:                dlogp/dx[j] = 1[j = y] - p[j]
+  2. drho/dlogp = rho, so where min takes rho * adv:  dS/dlogp = rho * adv, and 0 where the clip holds
+  3. KL = exp(d) - d - 1 with d = ref - logp (k3):    dKL/dlogp = 1 - exp(d)
+  4. so one number per token suffices:                c = dJ/dlogp = w * (dS/dlogp - beta * dKL/dlogp)
+  5. another J may depend on H, which adds a second:  dH/dx[j] = -p[j] * (log p[j] + H),  a = dJ/dH
+  6. together, with the 1/T of x:                     dL/dz[j] = (p[j] * (c + a * (log p[j] + H)) - c 1[j = y]) / T
+  7. and from the dz (n, V) of a chunk:               dX = dz @ weight,  dW = dz.T @ hidden
 """
 
 from functools import partial
@@ -17,7 +31,7 @@ def grpo_head(
     targets,
     *,
     adv,
-    w,
+    token_weight,
     objective=None,
     old_logp=None,
     ref_logp=None,
@@ -31,34 +45,20 @@ def grpo_head(
     """Returns the GRPO loss of N action tokens, its gradient already computed (Eq. 2, with the rho
     of Eq. 3).
 
-    With x = hidden @ weight.T / T, p = softmax(x), logp = log p[y], rho = exp(logp - old), H =
-    -sum_j p[j] log p[j]:
-
-        L = -sum_n J,    J = w * (S - beta * KL),    S = min(rho * adv, clip(rho, 1 - eps_low, 1 + eps_high) * adv)
-
-    The gradient needs no second look at the logits:
-      1. J depends on x only through logp:                dlogp/dx[j] = 1[j = y] - p[j]
-      2. drho/dlogp = rho, so where min takes rho * adv:  dS/dlogp = rho * adv, and 0 where the clip holds
-      3. KL = exp(d) - d - 1 with d = ref - logp (k3):    dKL/dlogp = 1 - exp(d)
-      4. so one number per token suffices:                c = dJ/dlogp = w * (dS/dlogp - beta * dKL/dlogp)
-      5. another J may depend on H, which adds a second:  dH/dx[j] = -p[j] * (log p[j] + H),  a = dJ/dH
-      6. together, with the 1/T of x:                     dL/dz[j] = (p[j] * (c + a * (log p[j] + H)) - c 1[j = y]) / T
-      7. and from the dz (n, V) of a chunk:               dX = dz @ weight,  dW = dz.T @ hidden
-
     hidden (N, D), weight (V, D), targets (N,) int64. On a GPU, bf16 hidden states are multiplied in
     bf16 by the weight in bf16, accumulated in float32, and dL/dz is rounded to bf16. Everything
     else is float32, or float64 for float64 inputs (whose rows a GPU processes in float32). Inside
     FSDP2, cast nothing but hidden (MixedPrecisionPolicy(cast_forward_inputs=False)): bf16 is too
     coarse for log-probs.
 
-    adv, w, old_logp, ref_logp: (N,); eps_low, eps_high: scalars or (N,). No gradient flows into
-    these.
-    w: mask / normalizer, times any weight of the token. Leaving out a row is cheaper than w = 0.
-    objective: J / w in torch, see `_two_passes`; None: the formula above in one launch (CUDA only).
+    adv, token_weight, old_logp, ref_logp: (N,); eps_low, eps_high: scalars or (N,). No gradient
+    flows into these.
+    token_weight: mask / normalizer, times any other weight. Leaving out a token is cheaper than 0.
+    objective: J / w in torch, see `_two_passes`; None: the module's J in one launch (CUDA only).
     old_logp: None is the on-policy step, rho = 1 with the gradient of rho. ref_logp: None means no
     KL. Both are kept within 40 of logp, so that the squares of their ratios are finite.
     columns: what else the objective reads, scalars or (N,).
-    chunk: rows at a time; takes the memory of one float32 matrix (chunk, V) on a GPU, of two
+    chunk: tokens at a time; takes the memory of one float32 matrix (chunk, V) on a GPU, of two
     elsewhere. Small chunks are slow: each reads weight and dW again.
 
     Returns L, a scalar, and detached (N,) tensors: logp, entropy (nats), kl, clipped (adv is not 0
@@ -69,19 +69,17 @@ def grpo_head(
         raise ValueError(f"on {hidden.device} the head needs an objective")
     if beta and ref_logp is None:
         raise ValueError(f"beta = {beta} needs ref_logp")
+    loss_rows = partial(_two_passes, passes, objective) if objective else passes.loss_rows
+    tokens = {"adv": adv, "token_weight": token_weight, "old": old_logp, "ref": ref_logp}
+    tokens |= {"eps_low": eps_low, "eps_high": eps_high} | columns
     need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     need_dW = need_grad and weight.requires_grad
 
     # Under autocast the products would be bf16, and logp off by up to 0.1, half of eps.
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         N, like = len(hidden), {"dtype": _wide(hidden.dtype), "device": hidden.device}
+        tokens = {name: _each(x, N, like) for name, x in tokens.items() if x is not None}
         W = weight.to(_factor(hidden))
-        loss_rows = partial(_two_passes, passes, objective) if objective else passes.loss_rows
-        tokens = (
-            dict(adv=adv, w=w, old=old_logp, ref=ref_logp, eps_low=eps_low, eps_high=eps_high)
-            | columns
-        )
-        tokens = {k: _each(v, N, like) for k, v in tokens.items() if v is not None}
         dX = torch.empty(hidden.shape, **like) if need_grad else None  # (N, D)
         dW = None  # (V, D)
         J, logp, entropy, kl = torch.empty(4, N, **like)
@@ -93,7 +91,7 @@ def grpo_head(
                 W.dtype if need_grad else None,
                 temperature=temperature,
                 beta=beta,
-                **{k: v[rows] for k, v in tokens.items()},
+                **{name: of_all[rows] for name, of_all in tokens.items()},
             )
             if need_grad:
                 dX[rows] = _product_over_vocabulary(dz, W)
@@ -110,29 +108,31 @@ def grpo_head(
 
 
 def _two_passes(
-    passes, objective, z, targets, grad_dtype, *, w, temperature, old=None, ref=None, **tokens
+    passes, objective, z, targets, grad_dtype, *, temperature, old=None, ref=None, **tokens
 ):
     """Returns what `loss_rows` does, for any J / w: a pass for log-probs and entropies, autograd, a
     pass for dL/dz.
 
-    objective(logp=, entropy=, old=, ref=, adv=, w=, eps_low=, ..., beta=) -> J / w, S, KL, (n,)
-    each, of n tokens. Only logp and entropy have a gradient. A chunk may begin or end anywhere:
-    what couples tokens comes as a column.
+    objective(logp=, entropy=, old=, ref=, adv=, token_weight=, eps_low=, ..., beta=) -> J / w, S,
+    KL, (n,) each, of n tokens. Only logp and entropy have a gradient. A chunk may begin or end
+    anywhere: what couples tokens comes as a column.
     """
-    logp, entropy, softmax = passes.logp_rows(z, targets, temperature)
-    least, most = logp - 40, logp + 40
+    w = tokens["token_weight"]
+    logp, entropy, kept = passes.logp_rows(z, targets, temperature)
     # constants: where old is None, rho is 1 and still has a gradient
-    old, ref = (logp if x is None else x.clamp(least, most) for x in (old, ref))
-    now, H = (x.detach().requires_grad_() for x in (logp, entropy))
+    least, most = logp - 40, logp + 40
+    old = logp if old is None else old.clamp(least, most)
+    ref = logp if ref is None else ref.clamp(least, most)
     with torch.enable_grad():
-        value, S, kl = objective(logp=now, entropy=H, old=old, ref=ref, w=w, **tokens)
-        (dS,) = torch.autograd.grad(S.sum(), now, retain_graph=True, materialize_grads=True)
-        c, a = torch.autograd.grad(value.sum(), (now, H), allow_unused=True)
+        logp_n, H_n = logp.detach().requires_grad_(), entropy.detach().requires_grad_()
+        value, S, kl = objective(logp=logp_n, entropy=H_n, old=old, ref=ref, **tokens)
+        (dS,) = torch.autograd.grad(S.sum(), logp_n, retain_graph=True, materialize_grads=True)
+        c, a = torch.autograd.grad(value.sum(), (logp_n, H_n), allow_unused=True)
     clipped = (dS == 0) & (tokens["adv"] != 0)
     dz = None
     if grad_dtype is not None:
-        c, a = (x if x is None else w * x for x in (c, a))
-        dz = passes.grad_rows(softmax, targets, logp, entropy, c, a, temperature, grad_dtype)
+        a = None if a is None else w * a
+        dz = passes.grad_rows(kept, targets, logp, entropy, w * c, a, temperature, grad_dtype)
     return w * value.detach(), logp, entropy, kl.detach(), clipped, dz
 
 

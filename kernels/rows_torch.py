@@ -16,14 +16,14 @@ def logp_rows(z, targets, temperature):
     return logp, total.log() - z.sum(1) / total, (z, e, total)
 
 
-def grad_rows(softmax, targets, logp, entropy, c, a, temperature, grad_dtype):
+def grad_rows(kept, targets, logp, entropy, c, a, temperature, grad_dtype):
     """Returns dL/dz (n, V) of L = -sum J in grad_dtype, given c = dJ/dlogp and a = dJ/dentropy,
     (n,).
 
-    `softmax`, logp and entropy are what `logp_rows` returned; the former is overwritten. a: None
-    means 0.
+    `kept`, logp and entropy are what `logp_rows` returned; the former is overwritten. a: None means
+    0.
     """
-    ex, e, total = softmax  # with x = z / T - max
+    ex, e, total = kept  # with x = z / T - max
     share = c = c / temperature
     if a is not None:
         # p * (c + a * (log p + H)) = (e * (c - a * (log total - H)) + a * e * x) / total

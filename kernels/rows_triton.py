@@ -13,7 +13,19 @@ import triton.language as tl
 BLOCK, WARPS = 4096, 8  # logits that a program holds in registers, 16 per thread
 LOW = tl.constexpr(-1e30)  # a finite -inf, so that LOW - LOW is 0 and not NaN
 # Chunks start anywhere in these; do not recompile for each.
-TOKENS = ["ADV", "W", "OLD", "REF", "EPS_LOW", "EPS_HIGH", "J", "LOGP", "ENTROPY", "KL", "CLIPPED"]
+TOKENS = [
+    "ADV",
+    "TOKEN_WEIGHT",
+    "OLD",
+    "REF",
+    "EPS_LOW",
+    "EPS_HIGH",
+    "J",
+    "LOGP",
+    "ENTROPY",
+    "KL",
+    "CLIPPED",
+]
 
 
 @triton.jit
@@ -67,7 +79,7 @@ def loss_kernel(
     Y,  # (n,) int64
     DZ,  # (n, V), rows dz_stride apart, in Z's memory (see _over); None: no gradient
     ADV,
-    W,
+    TOKEN_WEIGHT,
     OLD,
     REF,
     EPS_LOW,
@@ -89,7 +101,7 @@ def loss_kernel(
     tl.store(LOGP + row, logp)
     tl.store(ENTROPY + row, entropy)
 
-    adv, w = tl.load(ADV + row), tl.load(W + row)
+    adv, w = tl.load(ADV + row), tl.load(TOKEN_WEIGHT + row)
     rho = 1.0 + 0.0 * adv
     if OLD is not None:
         rho = tl.exp(tl.clamp(logp - tl.load(OLD + row), -40.0, 40.0))  # Eq.3
@@ -134,19 +146,31 @@ def grad_kernel(Z, Y, DZ, LOGP, ENTROPY, C, A, V, dz_stride, inv_t, BLOCK: tl.co
 
 
 def loss_rows(
-    z, targets, grad_dtype, *, adv, w, eps_low, eps_high, temperature, beta, old=None, ref=None
+    z,
+    targets,
+    grad_dtype,
+    *,
+    adv,
+    token_weight,
+    eps_low,
+    eps_high,
+    temperature,
+    beta,
+    old=None,
+    ref=None,
 ):
     """Computes Eq. 2 of n tokens and its gradient with respect to their logits z (n, V), which
     dL/dz overwrites.
 
-    Returns J = w * (S - beta * KL), logp, entropy, KL and whether the token is clipped, (n,) each;
+    Returns J = token_weight * (S - beta * KL), logp, entropy, KL and whether the token is clipped, (n,) each;
     and dL/dz (n, V) of L = -sum J in grad_dtype, or None without one.
     """
     n = len(z)
     J, logp, entropy, kl = torch.empty(4, n, device=z.device)
     clipped = torch.empty(n, dtype=torch.bool, device=z.device)
     dz = None if grad_dtype is None else _over(z, grad_dtype)
-    tokens = [v if v is None else v.contiguous() for v in (adv, w, old, ref, eps_low, eps_high)]
+    tokens = adv, token_weight, old, ref, eps_low, eps_high
+    tokens = [x if x is None else x.contiguous() for x in tokens]
     loss_kernel[(n,)](
         z,
         targets.contiguous(),

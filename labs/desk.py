@@ -52,6 +52,11 @@ def verdict(check: Callable[[Callable], str], f: Callable, *before: Verdict) -> 
     return result
 
 
+def say(text: str) -> None:
+    """Shows the next part of the text below a verdict."""
+    mo.output.append(mo.md(text))
+
+
 def examine(check: Callable[[Callable], str], f: Callable, *before: Verdict) -> str:
     if missing := [v.blank for v in before if not v.right]:
         return f"it builds on `{missing[0]}`, which comes first."

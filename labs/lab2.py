@@ -69,7 +69,6 @@ def check_advantages(advantages):
             "for r = 1, 0, 0, 0, 0", advantages(r), (r - mean) / std,
             (r / std, "it does not subtract the mean. Then no answer is ever worse than nothing: A is never below 0."),
             (r - mean, "it does not divide by std."),
-            ((r - mean) / std**2, "it divides by the variance; std is its square root."),
             ((r - mean) / r.std(), "its std divides the squares by G. This project's divides by G - 1: `ddof=1`, "
                                    "CHOICE-19."),
         )
@@ -82,18 +81,13 @@ def check_advantages(advantages):
 @app.cell(hide_code=True)
 def _():
     right_advantages = desk.verdict(check_advantages, advantages)
-    return (right_advantages,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## A group of equals
 
     If all $G$ answers are right, or all wrong, every advantage is 0, and $G$ rollouts were played for nothing. Suppose
     that each answer is right with probability $p$, independently. With what probability is a group useful?
     """)
-    return
+    return (right_advantages,)
 
 
 @app.function
@@ -109,7 +103,6 @@ def check_useful(useful):
         (1 - 0.7**5, "it counts groups that are all right as useful: their rewards are equal, too."),
         (1 - 0.3**5, "it counts groups that are all wrong as useful: their rewards are equal, too."),
         (0.3**5 + 0.7**5, "that is the probability of a group of equals; a useful one is the opposite."),
-        (5 * 0.3 * 0.7**4, "it counts groups with exactly one right answer; two or three of five are useful, too."),
     )
     return says or desk.judge("for p = 0.4 and G = 3", useful(0.4, 3), 1 - 0.4**3 - 0.6**3)
 
@@ -117,18 +110,13 @@ def check_useful(useful):
 @app.cell(hide_code=True)
 def _():
     right_useful = desk.verdict(check_useful, useful)
-    return (right_useful,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## What std does
 
     With rewards 0 and 1 and $k$ right answers of $G$, all the right ones have the same advantage. Find it as a formula
     in $k$ and $G$ (leave out the $10^{-6}$). It says how hard one rare success is pushed, and how hard one of many.
     """)
-    return
+    return (right_useful,)
 
 
 @app.function

@@ -121,19 +121,14 @@ def check_first_difference(first_difference):
 @app.cell(hide_code=True)
 def _():
     right_difference = desk.verdict(check_first_difference, first_difference)
-    return (right_difference,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## What it costs
 
     $\rho$ of Eq. 2 compares one token under two policies. If the ids have changed, there is no token to compare with:
     even their number may differ. What can be compared is the whole turn, whose probability is the product of its
     tokens'. The trainer believes that it scores what was sampled.
     """)
-    return
+    return (right_difference,)
 
 
 @app.function
@@ -153,25 +148,19 @@ def check_rho(rho):
         (np.log(4.0), "that is the log of rho: take the exponential."),
         (0.25, "it is upside down: the trainer's probability belongs on top."),
         (np.exp(np.mean(new) - np.mean(old)), "it compares averages; the probability of a turn is a product."),
-        (0.9 / 1.2, "it adds up probabilities; those of tokens multiply, so their logs add up."),
     )
 
 
 @app.cell(hide_code=True)
 def _():
     right_rho = desk.verdict(check_rho, rho)
-    return (right_rho,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## The run
 
     The policy is trained and saved; the project's engine samples 400 turns; the project's learner scores them, once as
     they were sampled and once as your `again` leaves them. There has been no update: every $\rho$ ought to be 1.
     """)
-    return
+    return (right_rho,)
 
 
 @app.cell

@@ -76,7 +76,7 @@ def check_survivors(survivors):
     if survivors(7, 1) == 3:
         return "of 7 it keeps 3: it rounds the number that goes up. 3 go, 4 stay."
     for N, N_parent in ((7, 1), (4, 1), (2, 1), (1, 1), (7, 5), (4, 3)):
-        P = Population(0.2, 5)
+        P = Population(Config())
         for _ in range(N):
             P.join("", None, 0)
         P.prune(P.ranked(), N_parent, 1)
@@ -90,12 +90,7 @@ def check_survivors(survivors):
 @app.cell(hide_code=True)
 def _():
     right_survivors = desk.verdict(check_survivors, survivors)
-    return (right_survivors,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## With paper and pencil
 
     Let every instruction earn exactly $n$ rewards, independent of each other. The best has $X \sim
@@ -108,7 +103,7 @@ def _():
 
     Add up over $x$. `binom.pmf(k, n, p)` is $P(X = k)$, `binom.sf(k, n, p)` is $P(X > k)$, and both take arrays.
     """)
-    return
+    return (right_survivors,)
 
 
 @app.function
@@ -128,8 +123,6 @@ def check_drop_probability(drop_probability):
         (variant(ties=0), "it lets the best win ties: P(Y >= x) is P(Y > x - 1)."),
         (variant(others=0), "it counts the best among the others: N - 1 of them can be ahead."),
         (variant(keep=5), "it asks for more than `keep` ahead; with exactly `keep` the best goes."),
-        (variant(keep=3), "N - keep ahead are not enough to push it out: `keep` have to be."),
-        (1 - variant(), "that is how often it survives."),
     )
     return says or desk.judge(  # the other is ahead unless the best is right and it is wrong
         "with one coin each, two instructions, one stays,", drop_probability(1, 0.5, 0.5, 2, 1), 0.75
@@ -173,12 +166,7 @@ def check_rewards_needed(rewards_needed):
 @app.cell(hide_code=True)
 def _(right_drop):
     right_needed = desk.verdict(check_rewards_needed, rewards_needed, right_drop)
-    return (right_needed,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## The run
 
     Paper and pencil left out two things. Eq. 4 does not share the questions equally: an instruction that does well
@@ -186,7 +174,7 @@ def _():
     five. Three simulations with the project's `Population`, which add one thing after the other, next to your formula.
     A question's difficulty is drawn from a Beta distribution around the instruction's true reward.
     """)
-    return
+    return (right_needed,)
 
 
 @app.cell
@@ -199,7 +187,7 @@ def _(best, cfg, other, right_drop, right_needed, right_survivors):
         """Returns how often the best is pruned after K_p steps of `batch` questions."""
         rng, times = np.random.default_rng(0), 0
         for _ in range(trials):
-            P = Population(cfg.tau_s, cfg.window)
+            P = Population(cfg)
             for _ in true:
                 P.join("", None, 0)
             for _ in range(cfg.K_p):
@@ -208,7 +196,7 @@ def _(best, cfg, other, right_drop, right_needed, right_survivors):
                 r = rng.binomial(cfg.G, p) / cfg.G  # the mean reward of each group
                 # One trajectory with the mean reward stands for all of an instruction's in this step.
                 means = {int(j): float(r[drawn == j].mean()) for j in np.unique(drawn)}
-                P.attribute(Trajectory(j, Question("", ""), 0, [], 0, reward=mean) for j, mean in means.items())
+                P.update_weights(Trajectory(j, Question("", ""), 0, [], 0, reward=mean) for j, mean in means.items())
             times += any(I.id == cfg.N_P - 1 for I in P.prune(P.ranked(), cfg.N_parent, cfg.K_p))
         return times / trials
 

@@ -12,6 +12,7 @@ with app.setup:
     import marimo as mo
     import numpy as np
 
+    from config import Config
     from inspo import Evolution
     from labs import desk, play
     from population import Candidate, Population, ReplayBuffer
@@ -57,12 +58,12 @@ def _():
     task = play.LibraryQA(cfg)
     player = play.Player(cfg, task)  # plays questions under any instruction
     first = task.instruction
-    P, B = Population(cfg.tau_s, cfg.window), ReplayBuffer(cfg.buffer)
+    P, B = Population(cfg), ReplayBuffer(cfg.buffer)
     P.join(first, None, 0)
     D = {q.id: q for q in task.questions("train")}
     _jobs = [Job(0, first, q, group) for group, q in enumerate(list(D.values())[:48])]
     _taus = player.play(1, "rollout", _jobs)
-    P.attribute(_taus)
+    P.update_weights(_taus)
     B.add(1, _taus, [task.shown(_tau) for _tau in _taus])
     failures = B.failures(rng_of(0, 1, "lab 6"), 12, 0)
     first_reward = P.family[0].w
@@ -136,19 +137,14 @@ def check_diagnose(diagnose):
 @app.cell(hide_code=True)
 def _():
     right_diagnose = desk.verdict(check_diagnose, diagnose)
-    return (right_diagnose,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## Propose
 
     You get the instruction and how many failures show each symptom. Return up to $n$ instructions, all different.
     `advised` writes an instruction that takes some advice, in place of what contradicts it. You may use it or write
     sentences of your own, but `reflect.py` refuses what loses a tag, repeats an instruction or gives an answer away.
     """)
-    return
+    return (right_diagnose,)
 
 
 @app.function
@@ -197,34 +193,29 @@ def check_propose(propose):
 @app.cell(hide_code=True)
 def _():
     right_propose = desk.verdict(check_propose, propose)
-    return (right_propose,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## Let them in
 
     `verify` returns candidates by falling mean reward `r`, each with `r_parent`, its parent's mean on the same
     questions. Who joins? The best first, at most as many as there is room for, and none below its parent (CHOICE-12).
     """)
-    return
+    return (right_propose,)
 
 
 @app.function
-def admit(verified, room):
+def select_top(verified, room):
     """Returns those of the candidates, best first, that join."""
     ...
 
 
 @app.function(hide_code=True)
-def check_admit(admit):
+def check_select_top(select_top):
     def named(*r, parent=0.2):
         return [Candidate(str(x), 0, [x], [parent]) for x in r]
 
     cases = [(named(0.5, 0.2, 0.1), 3), (named(0.5, 0.4, 0.3), 2), (named(0.1, 0.0), 2), (named(0.0, parent=0.0), 1)]
     for verified, room in cases:
-        got, want = admit(verified, room), Population(0.2, 5).admit(verified, room)
+        got, want = select_top(verified, room), Population(Config()).select_top(verified, room)
         if [c.text for c in got] == [c.text for c in want]:
             continue
         if len(got) > room:
@@ -239,20 +230,15 @@ def check_admit(admit):
 
 @app.cell(hide_code=True)
 def _():
-    right_admit = desk.verdict(check_admit, admit)
-    return (right_admit,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    right_select_top = desk.verdict(check_select_top, select_top)
+    desk.say(r"""
     ## The run
 
     Your program reads twelve failures and proposes; `Evolution.verify` plays its proposals and the parent on $D_B$. The
     world's own optimizer gets the same failures in the paper's prompt, and its proposals are verified alongside yours.
     Finally the best of each and the parent are played on the test questions, which have decided nothing so far.
     """)
-    return
+    return (right_select_top,)
 
 
 @app.cell
@@ -264,12 +250,12 @@ def _(
     failures,
     first,
     player,
-    right_admit,
     right_diagnose,
     right_propose,
+    right_select_top,
     task,
 ):
-    desk.need("The run", right_diagnose, right_propose, right_admit)
+    desk.need("The run", right_diagnose, right_propose, right_select_top)
     counts = Counter(name for e in failures for name in diagnose(e.text))
     room = cfg.N_P - cfg.N_parent
     _run = SimpleNamespace(write_trajectories=lambda *sample: None)  # a run would keep them
@@ -288,7 +274,7 @@ def _(
         _unfit = task.make_format().find_unfit
         _texts, _ = read_candidates(_reply, first, _used, _golds, cfg.max_instruction, room, _unfit)
         verified[_name] = _evolution.verify(player, P.family[0], list(_texts.values()), D_B)
-        joined[_name] = admit(verified[_name], room)
+        joined[_name] = select_top(verified[_name], room)
 
     def fresh(text):
         """Returns the mean reward on the test questions."""

@@ -165,18 +165,13 @@ def check_shuffled(shuffled):
 @app.cell(hide_code=True)
 def _():
     right_shuffled = desk.verdict(check_shuffled, shuffled)
-    return (right_shuffled,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## Unmask
 
     A trajectory's mask is 0 on the prompt, 1 on what the policy sampled, 0 on what the search returned. Set it to 1
     everywhere but on the prompt.
     """)
-    return
+    return (right_shuffled,)
 
 
 @app.function
@@ -200,18 +195,13 @@ def check_unmasked(unmasked):
 @app.cell(hide_code=True)
 def _():
     right_unmasked = desk.verdict(check_unmasked, unmasked)
-    return (right_unmasked,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## The runs
 
     The world's policy under one good instruction, twice 3 steps of 8 questions with the project's own rollout and
     learner: with its rewards, and with yours. Then 4 updates on one batch, with the mask and without.
     """)
-    return
+    return (right_unmasked,)
 
 
 @app.cell

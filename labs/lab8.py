@@ -12,6 +12,7 @@ with app.setup:
     import numpy as np
 
     import inspo
+    from config import Config
     from evaluation.agents import load_agent
     from labs import desk, play
     from population import Population
@@ -107,17 +108,12 @@ def check_questions(questions):
 @app.cell(hide_code=True)
 def _():
     right_questions = desk.verdict(check_questions, questions)
-    return (right_questions,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## What it is worth
 
     `tau.prediction` is the text of the last complete `<answer>`, or None if there is none. A policy may write anything.
     """)
-    return
+    return (right_questions,)
 
 
 @app.function
@@ -146,19 +142,14 @@ def check_worth(worth):
 @app.cell(hide_code=True)
 def _():
     right_worth = desk.verdict(check_worth, worth)
-    return (right_worth,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## What went wrong
 
     The optimizer reads failures as text. By default that is question and response, `tau.response`. It does not say what
     the game is about, and an optimizer that cannot see why an episode was lost can only guess. Add the reason: no
     answer, not two words, or letters that differ.
     """)
-    return
+    return (right_worth,)
 
 
 @app.function
@@ -191,12 +182,7 @@ def check_shown(shown):
 @app.cell(hide_code=True)
 def _():
     right_shown = desk.verdict(check_shown, shown)
-    return (right_shown,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## One step of INSPO
 
     Lines 5 to 9 of Algorithm 1, with the project's own parts. In `inspo.py` they are six lines; write them here without
@@ -207,9 +193,9 @@ def _():
     - `set_rewards(task, taus)` asks the task what they are worth and notes it in them;
     - `player.learner.set_advantages(taus)` is Eq. 3;
     - `player.learner.update(t, [taus])` is Eq. 2, with one mini-batch;
-    - `P.attribute(taus)` credits the instructions.
+    - `P.update_weights(taus)` credits the instructions.
     """)
-    return
+    return (right_shown,)
 
 
 @app.function
@@ -225,9 +211,9 @@ def check_step(step):
     def noted(name, f=lambda *args: None):
         return lambda *args: (done.append(name), f(*args))[1]
 
-    P = Population(0.2, 5)
+    P = Population(Config())
     P.join("Answer.", None, 0)
-    P.draw_jobs, P.attribute = noted("draw", P.draw_jobs), noted("attribute", P.attribute)
+    P.draw_jobs, P.update_weights = noted("draw", P.draw_jobs), noted("update_weights", P.update_weights)
     player = SimpleNamespace(
         rollout=noted("rollout", lambda t, _, jobs: [Trajectory(0, job.question, job.group, [], 0) for job in jobs]),
         learner=SimpleNamespace(
@@ -245,14 +231,14 @@ def check_step(step):
         ("reward", "nothing is rewarded: every trajectory keeps the reward 0."),
         ("set_advantages", "Eq. 3 is missing: every advantage stays 0, and the update learns nothing."),
         ("update", "the policy is not updated."),
-        ("attribute", "the instructions are not credited: their weights stay 0."),
+        ("update_weights", "the instructions are not credited: their weights stay 0."),
     ):
         if name not in done:
             return says
     for first, second, says in (
         ("reward", "set_advantages", "it computes advantages before there are rewards: they are all 0."),
         ("set_advantages", "update", "it updates the policy before the advantages are set."),
-        ("reward", "attribute", "it credits the instructions before there are rewards: their weights stay 0."),
+        ("reward", "update_weights", "it credits the instructions before there are rewards: their weights stay 0."),
     ):
         if done.index(second) < done.index(first):
             return says
@@ -262,18 +248,13 @@ def check_step(step):
 @app.cell(hide_code=True)
 def _():
     right_step = desk.verdict(check_step, step)
-    return (right_step,)
-
-
-@app.cell(hide_code=True)
-def _():
-    mo.md(r"""
+    desk.say(r"""
     ## The run
 
     Your functions in a `Task`, and your step, again and again. In its own file, the class would be all that
     `python inspo.py --task game:Alliteration` needs.
     """)
-    return
+    return (right_step,)
 
 
 @app.cell
@@ -302,7 +283,7 @@ def _(
 
     cfg = play.config(T=60, warmup=0.05, lr=2e-3)
     task = Alliteration(cfg)
-    player, P = play.Player(cfg, task), Population(cfg.tau_s, cfg.window)
+    player, P = play.Player(cfg, task), Population(cfg)
     for _text in instructions:
         P.join(_text, None, 0)
     train, history, asked = task.questions("train"), [], 20

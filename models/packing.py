@@ -51,7 +51,7 @@ class Packing:
         self.query_ends, self.key_ends = send(ends, device)  # (pieces + 1,) each
         self.masks: dict[tuple[int, int, int], torch.Tensor] = {}
 
-    def keys(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:
+    def with_parents(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:
         """Returns for each piece what its tokens attend to, of keys or values of the row: the
         parent's and its own."""
         own = x.split(self.lengths, dim)
@@ -99,7 +99,7 @@ class Packing:
 
 
 class KeysOfPieces(torch.autograd.Function):
-    """Keys and values (1, heads, T, dim) of a row -> what its pieces attend to, (K, heads, dim) each;
+    """Keys and values (T, heads, dim) of a row -> what its pieces attend to, (K, heads, dim) each;
     see Packing.places.
 
     One copy of both, where a copy for each piece would keep a small row waiting for Python. The
@@ -111,8 +111,7 @@ class KeysOfPieces(torch.autograd.Function):
         ctx: Any, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, *back: torch.Tensor
     ) -> Any:
         ctx.back, ctx.heads = back, [k.shape[1], v.shape[1]]
-        both = torch.cat([k, v], 1)[0].transpose(0, 1)  # (T, heads of both, dim)
-        return both[places].split(ctx.heads, 1)
+        return torch.cat([k, v], 1)[places].split(ctx.heads, 1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -120,7 +119,7 @@ class KeysOfPieces(torch.autograd.Function):
         first, shared, several = ctx.back
         both = F.pad(torch.cat(grads, 1), (0, 0, 0, 0, 0, 1))  # a row of zeros at K
         sums = both[first].index_copy_(0, shared, both[several].sum(1))
-        return *sums.transpose(0, 1)[None].split(ctx.heads, 1), None, None, None, None
+        return *sums.split(ctx.heads, 1), None, None, None, None
 
 
 def grouped_attention(
@@ -173,49 +172,77 @@ def packed_attention(
             attention_mask = attention_mask & (ordinal > ordinal[..., -1:] - window)
         out = grouped_attention(query, key, value, attention_mask, scaling)
         return out.transpose(1, 2).contiguous(), None  # some families view it
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return attend(q, k, v, packing, window, scaling).unsqueeze(0), None
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packing: Packing,
+    window: int | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Causal attention of a packed row, q, k, v (T, heads, dim) -> (T, heads, dim), in which a token
+    sees at most `window` tokens."""
     queries, longest = packing.longest
     window = window or longest
-    if query.dtype == torch.bfloat16 and query.is_cuda:
-        q = query[0].transpose(0, 1)  # (T, heads, dim)
-        if any(packing.before):
-            k, v = KeysOfPieces.apply(key, value, *packing.places)
-        else:
-            k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        # -1: no window, for which the kernel has a faster variant
-        reach = window - 1 if window < longest else -1
-        # FlashAttention-2, whose causal mask ends at a piece's last query and last key
-        out = varlen_attn(
-            q,
-            k,
-            v,
-            packing.query_ends,
-            packing.key_ends,
-            queries,
-            longest,
-            scale=scaling,
-            window_size=(reach, 0),
-            enable_gqa=True,
-        )
-        return out[None], None
-    # of the kernels for float32, the one that keeps no matrix (T, T) takes no fewer heads
-    if query.is_cuda:
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    gqa = query.shape[1] > key.shape[1]
-    parts = []
-    of_pieces = zip(
-        query.split(packing.lengths, 2), packing.keys(key, 2), packing.keys(value, 2), strict=True
+    if q.dtype != torch.bfloat16 or not q.is_cuda:
+        return attend_piece_by_piece(q, k, v, packing, window, scaling)
+    if any(packing.before):
+        k, v = KeysOfPieces.apply(k, v, *packing.places)
+    # -1: no window, for which the kernel has a faster variant
+    reach = window - 1 if window < longest else -1
+    # FlashAttention-2, whose causal mask ends at a piece's last query and last key
+    out: torch.Tensor = varlen_attn(
+        q,
+        k,
+        v,
+        packing.query_ends,
+        packing.key_ends,
+        queries,
+        longest,
+        scale=scaling,
+        window_size=(reach, 0),
+        enable_gqa=True,
     )
-    for before, (q, k, v) in zip(packing.before, of_pieces, strict=True):
-        n = k.shape[2]
+    return out
+
+
+def attend_piece_by_piece(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packing: Packing,
+    window: int,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Returns what `attend` does, in any dtype and on any device."""
+    # of the kernels for float32, the one that keeps no matrix (T, T) takes no fewer heads
+    if q.is_cuda:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    gqa = q.shape[1] > k.shape[1]
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, heads, T, dim)
+    of_pieces = zip(
+        packing.before,
+        q.split(packing.lengths, 2),
+        packing.with_parents(k, 2),
+        packing.with_parents(v, 2),
+        strict=True,
+    )
+    parts = []
+    for before, queries, keys, values in of_pieces:
+        n = keys.shape[2]
         if before or window < n:
-            parts.append(grouped_attention(q, k, v, packing.mask(before, n, window, q), scaling))
+            mask = packing.mask(before, n, window, queries)
+            part = grouped_attention(queries, keys, values, mask, scaling)
         else:
-            parts.append(
-                F.scaled_dot_product_attention(
-                    q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa
-                )
+            part = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=scaling, enable_gqa=gqa
             )
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+        parts.append(part)
+    return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1).contiguous()
 
 
 # ---- trajectories (tasks.Trajectory)
@@ -242,7 +269,9 @@ def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> lis
         batches: list[tuple[int, list[int]]] = []
         tokens, places, begun = most, list[int](), set[tuple[int, ...]]()
         for place, (tau, prefix) in enumerate(zip(taus, prefixes, strict=True)):
-            tokens += len(tau.ids) - len(prefix) * (prefix in begun)
+            tokens += len(tau.ids)
+            if prefix in begun:
+                tokens -= len(prefix)
             if tokens > most:
                 tokens, places, begun = len(tau.ids), [], set()
                 batches.append((tokens, places))
@@ -251,11 +280,13 @@ def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> lis
             batches[-1] = tokens, places
         return batches
 
+    # the smallest limit with which there are no more batches than with micro_tokens
     n = math.ceil(len(cut(micro_tokens)) / ranks) * ranks
     least = bisect.bisect_left(
         range(micro_tokens), True, lo=1, key=lambda most: len(cut(most)) <= n
     )
-    batches = [places for _, places in sorted(cut(least), key=lambda batch: -batch[0])]
+    largest_first = sorted(cut(least), key=lambda batch: -batch[0])
+    batches = [places for _, places in largest_first]
     return batches + [[]] * (n - len(batches))
 
 
@@ -266,26 +297,36 @@ def pack(
     several share before the first of them alone; its packing; and for the N action tokens the
     places that predict them (N,) and their ids (N,)."""
     sharing = Counter(map(prefix_of, batch))
-    pieces: dict[tuple[int, ...], int] = {}  # of the prompts that are in the row already
+    begun: dict[tuple[int, ...], int] = {}  # the piece of each prompt that is in the row already
     ids, rows, targets = list[int](), list[int](), list[int]()
     lengths, parents = list[int](), list[int]()
     for tau in batch:
+        # a prompt that no other trajectory has is part of its own piece
         prefix = prefix_of(tau)
         if sharing[prefix] == 1:
             prefix = ()
-        elif prefix and prefix not in pieces:
-            pieces[prefix] = len(lengths)
-            lengths.append(len(prefix))
+        shared = len(prefix)
+        if prefix and prefix not in begun:
+            begun[prefix] = len(lengths)
+            lengths.append(shared)
             parents.append(-1)
             ids += prefix
-        begin = len(ids) - len(prefix)  # where the trajectory would begin with a prompt of its own
-        acted = [k for k, m in enumerate(tau.mask) if m]
-        rows += [begin + k - 1 for k in acted]
-        targets += [tau.ids[k] for k in acted]
-        lengths.append(len(tau.ids) - len(prefix))
-        parents.append(pieces.get(prefix, -1))
-        ids += tau.ids[len(prefix) :]
-    row, *places = (
+
+        # what the trajectory adds is the next piece; `origin`: where it would begin with the prompt
+        origin = len(ids) - shared
+        lengths.append(len(tau.ids) - shared)
+        parents.append(begun.get(prefix, -1))
+        ids += tau.ids[shared:]
+
+        # an action token is predicted by the one before it
+        for k, sampled in enumerate(tau.mask):
+            if sampled:
+                rows.append(origin + k - 1)
+                targets.append(tau.ids[k])
+
+    # a batch without trajectories, which other ranks may have, is one token without an action
+    packing = Packing(lengths or [1], parents, device)
+    row, where, predicted = (
         send(torch.tensor(x, dtype=torch.long), device) for x in (ids or [0], rows, targets)
     )
-    return row, Packing(lengths or [1], parents, device), *places
+    return row, packing, where, predicted

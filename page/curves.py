@@ -2,7 +2,8 @@
 seed are one group."""
 
 from journal.record import FREE, differences
-from page.read import Row, Run, finite_number
+from page.read import Run, finite_number
+from plumbing.files import Row
 
 SEED = FREE | {"seed", "order of train"}  # --seed may cut --train
 ONE_ARM = SEED | {"commit"}
@@ -30,6 +31,7 @@ def group_runs(runs: list[Run]) -> list[Row]:
 
     unlike: what tells them from the first run, by name.
     """
+    # places of the runs of each group
     members: list[list[int]] = []
     for k, run in enumerate(runs):
         for group in members:
@@ -38,6 +40,8 @@ def group_runs(runs: list[Run]) -> list[Row]:
                 break
         else:
             members.append([k])
+
+    # what each is called, and what tells it from the first run
     out = []
     for group in members:
         unlike: dict[str, str] = {}

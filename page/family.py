@@ -2,10 +2,10 @@
 what was refused."""
 
 import re
-from typing import Any
 
-from page.read import Row, Run
-from reflect import read_blocks
+from page.read import Run
+from plumbing.files import Row
+from plumbing.replies import read_blocks
 
 EXAMPLE = re.compile(
     r"<example>\n(?:Response: )?(.*?)(?:\nCorrect answer: (.*?))?\n</example>", re.S
@@ -25,14 +25,17 @@ def collect_family(run: Run) -> Row:
     born = {(I["born"], I["text"]): I for I in instructions.values()}
     refused: list[Row] = []
     calls: dict[str, Row] = {}
+    blocks: dict[str, list[str]] = {}  # of its reply
     accepted: dict[str, tuple[int, str]] = {}  # the step and the text of each candidate
     for row in run.reflections:
         t = row["t"]
         place = f"{t}.{row.get('round', 0)}"
         child = {"parents": [row.get("parent")], "t": t, "call": place}
         if "call" in row:
-            calls[place] = _call(row["call"])
-        reply = dict(enumerate(read_blocks(calls[place]["reply"]), 1)) if place in calls else {}
+            call = row["call"]
+            calls[place] = _call(call)
+            blocks[place] = read_blocks(call["reply"], call.get("cut", True))
+        reply = dict(enumerate(blocks.get(place, ()), 1))
 
         # what the checks said of each text of the reply
         for k, number in enumerate(row.get("accepted", ()), 1):
@@ -66,6 +69,7 @@ def collect_family(run: Run) -> Row:
 
 def _instructions(run: Run) -> dict[int, Row]:
     """Every instruction that was ever in P, by id."""
+    # when each came, of which parent, and when it went
     out: dict[int, Row] = {}
     before: set[int] = set()
     for event in run.events:
@@ -79,6 +83,8 @@ def _instructions(run: Run) -> dict[int, Row]:
             out[id] = {"id": id, "text": I["text"], "parents": parents, "born": I["born"]}
             out[id] |= {"left": None, "why": "", "history": []}
         before = set(now)
+
+    # what each step gave it
     for row in run.steps:
         for id, w in row.get("w", {}).items():
             if int(id) in out:
@@ -89,6 +95,8 @@ def _instructions(run: Run) -> dict[int, Row]:
 def _call(call: Row) -> Row:
     """What was sent to the optimizer and what it replied."""
     keys = ("prompt", "reply", "prompt_tokens", "completion_tokens", "seconds")
-    kept: dict[str, Any] = {key: call[key] for key in keys}
-    failures = [{"text": text, "gold": gold} for text, gold in EXAMPLE.findall(call["prompt"])]
-    return kept | {"failures": failures, "analysis": BLOCKS.sub("", call["reply"]).strip()}
+    shown = {key: call[key] for key in keys}
+    examples = EXAMPLE.findall(call["prompt"])
+    shown["failures"] = [{"text": text, "gold": gold} for text, gold in examples]
+    shown["analysis"] = BLOCKS.sub("", call["reply"]).strip()
+    return shown

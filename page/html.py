@@ -11,11 +11,12 @@ from pathlib import Path
 
 from page.curves import collect_curves, group_runs
 from page.family import collect_family
-from page.read import Row, Run, read_run
+from page.read import Run, read_run
 from page.sample import compress_json, encode_json, sample_trajectories
 from page.verdict import judge_run
 from plumbing import files
 from plumbing.faults import Fault
+from plumbing.files import Row
 from plumbing.outside import without_secrets
 
 STATIC = Path(__file__).parent / "static"
@@ -24,22 +25,21 @@ SCRIPTS = (
     "main.js"
 ).split()
 STYLES = ("vendor/uPlot.min.css", "style.css")
-LIMIT = 1000  # trajectories of training
+LIMIT = 1000  # trajectories of training, divided among the runs
 
 
-def build_page(paths: Sequence[Path], *, limit: int = LIMIT, live: str = "") -> str:
+def build_page(paths: Sequence[Path], live: str = "") -> str:
     """Makes the page of these runs as HTML; Fault if one of the paths holds no run, or what no run
     writes.
 
-    limit: trajectories of training, divided among the runs; live: the server's stamp of their
-    files; the page reloads when it changes.
+    live: the server's stamp of their files; the page reloads when it changes.
     """
     runs = [read_run(path) for path in paths]
     described: list[Row] = []
     pages: dict[str, str] = {}
     try:
         for k, run in enumerate(runs):
-            about, more = describe_run(run, max(1, limit // len(runs)))
+            about, more = describe_run(run, max(1, LIMIT // len(runs)))
             described.append(about)
             pages |= {f"{k}/{name}": text for name, text in more.items()}
         data = {
@@ -56,10 +56,10 @@ def build_page(paths: Sequence[Path], *, limit: int = LIMIT, live: str = "") -> 
     return fill_template(data, pages)
 
 
-def write_page(runs: Sequence[Path], to: Path, *, limit: int = LIMIT) -> Path:
+def write_page(runs: Sequence[Path], to: Path) -> Path:
     """Writes the page of these runs into a file, atomically, and returns its path; Fault if it
     cannot."""
-    files.write_file(to, build_page(runs, limit=limit))
+    files.write_file(to, build_page(runs))
     return to
 
 

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.faults import Fault
-from plumbing.files import parse_lines
+from plumbing.files import Row, parse_lines
 from plumbing.outside import decoded
-
-Row = dict[str, Any]
 
 
 @dataclass
@@ -64,10 +62,14 @@ def read_run(path: Path) -> Run:
     """Reads what is there; Fault if the directory holds no run at all."""
     if not path.is_dir():
         raise Fault(f"{path}: no such directory; give a run's, runs/<name>")
+
+    # is there a run?
     run, names = Run(path), ("config.json", "metrics.jsonl", "population.jsonl", "summary.json")
     files = [path / name for name in names if (path / name).exists()]
     if not files:
         raise Fault(f"{path} holds no run: none of {', '.join(names)} is in it")
+
+    # what it has written
     run.written = max(file.stat().st_mtime for file in files)
     run.config = _object(run, "config.json", "the settings are unknown")
     steps = {row["t"]: row for row in _rows(run, "metrics.jsonl", "there are no curves")}
@@ -103,7 +105,8 @@ def _rows(run: Run, name: str, without: str) -> list[Row]:
         run.missing += [f"{name} is missing: {without}."] if without else []
         return []
     rows = parse_lines(lines, "t")
-    if bad := len(lines) - len(rows):
-        are = "line is" if bad == 1 else "lines are"
-        run.missing.append(f"{name}: {bad} {are} cut short or damaged, and left out.")
+    damaged = len(lines) - len(rows)
+    if damaged:
+        are = "line is" if damaged == 1 else "lines are"
+        run.missing.append(f"{name}: {damaged} {are} cut short or damaged, and left out.")
     return rows

@@ -14,11 +14,14 @@ NAMES = ("metrics.jsonl", "population.jsonl", "reflections.jsonl", "summary.json
 
 def stamp_files(paths: Sequence[Path]) -> str:
     """A word that changes whenever the runs write something that their page shows."""
-    stats = [file.stat() for path in paths for name in NAMES if (file := path / name).exists()]
-    return "-".join(f"{stat.st_mtime_ns}-{stat.st_size}" for stat in stats)
+    parts = []
+    for file in (path / name for path in paths for name in NAMES):
+        if file.exists():
+            parts.append(f"{file.stat().st_mtime_ns}-{file.stat().st_size}")
+    return "-".join(parts)
 
 
-def make_app(paths: Sequence[Path], limit: int) -> Any:
+def make_app(paths: Sequence[Path]) -> Any:
     """Answers GET / with the page, made anew when the runs have written more, and GET /stamp.
     Raises Fault."""
     from fastapi import FastAPI, Request  # here: a page in a file does without
@@ -27,7 +30,7 @@ def make_app(paths: Sequence[Path], limit: int) -> Any:
 
     @lru_cache(1)
     def build_once(now: str) -> str:
-        return build_page(paths, limit=limit, live=now)
+        return build_page(paths, now)
 
     build_once(stamp_files(paths))
     pages = FastAPI(openapi_url=None)

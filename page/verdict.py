@@ -7,8 +7,9 @@ from statistics import fmean
 
 from journal.rows import count_costs
 from journal.silence import ALL_ALIKE, NO_ANSWER, NOT_FOLLOWED, SOLVED, Silence
-from journal.summary import count_seconds, measure_speed, trace_lineage
-from page.read import Row, Run, finite_number
+from journal.summary import count_seconds, measure_speed, tell_vain, trace_lineage
+from page.read import Run, finite_number
+from plumbing.files import Row
 
 # panel that shows a sign
 PANELS = {
@@ -24,7 +25,7 @@ def judge_run(run: Run, tree: Row) -> Row:
         "learned": describe_gain(run),
         "winner": describe_winner(run, tree),
         "cost": sum_costs(run),
-        "vain": tell_vain(run),
+        "vain": tell_vain(run.summary),
         "warnings": find_warnings(run),
     }
 
@@ -113,12 +114,14 @@ def _warning(text: str, panel: str = "", t: int | None = None) -> Row:
 
 def _of_numbers(rows: list[Row], metric: str) -> Iterator[Row]:
     """What is not a number, or falls."""
+    # not a number
     for name in dict.fromkeys(("loss", "grad_norm", "reward", metric)):
         broken = [row["t"] for row in rows if name in row and finite_number(row[name]) is None]
         if broken:
             yield _warning(f"{name} is not a number at step {broken[0]}.", name, broken[0])
     few = max(1, min(10, len(rows) // 5))
     entropy, reward = read_column(rows, "entropy"), read_column(rows, "reward")
+    # collapsed
     if entropy:
         start, end = fmean(entropy[:few]), fmean(entropy[-few:])
         if end < 0.05 * start:
@@ -141,17 +144,9 @@ def _of_silence(run: Run, rows: list[Row]) -> Iterator[Row]:
     for sign, (t, text) in lasted.items():
         until = "To the end" if t == rows[-1]["t"] else f"Up to step {t}"
         yield _warning(f"{until}, {text}", PANELS.get(sign, ""))
-    vain = tell_vain(run)
+    vain = tell_vain(run.summary)
     if vain:
         yield _warning(vain, "tree")
-
-
-def tell_vain(run: Run) -> str:
-    """Returns a sentence if instructions should have changed, and did not."""
-    mode = run.config.get("mode", "static")
-    if mode == "static" or run.summary.get("evolved") is not False:
-        return ""
-    return f"No evolution changed the instructions: this is no result of --mode {mode}."
 
 
 def _of_updates(rows: list[Row]) -> Iterator[Row]:

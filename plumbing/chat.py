@@ -4,7 +4,6 @@ sandbox."""
 from __future__ import annotations
 
 import functools
-from bisect import bisect
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -61,6 +60,8 @@ def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
         after = rendered(tokenizer, asked, add_generation_prompt=False).partition(said)[2]
     except Fault:  # a template for questions alone
         after = ""
+
+    # what the model declares
     declared = None
     for name in ("generation_config.json", "config.json"):
         try:
@@ -69,6 +70,8 @@ def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
         except OSError:
             if Path(folder, name).is_file():  # it is damaged
                 raise
+
+    # in this order, each once
     closing = control(tokenizer).search(after)
     ends = [tokenizer.convert_tokens_to_ids(closing[0])] if closing else []
     ends += [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
@@ -86,8 +89,10 @@ def in_template(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **opti
     for message in messages:
         content = message["content"].strip()
         if content not in text:
-            kept = bisect(range(len(content)), False, key=lambda n: content[: n + 1] not in text)  # noqa: B023
-            lost = content[content.rfind(" ", 0, kept) + 1 :][:60]
+            words, kept = content.split(" "), 0
+            while " ".join(words[: kept + 1]) in text:
+                kept += 1
+            lost = " ".join(words[kept:])[:60]
             raise Fault(
                 f"{template_of(tokenizer)} drops or changes {lost!r} of the {message['role']}'s message; {REMEDY}"
             )

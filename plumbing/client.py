@@ -4,6 +4,7 @@ import http.client
 import random
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from time import monotonic, sleep
 from typing import Any, NoReturn, TypeVar
 
@@ -22,6 +23,8 @@ BUSY = (408, 409, 425, 429)  # statuses besides 5xx that another attempt may not
 TOO_LONG = re.compile(
     r"HTTP 413|\btokens\b|context.?(?:length|size|window|limit)|too (?:long|large)", re.I
 )
+# Some say so as a fault of their own (llama.cpp, HTTP 500 or 200), which no other attempt mends.
+BEYOND = re.compile(r"context.?(?:length|size|window)|too large to process", re.I)
 OPTION = re.compile(
     r"(?:['\"`:]|\b(?:parameter|argument|field|support))s? ?(max_(?:completion_)?tokens|temperature|stop|seed)\b",
     re.I,
@@ -133,7 +136,7 @@ class Client:
 
     def chat(self, body: dict[str, Any], read: Callable[[Any], T], retries: int | None = None) -> T:
         """As `ask` of a chat endpoint, without the options that its model has refused."""
-        sent = {key: value for key, value in body.items() if key not in self.refused}
+        sent = {"stream": False} | {key: x for key, x in body.items() if key not in self.refused}
         try:
             return self.ask("/chat/completions", sent, read, retries)
         except RequestFailed as e:
@@ -152,11 +155,12 @@ class Client:
         try:
             return self._exchange(url, body, read)
         except RequestFailed as e:
-            if e.transient:
+            transient = e.transient and not BEYOND.search(str(e))
+            if transient:
                 self.faults += 1
                 self.urls = [*self.urls[1:], self.urls[0]]
             text = clean(without_secrets(f"{url}: {e}"), self.secrets)
-            raise RequestFailed(text, e.transient, e.retry_after) from None
+            raise RequestFailed(text, transient, e.retry_after) from None
 
     def _exchange(self, url: str, body: Any, read: Callable[[Any], T]) -> T:
         method, content = "GET" if body is None else "POST", bytearray()
@@ -198,9 +202,10 @@ class Client:
                 answer = clean(answer, self.secrets)
             return read(answer)
         except (LookupError, TypeError, ValueError) as e:
-            raise RequestFailed(
-                f"malformed answer ({type(e).__name__}: {str(e)[:200]})", True
-            ) from None
+            # perhaps a page to log in, or why there is none
+            began = clean(content.decode(errors="replace"), self.secrets)[:80]
+            text = f"{type(e).__name__}: {str(e)[:200]}; it begins {began!r}"
+            raise RequestFailed(f"malformed answer ({text})", True) from None
 
 
 def back_off(round: int) -> float:
@@ -215,6 +220,8 @@ def _refuse(constant: str) -> NoReturn:
 def _retry_after(value: str) -> float:
     """Returns the seconds that a Retry-After header asks for, as a number or an HTTP date; 0 if it
     makes no sense."""
+    with suppress(ValueError):
+        return max(0.0, float(value))  # some ask for 0.5
     try:
         return urllib3.Retry().parse_retry_after(value)
     except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):

@@ -21,9 +21,9 @@ class Fault(Exception):
 
     def __str__(self) -> str:
         lines = [str(line) for line in self.args]
-        return "\n  ".join(
-            [f"{len(lines)} things are missing or wrong:", *lines] if len(lines) > 1 else lines
-        )
+        if len(lines) > 1:
+            lines.insert(0, f"{len(lines)} things are missing or wrong:")
+        return "\n  ".join(lines)
 
 
 def first_line(e: BaseException) -> str:
@@ -98,7 +98,8 @@ class Outlived(io.FileIO):
 def tell_torchrun(text: str) -> None:
     """Has torchrun, which prints 30 lines of its own when a process fails, end them with this
     text."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
         about = {"timestamp": str(int(time.time())), "py_callstack": text}
         with contextlib.suppress(OSError):
             Path(path).write_text(
@@ -124,7 +125,8 @@ def one_line(program: str = "") -> Iterator[None]:
     try:
         yield
     except Fault as e:
-        tell_torchrun(text := printable(f"{program}: {e}" if program else str(e)))
+        text = printable(f"{program}: {e}" if program else str(e))
+        tell_torchrun(text)
         sys.exit(text)
     finally:
         status("")

@@ -9,6 +9,8 @@ from typing import Any
 from plumbing.faults import DiskFault, Fault
 from plumbing.outside import decoded
 
+Row = dict[str, Any]  # of a .jsonl file
+
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
@@ -31,7 +33,7 @@ def write_file(path: Path, text: str) -> None:
                 temporary.unlink()  # or a full disk stays full
 
 
-def parse_lines(lines: Iterable[str], key: str = "") -> list[dict[str, Any]]:
+def parse_lines(lines: Iterable[str], key: str = "") -> list[Row]:
     """Returns the objects of JSON lines, those with `key` if given; lines cut short or damaged are
     left out."""
     rows = []
@@ -43,7 +45,7 @@ def parse_lines(lines: Iterable[str], key: str = "") -> list[dict[str, Any]]:
     return rows
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[Row]:
     """Returns the rows of a .jsonl file, none of a file that is not there; Fault where it cannot be
     read."""
     try:

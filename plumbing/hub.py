@@ -27,7 +27,8 @@ def parse_name(path: str) -> dict[str, str] | None:
     at another hf://."""
     if not path.startswith("hf://"):
         return None
-    if not (match := NAMED.fullmatch(path)):
+    match = NAMED.fullmatch(path)
+    if not match:
         raise Fault(f"{path}: not a file of a data set; write hf://datasets/OWNER/NAME/PATH")
     return match.groupdict(default="main")
 
@@ -36,7 +37,8 @@ def find_on_disk(path: str) -> Path | None:
     """Returns the file of that path or hub's name if it is on this disk, else None."""
     from huggingface_hub import try_to_load_from_cache
 
-    if not (name := parse_name(path)):
+    name = parse_name(path)
+    if not name:
         return Path(path) if Path(path).is_file() else None
     cached = try_to_load_from_cache(
         name["repo"], name["file"], revision=name["revision"], repo_type="dataset"
@@ -50,13 +52,16 @@ def fetch_file(path: str) -> Path:
 
     A fetched file stays and is not asked for again, even if the hub has another version by then.
     """
-    if not (name := parse_name(path)):
+    name = parse_name(path)
+    if not name:
         return Path(path)
     from huggingface_hub import hf_hub_download
 
-    if on_disk := find_on_disk(path):
+    on_disk = find_on_disk(path)
+    if on_disk:
         return on_disk
-    if not (reason := out_of_reach()):
+    reason = out_of_reach()
+    if not reason:
         try:
             return Path(
                 hf_hub_download(
@@ -80,9 +85,22 @@ def check_model(path: str) -> None:
             f"--model {path}: no causal LM can be loaded from it (no config.json there); check the path or id"
         )
     cached = Path(constants.HF_HUB_CACHE, f"models--{path.replace('/', '--')}")
-    if not cached.is_dir() and (reason := out_of_reach()):
+    reason = "" if cached.is_dir() else out_of_reach()
+    if reason:
         remedy = ELSEWHERE.get(path, "run this where it can be reached, or give a folder")
         raise Fault(f"--model {path}: {reason}; {remedy}")
+
+
+def commit_of(model: str) -> str:
+    """Returns the commit of a model of the hub; raises Fault where its config.json cannot be had."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(
+            hf_hub_download(model, "config.json")
+        ).parent.name  # snapshots/COMMIT/config.json
+    except Exception as e:  # a name that is not there, a broken connection
+        raise Fault(f"--model {model}: {first_line(e)}; check the id") from None
 
 
 @functools.cache

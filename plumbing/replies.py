@@ -7,24 +7,31 @@ import re
 from typing import Any, NamedTuple
 
 # Marks of thoughts, in any case: <think>, [THINK], <seed:think>, ◁think▷, <|begin_of_thought|>,
-# <|START_THINKING|>; gpt-oss, Gemma 4 and Apertus have others. A quoted mark is mentioned, and so
+# <|START_THINKING|>; gpt-oss, Gemma 4, MedGemma and Apertus have others. A quoted mark is mentioned, and so
 # is an opening one inside a sentence.
-NAMES = "think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad|cot|monologue"
+NAMES = (
+    "(?:ant)?think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad|cot|monologue"
+)
 TAG = rf"(?:\w+[:_])?(?:{NAMES})(?:[:_]\w+)?[|｜]?[>\]▷]"
 QUOTED = r"(?![`'\"”][\s.,;:!?)])"
 OPENING = re.compile(
-    rf"(?:^|(?<=[.!?:\0]))\s*(?:[<\[◁][|｜]?{TAG}|<\|channel\|?>(?:analysis|thought)|<\|inner_prefix\|>)"
+    rf"(?:^|(?<=[.!?:\0]))\s*(?:[<\[◁][|｜]?{TAG}|<\|channel\|?>(?:analysis|thought)|<\|inner_prefix\|>|<unused94>)"
     rf"(?![.,;:!?)]){QUOTED}",
     re.I | re.M,
 )
 CLOSING = re.compile(
     rf"(?:[<\[◁][|｜]?(?:/|end_(?:of_)?){TAG}|(?:<\|channel\|>|assistant)final(?:<\|message\|>)?"
-    rf"|<channel\|>|<\|inner_suffix\|>){QUOTED}",
+    rf"|<channel\|>|<\|inner_suffix\|>|<unused95>){QUOTED}",
     re.I,
 )
+BLOCK = re.compile(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", re.S)
 TEXTS = ("text", "output_text")  # others are thoughts, references, images
-CUT = ("length", "max_tokens", "model_length", "model_context_window_exceeded")
-REFUSED = ("content_filter", "refusal", "safety", "prohibited_content", "sensitive")
+CUT = "length max_tokens max_output_tokens model_length model_context_window_exceeded".split()
+REFUSED = tuple(
+    "content_filter refusal safety prohibited_content sensitive recitation blocklist guardrail".split()
+)
+# the server broke off: half a reply is none
+BROKEN = "error abort network_error insufficient_system_resource".split()
 
 
 class Reply(NamedTuple):
@@ -40,9 +47,10 @@ def read_reply(answer: Any) -> Reply:
     """
     answer = {**answer}
     choice = {**(answer.get("choices") or [{}])[0]}
-    if error := answer.get("error") or choice.get("error") or (not choice and answer):
-        raise ValueError(error)
     ended = str(choice.get("finish_reason")).lower()
+    broken = not choice and answer or ended in BROKEN and choice
+    if error := answer.get("error") or choice.get("error") or broken:
+        raise ValueError(error)
     cut, refused = ended in CUT, ended.startswith(REFUSED)
     message = {**(choice.get("message") or (cut or refused or choice["message"]) and {})}
     text = message.get("content") or ""
@@ -50,7 +58,7 @@ def read_reply(answer: Any) -> Reply:
         text = "".join(part["text"] for part in text if {**part}.get("type", "text") in TEXTS)
     if not isinstance(text, str):
         raise TypeError("content is not text")
-    return Reply(text, ended in CUT, bool(message.get("refusal")) or ended.startswith(REFUSED))
+    return Reply(text, cut, refused or bool(message.get("refusal")))
 
 
 def usage_of(answer: Any) -> tuple[int, int]:
@@ -64,12 +72,15 @@ def usage_of(answer: Any) -> tuple[int, int]:
     except (LookupError, TypeError):
         return 0, 0
     counts = map(usage.get, ("prompt_tokens", "completion_tokens", "total_tokens"))
-    prompt, completion, total = (n if type(n) is int and 0 < n < 10**9 else 0 for n in counts)
+    prompt, completion, total = (
+        int(n) if type(n) in (int, float) and 0 < n < 10**9 else 0 for n in counts
+    )
     return prompt, max(completion, total - prompt)
 
 
-def without_thoughts(text: str, part: re.Pattern[str]) -> str:
-    """Returns what follows a model's thoughts; those that do not end are followed by nothing.
+def without_thoughts(text: str, part: re.Pattern[str], cut: bool = True) -> str:
+    """Returns what follows a model's thoughts; those that do not end are followed by nothing, unless
+    the text was not `cut`, has its parts there alone and nobody closed them.
 
     Thoughts end at the last closing mark that a `part` of an answer follows: remarks mention marks,
     too, and so do parts. Templates that write the opening mark themselves leave a reply with the
@@ -79,4 +90,17 @@ def without_thoughts(text: str, part: re.Pattern[str]) -> str:
     for mark in CLOSING.finditer(outside, 0, outside.rfind("\0") + 1):
         start = mark.end()
     opened = OPENING.search(outside, start)
-    return text[start : opened.start() if opened else None]
+    if not opened:
+        return text[start:]
+    before = text[start : opened.start()]
+    closed = CLOSING.search(outside, opened.end())
+    return before if cut or closed or part.search(before) else text[start:]
+
+
+def read_blocks(reply: str, cut: bool = True) -> list[str]:
+    """Returns the texts of a reply's complete `<ins_k>...</ins_k>` blocks, k >= 1, in their order.
+
+    What a reasoning model thinks before it answers holds drafts, which do not count. `cut`: the
+    reply ended at a limit.
+    """
+    return [text.strip() for _, text in BLOCK.findall(without_thoughts(reply, BLOCK, cut))]

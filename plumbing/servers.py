@@ -12,7 +12,6 @@ import threading
 import time
 from pathlib import Path
 from typing import IO, Any, cast
-from urllib.parse import urlsplit
 
 from plumbing.faults import Fault, Outage
 from plumbing.status import status
@@ -152,11 +151,13 @@ class Servers(contextlib.AbstractContextManager["Servers"]):
         last = self._running.get(argv)
         if not last or not last.alive():
             status("starting a server")
-            port = urlsplit(last.url).port or 0 if last else 0
+            port = int(last.url.rpartition(":")[2]) if last else 0
             try:
                 self._running[argv] = Child([*argv], self.log, deadline, port)
             except Fault as e:
-                raise (Outage(f"{e} (log: {self.log})") if last else e) from None
+                if last:
+                    raise Outage(f"{e} (log: {self.log})") from None
+                raise
         return self._running[argv].url
 
     def __exit__(self, *_: object) -> None:

@@ -22,7 +22,11 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # at the top; a user's script there cleans up by itself
 PROGRAMS = ("inspo.py", "ask.py", "evaluate.py", "export.py", "report.py")
-LEADS = os.environ.get("RANK", "0") == "0"  # whether this process speaks for all of torchrun's
+
+
+def leads() -> bool:
+    """Returns whether this process speaks for all of torchrun's."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 class Stopped(SystemExit):
@@ -65,7 +69,7 @@ def may_stop() -> Iterator[None]:
 def raise_if_requested() -> None:
     """Raises Stopped if a signal has come."""
     if _State.request:
-        raise Stopped(f"stopped by {_State.request}" if LEADS else 1)
+        raise Stopped(f"stopped by {_State.request}" if leads() else 1)
 
 
 def requested() -> bool:
@@ -89,20 +93,18 @@ def _exit(number: int, frame: FrameType | None) -> None:
 def _print(text: str) -> None:
     """Writes to standard error, past a print that the signal may have interrupted; the terminal may
     be gone."""
-    if LEADS:
+    if leads():
         with contextlib.suppress(OSError):
             os.write(2, text.encode())
 
 
 def _handle_by(handler: Any) -> dict[signal.Signals, Any]:
     """Sets the handler of all signals that are not ignored; returns the handlers before."""
-    old = {
-        number: before
-        for number in SIGNALS
-        if (before := signal.getsignal(number)) is not signal.SIG_IGN
-    }
-    for number in old:
-        signal.signal(number, handler)
+    old = {}
+    for number in SIGNALS:
+        before = signal.getsignal(number)
+        if before is not signal.SIG_IGN:
+            old[number] = signal.signal(number, handler)
     return old
 
 

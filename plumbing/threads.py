@@ -1,6 +1,7 @@
 """How many CPU threads torch computes with: as many as cores are idle when a run starts (measured
 in docs/LOG.md)."""
 
+import ctypes
 import functools
 import os
 
@@ -43,3 +44,11 @@ def use_threads(threads: int) -> None:
         os.environ.setdefault(
             "GOMP_SPINCOUNT", "10000" if count_idle_cores() >= threads else "1000"
         )
+
+
+def compute_alone() -> None:
+    """Makes torch compute with one thread where the calling thread asks it to.
+
+    Here torch.set_num_threads would do to all threads what `use_threads` avoids.
+    """
+    ctypes.CDLL(None).omp_set_num_threads(1)

@@ -39,17 +39,13 @@ def check_origin(run: Path, settings: Mapping[str, Any], given: Container[str]) 
     `settings`: those that the program uses. `given`: names of the flags on the command line, which
     replace them.
     """
-    foreign = {
-        name: value
-        for name in KNOBS
-        if name not in given
-        and (value := str(settings.get(name, "")))
-        and not all(is_ours(name, part) for part in value.split(","))
-    }
+    foreign = []
+    for name in KNOBS:
+        value = str(settings.get(name, ""))
+        if name not in given and not all(is_ours(name, part) for part in value.split(",")):
+            foreign.append(f"--{name} {shlex.quote(value)}")
     if foreign and not _remembers(run):
-        flags = printable(
-            " ".join(f"--{name} {shlex.quote(value)}" for name, value in foreign.items())
-        )
+        flags = printable(" ".join(foreign))
         raise Fault(
             f"{run} was not started by you on this machine, and its config.json names code or servers; if you trust"
             f" them, give them again: {flags}"

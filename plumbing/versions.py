@@ -21,9 +21,8 @@ def commit() -> str:
             [*git, "describe", "--always", "--dirty=+", "--exclude=*"], capture_output=True
         )
         change = subprocess.run([*git, "diff", "HEAD"], capture_output=True)
-        return name.stdout.decode().strip() + (
-            f"{zlib.crc32(change.stdout):08x}" if change.stdout else ""
-        )
+        digest = f"{zlib.crc32(change.stdout):08x}" if change.stdout else ""
+        return name.stdout.decode().strip() + digest
     return ""
 
 

@@ -23,3 +23,10 @@ def compose(text: str) -> str:
 def split_words(text: str) -> list[str]:
     """Returns the words of a text in lower case; stop words stay, nothing is stemmed."""
     return WORD.findall(compose(text).lower())
+
+
+def cut_middle(text: str, keep: int) -> str:
+    """Returns a text of which about `keep` characters are left, half of them from its end."""
+    if len(text) <= keep:
+        return text
+    return f"{text[: keep // 2]} [...] {text[len(text) - keep // 2 :]}"

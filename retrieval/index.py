@@ -27,9 +27,11 @@ class Dense:
 
     def nearest(self, vectors: np.ndarray, k: int) -> list[Hits]:
         """Returns the same for query vectors (N, d)."""
+        import faiss
+
         scores, rows = self.index.search(vectors, min(k, self.index.ntotal))  # (N, k)
         # an L2 index returns distances: smaller is better
-        sign = 1 if self.index.metric_type == 0 else -1
+        sign = 1 if faiss.is_similarity_metric(self.index.metric_type) else -1
         found = []
         for pairs in map(zip, rows.tolist(), (sign * scores).tolist()):
             hits = [(row, score) for row, score in pairs if row >= 0]
@@ -68,6 +70,11 @@ class Dense:
         # IVF cannot return its vectors: compare with the passages that it finds instead
         except RuntimeError:
             nearest = self.index.search(expected, 1)[1][:, 0]
+            if nearest.max() >= len(corpus):
+                raise Fault(
+                    f"--index {path}: it has vector {nearest.max()}, {corpus.path} has {len(corpus)} passages; number"
+                    " the vectors by their rows, from 0"
+                ) from None
             stored = self.encoder.passages([corpus[int(row)]["contents"] for row in nearest])
         # (4,)
         cosine = (stored * expected).sum(1) / np.maximum(np.linalg.norm(stored, axis=1), 1e-9)
@@ -104,6 +111,7 @@ def open_index(
     # here: torch takes seconds to import, and BM25 does not need it
     from retrieval.encoder import Encoder
 
+    # the vectors, and who makes those of queries
     index = read_faiss(file)
     if index.ntotal != len(corpus):
         mismatch = f"{index.ntotal:,} vectors, {corpus.path} has {len(corpus):,} passages"

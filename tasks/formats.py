@@ -109,12 +109,9 @@ class Tags:
             names += [tool.tag, tool.result_tag]
         return tuple(names)
 
-    def result_tag(self, tool: Tool) -> str:
-        """Returns the name of the tag around a tool's results."""
-        return tool.result_tag
-
     def result_tags(self) -> list[str]:
-        return [self.result_tag(tool) for tool in self.task.tools]
+        """Returns the names of the tags around tools' results."""
+        return [tool.result_tag for tool in self.task.tools]
 
     def adapt_instruction(self, instruction: str) -> str:
         """Returns the first instruction of a run as it evolves. Raises Fault if the policy could
@@ -132,7 +129,7 @@ class Tags:
         the optimizer revises, the policy knows its tools.
         """
         lines, tags = [], set[str]()
-        for tool in self.task.tools:
+        for tool in self.task.tools_of(question):
             usage = tool.usage()
             if usage and usage not in lines:
                 lines.append(usage)
@@ -142,7 +139,9 @@ class Tags:
             instruction = "\n".join([f"{instruction}\n\n{heading}", *lines])
         return self.task.prompt(instruction, question)
 
-    def template_options(self, instruction: str) -> Mapping[str, Any]:
+    def template_options(
+        self, instruction: str, question: Question | None = None
+    ) -> Mapping[str, Any]:
         """Returns what else the chat template is given."""
         return {}
 
@@ -164,7 +163,8 @@ class Tags:
         instruction = as_data(instruction, control(self.tokenizer, simple=True))
         text = as_data(question.text, control(self.tokenizer, self.reserved_tags()))
         messages = self.messages(instruction, replace(question, text=text))
-        return encode_conversation(self.tokenizer, messages, **self.template_options(instruction))
+        options = self.template_options(instruction, question)
+        return encode_conversation(self.tokenizer, messages, **options)
 
     def read_turn(self, ids: Sequence[int]) -> Action:
         """Returns what a sampled turn says."""

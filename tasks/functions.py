@@ -16,12 +16,14 @@ import json
 import re
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MappingView
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from itertools import islice
 from traceback import TracebackException
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic takes no older ones
@@ -227,17 +229,21 @@ def _without_types(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_basic(hint: Any) -> bool:
-    parts = () if get_origin(hint) is Literal else get_args(hint)
     basic = {int, float, str, bool, type(None), list, tuple, dict, Any, ...}
-    return all(map(_is_basic, parts)) if parts else get_origin(hint) is Literal or hint in basic
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (list, tuple, dict, Union, UnionType):
+        return all(map(_is_basic, parts))
+    return origin is Literal or hint in basic
 
 
 def _cut(value: Any) -> Any:
     """Returns a result with lists for its iterators: pydantic would read an endless one while no
-    other thread runs."""
-    if isinstance(value, dict):
+    other thread runs. Ranges and views, which it does not know, are lists, too."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
         return {key: _cut(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, Iterator)):
+    if isinstance(value, (list, tuple, range, MappingView, Iterator)):
         return [_cut(item) for item in islice(value, MAX_RESULT)]
     return value
 
@@ -255,13 +261,13 @@ def _make_reader(function: Callable[..., Any]) -> Any:
 
     Raises an exception of pydantic's if a type has no schema, or if what is returned is not JSON.
     """
-    hints, fields = get_type_hints(function, include_extras=True), {}
+    hints, types = get_type_hints(function, include_extras=True), {}
     for name, p in inspect.signature(function).parameters.items():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
             raise TypeError(f"its argument {name} has no name to call it by")
-        fields[name] = hints[name] if p.default is p.empty else NotRequired[hints[name]]
+        types[name] = hints[name] if p.default is p.empty else NotRequired[hints[name]]
     TypeAdapter(hints.get("return", Any)).json_schema(mode="serialization")
-    return TypeAdapter(with_config(ConfigDict(extra="forbid"))(TypedDict("arguments", fields)))  # type: ignore[operator]
+    return TypeAdapter(with_config(ConfigDict(extra="forbid"))(TypedDict("arguments", types)))  # type: ignore[operator]
 
 
 def _name_type(schema: dict[str, Any]) -> str:

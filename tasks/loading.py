@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import unicodedata
 from collections import Counter
 from dataclasses import replace
@@ -14,12 +13,11 @@ from typing import Any
 from config import PRESETS, Config
 from plumbing.faults import Fault, together
 from plumbing.outside import JOINERS, printable, without_secrets
+from plumbing.stop import leads
 from tasks.plugs import find_plug, import_named
 from tasks.task import Task
 from tasks.tools import Tool, check_words
 from tasks.trajectories import Question
-
-LINE_ENDS = "\r\x0b\x0c\x85\u2028\u2029"  # besides the usual one
 
 
 def load_task(cfg: Config, given: Any = None) -> Task:
@@ -29,6 +27,7 @@ def load_task(cfg: Config, given: Any = None) -> Task:
     `given`: from Python, a class in place of that name, or a task, of which it returns a copy.
     """
     where = f"--task {cfg.task}"
+    # the class, with the reward of --reward
     kind = given if isinstance(given, type) else type(given)
     if given is None or kind is str:
         word, _, rest = cfg.task.partition(":")
@@ -52,6 +51,8 @@ def load_task(cfg: Config, given: Any = None) -> Task:
     if specs:
         others = [word for word in words if ":" not in word]
         cfg = replace(cfg, tools=",".join(others) or "none")
+
+    # an object of it, which reads its questions once
     task: Task
     if isinstance(given, Task):
         task = copy.copy(given)
@@ -69,9 +70,12 @@ def load_task(cfg: Config, given: Any = None) -> Task:
 def add_tools(task: Task, spec: str) -> None:
     """Adds the tools that a part of --tools names, module:function or those of a plug-in. Raises
     Fault if none fits."""
+    # who makes them
     word, _, rest = spec.partition(":")
     plug = find_plug(f"--tools {word}")
     loader = import_named("--tools", plug or "tasks.functions:load_tools", "function")
+
+    # those that the policy can call
     fitting, faults = list[Tool](), list[Fault]()
     for tool in loader(rest.strip() if plug else spec, f"--tools {spec}"):
         try:
@@ -81,11 +85,13 @@ def add_tools(task: Task, spec: str) -> None:
             fitting.append(tool)
         except Fault as e:
             faults.append(e)
+
+    # what is left out is told
     if not fitting:
         raise faults[0]
-    leads = os.environ.get("RANK", "0") == "0"
-    for fault in faults if leads else ():
-        print(printable(f"note: {fault}; it is left out"), flush=True)
+    if leads():
+        for fault in faults:
+            print(printable(f"note: {fault}; it is left out"), flush=True)
     task.tools = [*task.tools, *fitting]
 
 
@@ -93,13 +99,11 @@ def choose_instruction(task: Task) -> str:
     """Returns the instruction with which a run begins: that of --instruction, else the task's.
     Raises Fault.
 
-    A task with an instruction of its own keeps it where --instruction is only a preset's.
+    Where --instruction is only a preset's, it is for search QA that has none of its own.
     """
     text, file = task.instruction, task.cfg.instruction
-    author = next(
-        kind for kind in type(task).__mro__ if "instruction" in vars(kind)
-    ).__module__.partition(".")[0]
-    own = author != "tasks" or "instruction" in vars(task)
+    author = next(kind for kind in type(task).__mro__ if "instruction" in vars(kind))
+    own = author.__module__ != "tasks.search_qa" or "instruction" in vars(task)
     if file and not (own and file in [preset.get("instruction") for preset in PRESETS.values()]):
         text = read_instruction("instruction", file)
     return task.make_format().adapt_instruction(text)
@@ -116,13 +120,13 @@ def read_instruction(knob: str, path: str) -> str:
         text = Path(path).read_text("utf-8-sig")
     except (OSError, ValueError) as e:
         raise Fault(f"--{knob} {path}: cannot be read as UTF-8 ({e})") from None
-    text = "".join("\n" if c in LINE_ENDS else c for c in text.replace("\r\n", "\n"))
+    text = "\n".join(text.splitlines())
     text = "".join(c for c in text if unicodedata.category(c) != "Cf" or c in JOINERS).strip()
     if not text:
         raise Fault(f"--{knob} {path}: the file is empty")
-    if (shown := printable(text)) != text:
-        k = next(k for k, (a, b) in enumerate(zip(text, shown, strict=False)) if a != b)
-        raise Fault(f"--{knob} {path}: it holds the control character {text[k]!r}; take it out")
+    for c in text:
+        if printable(c) != c:
+            raise Fault(f"--{knob} {path}: it holds the control character {c!r}; take it out")
     return text
 
 
@@ -135,10 +139,8 @@ def check_questions(task: Task) -> None:
 def _check_split(task: Task, split: str) -> None:
     ids = Counter[str]()
     for q in task.questions(split):
-        texts = (
-            [q.text, *q.golds] if isinstance(q, Question) and isinstance(q.golds, tuple) else [None]
-        )
-        if not all(isinstance(text, str) for text in texts):
+        known = isinstance(q, Question) and isinstance(q.golds, tuple)
+        if not known or not all(isinstance(text, str) for text in (q.text, *q.golds)):
             raise Fault(
                 f"--task {task.cfg.task}: of {split} it has {q!r:.99}; return Question(id, text, [gold, ...])"
             )
@@ -147,7 +149,8 @@ def _check_split(task: Task, split: str) -> None:
         raise Fault(
             f"--task {task.cfg.task}: there are no questions to {split} on; return at least one"
         )
-    if twice := [id for id, n in ids.items() if n > 1]:
-        raise Fault(
-            f"--task {task.cfg.task}: several {split} questions have the id {twice[0]!r}; make it unique"
-        )
+    for id, n in ids.items():
+        if n > 1:
+            raise Fault(
+                f"--task {task.cfg.task}: several {split} questions have the id {id!r}; make it unique"
+            )

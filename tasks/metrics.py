@@ -19,6 +19,8 @@ def set_rewards(task: Task, taus: Sequence[Trajectory]) -> None:
     for each."""
     with may_stop():  # a judge may take minutes
         rewards = task.reward(list(taus))  # its own, to sort or filter
+
+    # a number for each?
     where = f"--task {task.cfg.task}: its reward"
     if task.cfg.reward:
         where = f"--reward {task.cfg.reward}: the reward"
@@ -33,8 +35,10 @@ def set_rewards(task: Task, taus: Sequence[Trajectory]) -> None:
         raise Fault(
             f"{where} returned {count} for {len(taus)} trajectories; return a number for each"
         )
+
+    # finite ones
     for tau, r in zip(taus, rewards, strict=True):
-        if not _finite(r):
+        if not is_finite(r):
             raise Fault(f"{where} of question {tau.question.id} is {r!r}; return a finite number")
         tau.reward = float(r)
         tau.failed = bool(task.failed(tau))
@@ -51,7 +55,7 @@ def compute_metrics(
     first: Any = names or rows[0]
     for tau, row in zip(taus, rows, strict=True):
         where = f"--task {task.cfg.task}: its metrics of question {tau.question.id}"
-        if not row or list(row) != list(first) or not all(map(_finite, row.values())):
+        if not row or list(row) != list(first) or not all(map(is_finite, row.values())):
             raise Fault(
                 f"{where} are {row}, the first {first}; return finite numbers of the same names for all"
             )
@@ -66,7 +70,7 @@ def compute_metrics(
     return [{name: float(x) for name, x in row.items()} for row in rows]
 
 
-def _finite(x: Any) -> bool:
+def is_finite(x: Any) -> bool:
     try:
         return math.isfinite(x)
     except (TypeError, ValueError, OverflowError):

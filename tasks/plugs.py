@@ -1,11 +1,8 @@
 """Code that a flag names: `module:name`, or a plug-in, which is known by a word."""
 
-import asyncio
 import importlib
-import inspect
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from config import HERE
@@ -15,6 +12,8 @@ from plumbing.faults import Fault, first_line
 def import_named(where: str, spec: str, kind: str) -> Any:
     """Returns the "class" or "function" of "module:name"; the working directory is searched last.
     Raises Fault."""
+    if not spec:  # `find_plug` found none
+        raise Fault(f"{where}: it needs a plug-in that is not here; take the whole project")
     module, _, name = spec.partition(":")
     if not module or module.startswith(".") or not name:
         raise Fault(f"{where}: give it as module:name, for a {kind} in module.py")
@@ -45,15 +44,3 @@ def find_plug(word: str) -> str:
             if word in plugs:
                 return plugs[word]
     return ""
-
-
-def wait_for(result: Any) -> Any:
-    """Returns the result of a user's function, `async` or not."""
-    if not inspect.iscoroutine(result):
-        return result
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(result)
-    with ThreadPoolExecutor(1) as thread:  # in a notebook this one has a loop already
-        return thread.submit(asyncio.run, result).result()

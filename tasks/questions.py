@@ -31,6 +31,8 @@ COLUMNS = (
 )
 ARTICLES = ("a", "an", "the")
 JSON_TEXT = re.compile(r'\s*"?(\[[\s\\n]*["{]|\{[\s\\n]*")')  # an answer may be [0, 1]
+# as Python, numpy and DuckDB print lists and sets; an answer may be {"a": 1}, too
+PRINTED = re.compile(r"\[.*,.*\]|(array\()?[\[(\s]+['\"].*[\])]|\{'[^:]*\}", re.S)
 OTHER_SCRIPTS = re.compile(f"[\u0530-\u1cff{SIGNS}]")
 
 
@@ -41,6 +43,7 @@ def load_questions(path: str | Path, rows: bool = False) -> list[Question]:
     An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes
     `{source}-{id}`. `rows`: the row of each, with all its columns, is its `data`.
     """
+    # the rows
     path = fetch_file(str(path))
     read_table = partial(read_parquet, columns=None) if rows else read_parquet
     read = {".jsonl": read_json_lines, ".parquet": read_table}.get(path.suffix)
@@ -56,6 +59,8 @@ def load_questions(path: str | Path, rows: bool = False) -> list[Question]:
         notes.update(_doubts(row, questions[-1]))
     if not questions:
         raise Fault(f"{path}: no question in it; give a file with at least one row")
+
+    # what is doubtful, and ids
     for note, count in notes.items():
         print(f"note: {path}: {count} {note}", flush=True)
     n = Counter(q.id for q in questions)
@@ -123,17 +128,22 @@ def _read_question(row: object, line: int) -> Question:
     do."""
     if not isinstance(row, dict):
         raise ValueError("not a JSON object; write one JSON object a line")
-    source = str(_get(row, "data_source", default="data"))
-    id = str(_get(row, "id", default=_get(row, "extra_info", "index", default=f"{source}-{line}")))
-    text = _get(row, "question")
+    # whose it is, and what it asks
+    source = str(look_up(row, "data_source", default="data"))
+    id = str(
+        look_up(row, "id", default=look_up(row, "extra_info", "index", default=f"{source}-{line}"))
+    )
+    text = look_up(row, "question")
     if text is None:
-        text = _find_question(_get(row, "prompt"))
+        text = _find_question(look_up(row, "prompt"))
     if not isinstance(text, str) or not text.strip():
         raise ValueError("no question; fill `question`, or `prompt` with a user message")
-    truth = _get(row, "reward_model", "ground_truth", default=())
-    golds = _get(row, "golden_answers", default=_get(truth, "target", default=truth))
+
+    # the right answers, as texts
+    truth = look_up(row, "reward_model", "ground_truth", default=())
+    golds = look_up(row, "golden_answers", default=look_up(truth, "target", default=truth))
     if isinstance(golds, str):
-        texts = _unpacked(golds)
+        texts = unpacked(golds)
         golds = texts if isinstance(texts, list) and isinstance(texts[0], str) else [golds]
     if (
         not isinstance(golds, Iterable)
@@ -146,6 +156,8 @@ def _read_question(row: object, line: int) -> Question:
     golds = [gold.strip() for gold in golds if gold.strip()]
     if not golds:
         raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth`")
+
+    # as data
     id, source, text, *golds = clean([id, source, text.strip(), *golds])
     return Question(
         id, text if text.endswith(("?", "？", "؟")) else text + "?", tuple(golds), source
@@ -156,39 +168,41 @@ def _doubts(row: object, q: Question) -> Iterator[str]:
     """Yields what is probably a mistake in a question, to be counted."""
     if any(gold.lower() in ARTICLES or not any(map(str.isalnum, gold)) for gold in q.golds):
         yield "questions have a gold answer without a word but articles: it equals any article"
-    if any(re.fullmatch(r"\[([\s\[]*['\"].*|.*,.*)\]", gold) for gold in q.golds):
+    if any(map(PRINTED.fullmatch, q.golds)):
         yield "questions have a list as the text of one gold answer: write a JSON list"
-    prompt = _find_question(_get(row, "prompt"))
+    prompt = _find_question(look_up(row, "prompt"))
     if prompt and prompt.strip().rstrip("?") != q.text.rstrip("?"):
         yield "questions differ from the one in `prompt`, which is not asked"
 
 
-def _get(row: object, *keys: str, default: Any = None) -> Any:
-    """Returns `row[k1][k2]...`, or `default` where a key is absent or null."""
+def look_up(row: object, *keys: str, default: Any = None) -> Any:
+    """Returns `row[k1][k2]...`, or `default` where a key is absent or null. Objects may be JSON
+    texts."""
     for key in keys:
-        row = _unpacked(row)
+        row = unpacked(row)
         row = row.get(key) if isinstance(row, dict) else None
     return default if row is None else row
 
 
-def _unpacked(value: object) -> object:
+def unpacked(value: object) -> object:
     """Returns what a JSON text of an object, or of a list of texts or objects, says: exports write
     columns so."""
     if isinstance(value, str) and JSON_TEXT.match(value):
         with suppress(ValueError):
-            return _unpacked(decoded(value))  # it may be written twice
+            return unpacked(decoded(value))  # it may be written twice
     return value
 
 
 def _find_question(prompt: object) -> str | None:
     """Returns what follows the last `Question:` in the last user message, or in the string."""
-    prompt = _unpacked(prompt)
+    prompt = unpacked(prompt)
     if isinstance(prompt, Iterable) and not isinstance(prompt, str):
         prompt = next(
-            (_get(m, "content") for m in reversed(list(prompt)) if _get(m, "role") == "user"), None
+            (look_up(m, "content") for m in reversed(list(prompt)) if look_up(m, "role") == "user"),
+            None,
         )
     # messages as Python prints them
-    if not isinstance(prompt, str) or re.match(r"\s*\[\s*\{\s*'", prompt):
+    if not isinstance(prompt, str) or re.match(r"\s*(array\()?[\[(]\s*\{\s*'", prompt):
         return None
     return prompt.rpartition("Question:")[2]
 

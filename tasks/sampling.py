@@ -10,6 +10,12 @@ import numpy as np
 from tasks.trajectories import Question
 
 T = TypeVar("T")
+STORED = 24  # questions of an evaluation or a verification whose trajectories a run stores
+
+
+def space_evenly(n: int, k: int) -> list[int]:
+    """Returns at most k of the places 0..n-1, evenly spaced: always the same sample."""
+    return [j * n // k for j in range(k)] if k < n else list(range(n))
 
 
 def rng_of(seed: int, t: int, purpose: str) -> np.random.Generator:

@@ -32,13 +32,17 @@ class Task(ABC):
     tools: Sequence[Tool] = ()
     instruction: str = "Answer inside <answer> and </answer>."  # without --instruction
     # the lowest that a right answer earns: below it a trajectory has failed
-    best_reward: ClassVar[float] = 1.0
+    passing_reward: ClassVar[float] = 1.0
     at_once: int = sys.maxsize  # episodes that can be played together
 
     waited = 0.0  # seconds in which all trajectories waited for tools
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
+
+    def tools_of(self, question: Question) -> Sequence[Tool]:
+        """Returns those of `tools` that a question's prompt shows."""
+        return self.tools
 
     def make_format(self, tokenizer: Tokenizer | None = None) -> Tags:
         """Returns how calls, answers and results are written (--format), of which ids take the
@@ -104,7 +108,7 @@ class Task(ABC):
 
     def failed(self, tau: Trajectory) -> bool:
         """Returns whether a rewarded trajectory is a failure to learn from (§3.2)."""
-        return tau.reward < self.best_reward
+        return tau.reward < self.passing_reward
 
     def shown(self, tau: Trajectory) -> str:
         """Returns a failure as the optimizer reads it (App. E); right answers, if there are any,

@@ -120,11 +120,12 @@ def check_words(where: str, tools: Sequence[Tool]) -> None:
             "plural": tool.plural.strip() and plurals[tool.plural] == 1,
             "result_tag": TAG.fullmatch(tool.result_tag) and not tags[tool.result_tag],
         }
-        for word in (word for word in WORDS if not right[word]):
-            rule = "tags are letters, digits, - and _, no digit first; think, answer and others' tags are reserved"
-            raise Fault(
-                f"{where}: its tool <{tool.tag}> has the {word} {getattr(tool, word)!r}; {rule}"
-            )
+        for word in WORDS:
+            if not right[word]:
+                rule = "tags are letters, digits, - and _, no digit first; think, answer and others' tags are reserved"
+                raise Fault(
+                    f"{where}: its tool <{tool.tag}> has the {word} {getattr(tool, word)!r}; {rule}"
+                )
 
 
 def list_stop_strings(tools: Sequence[Tool]) -> tuple[str, ...]:
@@ -141,11 +142,12 @@ def explain_invalid_action(tools: Sequence[Tool]) -> str:
 
 def find_call(text: str, tools: Sequence[Tool]) -> tuple[Tool, str] | None:
     """Returns the tool that a turn calls first, and the argument; None if no call is complete."""
-    calls = []
+    first, call = len(text), None
     for tool in tools:
-        if match := re.search(rf"<{tool.tag}>((?:(?!<{tool.tag}>).)*?)</{tool.tag}>", text, re.S):
-            calls.append((match.start(), tool, match.group(1).strip()))
-    return min(calls, key=lambda call: call[0])[1:] if calls else None
+        match = re.search(rf"<{tool.tag}>((?:(?!<{tool.tag}>).)*?)</{tool.tag}>", text, re.S)
+        if match and match.start() < first:
+            first, call = match.start(), (tool, match[1].strip())
+    return call
 
 
 def find_answer(response: str) -> str | None:

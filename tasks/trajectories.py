@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from plumbing.files import Row
+
 
 @dataclass(frozen=True)
 class Question:
@@ -61,7 +63,7 @@ class Trajectory:
     mask: list[int] = field(default_factory=list)
     # the engine's log-probabilities; 0 where mask is 0
     logps: list[float] = field(default_factory=list)
-    acted: list[int] = field(default_factory=list)  # how many tokens each turn sampled
+    turn_tokens: list[int] = field(default_factory=list)  # how many tokens each turn sampled
     turns: list[Turn] = field(default_factory=list)
     # Why it ended: "answer", "over" (the task ended it), "turns" (none left), "length" (context
     # full), "refused" (by the server of a model that is evaluated).
@@ -82,7 +84,7 @@ class Trajectory:
         self.ids += ids
         self.mask += [1] * len(ids)
         self.logps += logps
-        self.acted.append(len(ids))
+        self.turn_tokens.append(len(ids))
 
     def observe(self, ids: list[int]) -> None:
         self.ids += ids
@@ -100,9 +102,9 @@ class Trajectory:
 
     def outcome(self) -> Trajectory:
         """Returns a copy for rewards and metrics alone: without tokens."""
-        return replace(self, ids=[], mask=[], logps=[], acted=[])
+        return replace(self, ids=[], mask=[], logps=[], turn_tokens=[])
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Row:
         """Returns a row for `trajectories/`: everything but the token arrays."""
         return {
             "instruction": self.instruction,

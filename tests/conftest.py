@@ -1,23 +1,17 @@
 """Shared by all tests: no downloads, two threads, and two policies, the world's and a tiny one with
 a BPE tokenizer."""
 
+import gc
 import os
 import signal
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
-
 import pytest
-import torch
 from json_server import json_servers
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its kernels run on the CPU
-
 from config import WORLD
-from models.model import load_policy
 
-# one in each of two parallel workers
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+gc.disable()  # until all that stays is imported
 # A script's background job ignores Ctrl-C, with nohup a hang-up, too, and so would the programs
 # that the tests signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,9 +21,32 @@ signal.signal(signal.SIGHUP, lambda *_: None)  # ignored here, but not in progra
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
+def pytest_configure(config):
+    if config.getoption("numprocesses", None):
+        return  # its workers run the tests: torch takes seconds to import
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it runs on the CPU
+    # one in each of two parallel workers
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+
+
+def pytest_collection_finish():
+    """What is imported by now is not searched for garbage, which runs collect after each step."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # extension modules look for leaks as they leave
+
+
 def load(path):
     # here: it imports transformers, which takes seconds, and few tests need it
     from tiny_model import STOP
+
+    from models.model import load_policy
 
     return load_policy(path, STOP)
 

@@ -32,7 +32,7 @@ def measure(rank):
     N, H, V = 37, 16, 1187
     hidden, weight = torch.randn(N, H, generator=g), torch.randn(V, H, generator=g)
     targets = torch.randint(V, (N,), generator=g)
-    tokens = {"adv": torch.randn(N, generator=g), "w": torch.rand(N, generator=g)}
+    tokens = {"adv": torch.randn(N, generator=g), "token_weight": torch.rand(N, generator=g)}
     tokens |= {
         "old_logp": -8 + torch.rand(N, generator=g),
         "ref_logp": -8 + torch.rand(N, generator=g),

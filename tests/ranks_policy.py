@@ -12,9 +12,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from inspo import make_policy
 from plumbing.faults import Fault
 from tasks.loading import load_task
+from training.policy import Policy, follow
 from training.ranks import Ranks
 
 
@@ -22,9 +22,11 @@ def main() -> None:
     taus_path, out = map(Path, sys.argv[1:])
     cfg, taus = pickle.loads(taus_path.read_bytes())
     ranks = Ranks("cpu", cfg.patience)
-    policy = make_policy(cfg, ranks, load_task(cfg))
+    task = load_task(cfg)
     if ranks.rank:
-        return policy.follow()
+        return follow(ranks, task)
+    ranks.broadcast((cfg, task.address()))
+    policy = Policy(cfg, ranks, task)
     (out / "metrics.json").write_text(json.dumps(policy.update(1, taus)))
     policy.export(out / "policy")
     policy.cfg = replace(cfg, model="/no/such")

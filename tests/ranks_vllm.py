@@ -37,7 +37,7 @@ def error(engine, model, tokenizer, rank: int) -> float:
     for row, ids, logps, _ in turns:
         whole, n = torch.tensor(contexts[row] + ids), len(contexts[row])
         rows, targets = torch.arange(n - 1, len(whole) - 1), whole[n:]
-        wanted = model.score(whole, Packing([len(whole)]), rows, targets, 0.8)[0]
+        wanted = model.forward_packed(whole, Packing([len(whole)]), rows, targets, 0.8)[0]
         worst = max(worst, (wanted - torch.tensor(logps)).abs().max().item())
     return worst
 

@@ -220,7 +220,7 @@ class Evolved:
         buffer=BUFFER,
         task=Exam,
         config=Config,
-        population=inspo.population_of,
+        population=Population,
         **knobs,
     ):
         self.cfg = config(**dict(N_P=4, N_parent=1, top_n=6, rounds=5, failures=4, D_B=10) | knobs)
@@ -294,7 +294,7 @@ def test_a_proposer_is_shown_failures_or_scores_or_the_parent_alone():
 
 
 def test_the_history_leaves_out_who_was_never_sampled():
-    P = Population(0.2, 5)
+    P = Population(Config())
     for text, rewards in [("good", [0.5]), ("new", []), ("bad", [0.0])]:
         P.join(text, None, 0).rewards = rewards
     cfg, tau_fail = Config(proposer="history"), replayed(*BUFFER).items[:1]
@@ -388,17 +388,10 @@ def test_without_verification_every_candidate_joins_in_the_order_of_the_reply_an
 
 def test_another_rule_of_who_joins_is_a_method_of_a_population():
     class Worst(Population):
-        def admit(self, verified, room):
+        def select_top(self, verified, room):
             return verified[-1:]
 
-    e = Evolved(
-        {"old": 0.5},
-        SIX | {"low": 1},
-        ["low", "a"],
-        N_P=3,
-        rounds=1,
-        population=lambda cfg: Worst(0.2, 5),
-    )
+    e = Evolved({"old": 0.5}, SIX | {"low": 1}, ["low", "a"], N_P=3, rounds=1, population=Worst)
     assert e.texts == ["old", "low"]
 
 
@@ -611,9 +604,9 @@ def test_a_call_is_logged_before_its_reply_is_read():
 # ------------------------------------------------------------------------------------
 
 
-def first(optimizer, N_P=4):
-    cfg, log = Config(N_P=N_P), Recorder()
-    evolution = inspo.Evolution(cfg, Exam(cfg, {}), optimizer, inspo.population_of(cfg), log)
+def first(optimizer, N_P=4, **knobs):
+    cfg, log = Config(N_P=N_P, **knobs), Recorder()
+    evolution = inspo.Evolution(cfg, Exam(cfg, {}), optimizer, Population(cfg), log)
     evolution.fill_population()
     return evolution.P, log
 
@@ -630,7 +623,7 @@ def test_the_first_population_is_the_first_instruction_and_its_paraphrases():
     )
     [start], [call] = log.rows("start"), log.rows("call")
     assert [I["text"] for I in start["P"]] == [I.text for I in P.active] and call["t"] == 0
-    assert (P.tau_s, P.window) == (0.2, 5)  # App. B
+    assert (P.cfg.tau_s, P.cfg.window) == (0.2, 5)  # App. B
 
 
 def test_a_paraphrase_must_differ_from_the_first_instruction_and_keep_its_tags():
@@ -640,6 +633,11 @@ def test_a_paraphrase_must_differ_from_the_first_instruction_and_keep_its_tags()
         )
     )
     assert [I.text for I in P.active] == [FIRST, f"a {TAGS}"]
+
+
+def test_the_first_population_is_full_however_many_parents_there_will_be():
+    P, _ = first(TableOptimizer([f"{k} {TAGS}" for k in "abcde"]), N_parent=2)
+    assert [I.text for I in P.active] == [FIRST, *(f"{k} {TAGS}" for k in "abc")]
 
 
 def test_a_population_of_two_starts_with_one_paraphrase():
@@ -687,7 +685,7 @@ def run(
     D=None,
     task=Exam,
     config=Config,
-    population=inspo.population_of,
+    population=Population,
     **knobs,
 ):
     """Returns (result of `inspo`, its policy, its log, its optimizer); right by default 0."""
@@ -703,7 +701,7 @@ def run(
 
 def restored(*texts):
     """Returns (P, B) of a run with these instructions."""
-    P = Population(0.2, 5)
+    P = Population(Config())
     for text in texts:
         P.join(text, None, 0)
     return P, ReplayBuffer(1000)

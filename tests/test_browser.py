@@ -353,11 +353,12 @@ def test_a_served_page_follows_its_run(open_page, tmp_path):
         browser.get("about:blank")
 
 
-def test_a_page_of_thousands_lists_them_a_screen_at_a_time(open_page, tmp_path):
+def test_a_page_of_thousands_lists_them_a_screen_at_a_time(open_page, tmp_path, monkeypatch):
+    monkeypatch.setattr(html, "LIMIT", 4000)
     path = shutil.copytree(RUN, tmp_path / "run")
     for t in range(10, 110):
         shutil.copy(
             RUN / "trajectories/step-000009.jsonl.gz", path / f"trajectories/step-{t:06d}.jsonl.gz"
         )
-    browser = open_page(path=html.write_page([path], path / "report.html", limit=4000))
+    browser = open_page(path=html.write_page([path], path / "report.html"))
     assert int(text(browser, ".count").split()[0]) > 1000 and count(browser, ".rows li") == 60

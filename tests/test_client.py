@@ -65,6 +65,24 @@ def test_a_request_sends_json_or_nothing_and_returns_what_its_reader_makes_of_th
     assert (json.loads(body), empty, none) == ({"é": [1]}, b"{}", b"")
 
 
+@pytest.mark.parametrize(
+    "base, asked",
+    [
+        ("", ""),
+        ("//", ""),
+        ("/v1/ \n", "/v1"),
+        ("?k=1", ""),
+        ("/path", ""),
+        ("/v1/path/?k=1", "/v1"),
+    ],
+)
+def test_a_base_may_end_in_slashes_have_a_query_or_name_what_is_asked(serve, base, asked):
+    """Search-R1's own URL ends in /retrieve, Azure's in /chat/completions."""
+    server = serve(OK)
+    assert client(server.url + base).ask("/path", {}, value) == 1
+    assert server.requests[0][0] == f"{asked}/path" + "?k=1" * ("?" in base)
+
+
 def test_threads_may_share_a_client(serve, waits):
     server = serve(hang_up, BUSY, *[OK] * 32)
     asker = client(server.url)
@@ -146,7 +164,7 @@ def test_an_invalid_url_is_final(waits, url):
 @pytest.mark.parametrize(
     "text",
     [
-        "", "<html>", "[]", '"value"', "{}", '{"value"', '{"other": 1}',
+        "", "<html>", 'data: {"value": 1}\n\n', "[]", '"value"', "{}", '{"value"', '{"error": "not loaded"}',
         "[" * 200_000, '{"value": NaN}', '{"value": -Infinity}', '{"value": ' + "9" * 5000 + "}",
     ],
 )  # fmt: skip
@@ -154,6 +172,7 @@ def test_a_malformed_body_is_never_read_and_may_be_better_the_next_time(serve, w
     with pytest.raises(RequestFailed, match=r"/path: malformed answer \(\w+Error: .*\)$") as failed:
         client(serve((200, {}, text)).url, retries=0).ask("/path", {}, value)
     assert len(str(failed.value)) < 400
+    assert repr(text[:80]) in str(failed.value)  # a page to log in, an event stream, an error
     server = serve((200, {}, text), OK)
     assert client(server.url).ask("/path", {}, value) == 1
     assert len(server.requests) == 2 and len(waits) == 1
@@ -324,7 +343,9 @@ def test_the_wait_doubles_varies_by_half_and_has_an_upper_bound(serve, waits):
         assert max(others) == 60 or k < 6
 
 
-@pytest.mark.parametrize("asked, wait", [("17", 17), (" 3 ", 3), ("3600", 60), ("9" * 400, 60)])
+@pytest.mark.parametrize(
+    "asked, wait", [("17", 17), (" 3 ", 3), ("7.66", 7.66), ("3600", 60), ("9" * 400, 60)]
+)
 @pytest.mark.parametrize("status", [429, 503])
 def test_retry_after_in_seconds_is_honoured_up_to_a_minute(serve, waits, status, asked, wait):
     assert client(serve((status, {"Retry-After": asked}, ""), OK).url).ask("/path", {}, value) == 1
@@ -340,7 +361,8 @@ def test_retry_after_as_a_date_is_honoured_up_to_a_minute(serve, waits, ahead, l
 
 
 @pytest.mark.parametrize(
-    "asked", ["0", "-5", "nan", "-inf", "soon", "", "yesterday GMT", "Wed, 99 Xyz 99999 07:28 GMT"]
+    "asked",
+    ["0", "0.2", "-5", "nan", "-inf", "soon", "", "yesterday GMT", "Wed, 99 Xyz 99999 07:28 GMT"],
 )
 def test_a_retry_after_of_nothing_or_nonsense_waits_as_usual(serve, waits, asked):
     client(serve((429, {"Retry-After": asked}, ""), OK).url).ask("/path", {}, value)

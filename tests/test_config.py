@@ -13,9 +13,8 @@ import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import config
-from config import OPTIMIZER, PRESETS, Config, parse_flags
+from config import OPTIMIZER, PRESETS, Config, find_endpoint, parse_flags
 from plumbing.faults import Fault
-from reflect import find_endpoint
 from tasks.loading import read_instruction
 
 HERE = Path(config.__file__).parent

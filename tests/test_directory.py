@@ -28,11 +28,12 @@ from evaluation.checkpoints import export_checkpoint
 from journal.checkpoints import Checkpoints
 from journal.directory import RunDirectory, step_of
 from journal.record import with_absolute_paths
+from journal.screen import Screen
+from plumbing import checkpoint
 from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
 from plumbing.files import read_jsonl
 from population import Population, ReplayBuffer
 from tasks.loading import load_task
-from training import checkpoint
 from training.policy import Policy
 from training.ranks import Ranks
 
@@ -66,8 +67,8 @@ class Fixed:
 
 
 def checkpoints_of(run: RunDirectory) -> Checkpoints:
-    log = SimpleNamespace(state_dict=dict, cfg=Config(), note=lambda text: None)
-    return Checkpoints(run, Fixed(), Population(0.2, 5), ReplayBuffer(9), log)
+    log = SimpleNamespace(state_dict=dict, cfg=Config(), screen=Screen(9))
+    return Checkpoints(run, Fixed(), Population(Config()), ReplayBuffer(9), log)
 
 
 def begin(

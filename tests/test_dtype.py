@@ -18,13 +18,12 @@ from engines import choose
 from engines.choose import dtype_of
 from engines.torch_engine import TorchEngine
 from evaluation.agents import open_model
-from inspo import make_policy
 from models import model as models
 from models.model import empty, fill, load_config, load_policy, weights
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from tasks.loading import load_task
-from training.policy import choose_dither_seed, first_policy
+from training.policy import Policy, choose_dither_seed, first_policy
 from training.ranks import Ranks
 
 SMALL = "--mode static --dtype bfloat16 --T 2 --batch 2 --mini 2 --G 2 --eval_n 2 --save_every 1 --keep 9 --seed 6"
@@ -150,7 +149,7 @@ def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(
             G=4,
             lora_rank=rank,
         )
-        policy = make_policy(cfg, Ranks("cpu", 1, dtype), load_task(cfg))
+        policy = Policy(cfg, Ranks("cpu", 1, dtype), load_task(cfg))
         learner, taus = policy.learner, batch_of(batch, seed=3)
         learner.max_gap = float("inf")
         for tau in taus:
@@ -188,7 +187,7 @@ def test_a_forward_pass_leaves_the_weights_as_they_are_trained(tiny_path, monkey
     cfg = Config(model=str(tiny_path), engine="torch")
     gc.disable()
     try:
-        policy = make_policy(cfg, Ranks("cpu", 1, "bfloat16"), load_task(cfg))
+        policy = Policy(cfg, Ranks("cpu", 1, "bfloat16"), load_task(cfg))
         assert not first
     finally:
         gc.enable()

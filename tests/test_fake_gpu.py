@@ -119,15 +119,15 @@ def test_a_preset_builds_resumes_updates_and_saves_on_the_card(preset, guard, tm
 
 def test_a_layer_takes_few_operations(guard):
     """Forward, backward and the reference's forward, of 7 trajectories in 2 groups. Before pieces
-    shared a copy of their keys and FSDP gathered once an update they were 450 with kept activations
-    and 572 with recomputed ones."""
+    shared a copy of their keys, FSDP gathered once an update and layers worked on (T, H) they were
+    450 with kept activations and 572 with recomputed ones."""
     command = [sys.executable, str(HERE / "fake_cuda" / "count.py"), str(guard)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    most = {"gathered": (289, 394), "blocks": (344, 449), "whole": (250, 355)}
+    most = {"gathered": (225, 310), "blocks": (280, 365), "whole": (186, 271)}
     for way, limits in most.items():
         for activations, limit in zip(("kept", "recomputed"), limits, strict=True):
             counts = found[f"{way}, {activations}"]
             assert 100 < counts["operations"] <= limit, (way, activations)
-            assert counts["nodes"] <= 63
+            assert counts["nodes"] <= 43

@@ -460,7 +460,9 @@ def test_the_head_s_gradients_by_measurement():
     weight = torch.randn(V, H, dtype=torch.bfloat16, requires_grad=True)
     with Live([hidden, weight]) as live:
         targets, ones = torch.zeros(N, dtype=torch.long), torch.ones(N)
-        loss, _ = grpo_head(hidden, weight, targets, objective=objective, adv=ones, w=ones)
+        loss, _ = grpo_head(
+            hidden, weight, targets, objective=objective, adv=ones, token_weight=ones
+        )
         live.most = 0
         loss.backward()
     fitted = small_head(H, V, N, tied=True)

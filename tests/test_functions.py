@@ -11,8 +11,10 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -192,6 +194,11 @@ def test_a_result_is_text_that_a_tokenizer_accepts_and_no_longer_than_is_read():
     assert len(text) == MAX_RESULT and text.encode() and text.startswith("\ufffdx")
 
 
+@dataclass
+class Seen:
+    value: object
+
+
 class Mute(Exception):
     def __str__(self):
         raise RuntimeError("no words")
@@ -207,6 +214,8 @@ def raises(e):
         (lambda: np.float32(1.5), "1.5"), (lambda: {"x": np.int64(3)}, '{"x": 3}'),
         (lambda: [np.bool_(True)], "[true]"),
         (lambda: np.arange(3), "[0, 1, 2]"), (lambda: np.float32("nan"), "null"), (lambda: torch.ones(2), "[1.0, 1.0]"),
+        (lambda: range(3), "[0, 1, 2]"), (lambda: {"x": {"a": 1}.values()}, '{"x": [1]}'),
+        (lambda: MappingProxyType({"a": {1}}), '{"a": [1]}'), (lambda: Seen(np.float32(2)), '{"value": 2.0}'),
         (lambda: {np.int64(3): 1}, '{"3": 1}'), (lambda: (k for k in range(3)), "[0, 1, 2]"),
     ],
 )  # fmt: skip
@@ -216,7 +225,7 @@ def test_numbers_and_arrays_of_numpy_and_torch_and_iterators_are_json(result, re
 
 @pytest.mark.parametrize("result", [
     itertools.count, lambda: (k for k in itertools.count()), lambda: itertools.cycle("ab"),
-    lambda: {"x": [itertools.count()]},
+    lambda: {"x": [itertools.count()]}, lambda: [Seen(itertools.count())],
 ])  # fmt: skip
 def test_a_result_without_an_end_is_cut(result):
     began = time.monotonic()
@@ -294,6 +303,16 @@ def greet(name: str = "Bern"):
     return f"hello {name!r}"
 
 
+def pick(names: Sequence[str], weights: Mapping[str, int] | None = None) -> Iterable[str]:
+    """Picks.
+
+    Args:
+        names: Of whom
+        weights: By name
+    """
+    yield from (f"{name} {(weights or {}).get(name)}" for name in names)
+
+
 @pytest.mark.parametrize(
     "function, argument, reply",
     [
@@ -306,6 +325,9 @@ def greet(name: str = "Bern"):
         (rate, '{"score": 3}', "3 0.5"), (rate, '{"score": 7}', "wrong arguments of rate: score: it is one of 1, 2, 3"),
         (rate, '{"score": 1, "weight": 0.6}', "wrong arguments of rate: weight: it is one of 0.5, 1"),
         (greet, "", "hello 'Bern'"), (greet, "Rome", "hello 'Rome'"), (shout, "", ""),
+        (pick, '{"names": ["a"]}', '["a None"]'),
+        (pick, '{"names": ["a", "b"], "weights": {"b": 2}}', '["a None", "b 2"]'),
+        (pick, '{"names": "a"}', "wrong arguments of pick: names: Input should be a valid array"),
     ],
 )  # fmt: skip
 def test_docstrings_with_types_defaults_and_choices(function, argument, reply):
@@ -315,6 +337,9 @@ def test_docstrings_with_types_defaults_and_choices(function, argument, reply):
 def test_types_in_a_docstring_are_no_part_of_the_descriptions():
     shown = TypedFunction(typed, "").usage().splitlines()[1:]
     assert shown[0] == "  city: Its name (or its number): a text that goes on"
+    assert TypedFunction(pick, "").usage().splitlines()[1] == (
+        '  names: Of whom; {"items": {"type": "string"}}'
+    )
     assert shown[1] == "  days: How many. Defaults to 1.; may be left out"
     assert shown[2] == '  kind: Which; one of "a", "b"; may be left out' and len(shown) == 4
 

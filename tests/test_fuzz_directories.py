@@ -18,9 +18,9 @@ from evaluation.checkpoints import export_checkpoint
 from journal.directory import RunDirectory
 from models.model import load_model, load_policy
 from page.html import write_page
+from plumbing import checkpoint
 from plumbing.faults import Fault
 from population import Population, ReplayBuffer
-from training import checkpoint
 
 N = int(os.environ.get("FUZZ", 0)) // 10
 STEPS = (3, 6, 9)
@@ -151,7 +151,7 @@ def resume(path: Path) -> int | None:
             return None
         loaded = tensors(0)
         checkpoint.load(loaded, found[0], alone=True)
-        P, B = Population(0.2, 5), ReplayBuffer(9)
+        P, B = Population(Config()), ReplayBuffer(9)
         P.load_state_dict(found[1]["population"])
         B.load_state_dict(found[1]["buffer"])
         t = found[1]["t"]

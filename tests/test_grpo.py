@@ -4,6 +4,7 @@ a time."""
 import copy
 import json
 import math
+import threading
 from concurrent.futures import Future
 
 import numpy as np
@@ -16,6 +17,7 @@ from tiny_model import STOP
 from config import Config
 from engines.torch_engine import TorchEngine
 from grpo import Learner, lr_at, minibatches
+from models import lora
 from models.packing import micro_batches
 from plumbing.faults import EngineFault
 from rollout import rollout
@@ -281,6 +283,32 @@ def test_the_gradient_does_not_depend_on_micro_batches_nor_on_the_order(model, r
     for g, metrics in results[1:]:
         assert error(g, results[0][0]) < 1e-6
         assert metrics == pytest.approx(results[0][1], rel=1e-6)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_threads_that_share_micro_batches_compute_the_same_bits(world, monkeypatch, rank):
+    """Two of them meet in a small model's update. Adapters are switched off for the reference, so
+    that one thread would disturb the other."""
+    policy, results = lora.add(copy.deepcopy(world[0]), rank, 8), []
+    for threads in 1, 2:
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        settings = {"micro_tokens": 60, "mini": 3, "lora_rank": rank}
+        learner = learner_of(policy, None if rank else world[0], **settings)
+        inner, seen, both = learner.loss, set(), threading.Barrier(2, timeout=60)
+
+        def loss(batch, terms, inner=inner, seen=seen, both=both, threads=threads):
+            first = threading.get_ident() not in seen
+            seen.add(threading.get_ident())
+            if first and threads == 2 and not rank:
+                both.wait()  # it would raise if one thread had all of the work
+            return inner(batch, terms)
+
+        learner.loss = loss
+        metrics = [learner.update(t, minibatches(batch_of(6, seed=t), learner.cfg)) for t in (1, 2)]
+        assert len(seen) == 1 if rank else len(seen) >= threads
+        results.append((metrics, flat(learner.model)))
+    (metrics, weights), (same_metrics, same_weights) = results
+    assert metrics == same_metrics and torch.equal(weights, same_weights)
 
 
 def test_neither_do_old_log_probs(model, reference):

@@ -20,6 +20,7 @@ from json_server import json_servers
 import inspo
 from config import HERE, PRESETS, SEARCH_R1, SMOLLM_HUB, WORLD, Config
 from evaluation import benchmarks
+from journal.card import license_of
 from models.model import load_config
 from plumbing import hub
 from plumbing.faults import Fault, together
@@ -71,6 +72,28 @@ def test_a_path_of_this_disk_is_not_asked_for(hubs, tmp_path):
     assert hub.fetch_file(str(path)) == hub.find_on_disk(str(path)) == path and hubs.asked == []
 
 
+OTHER = "license: other\nlicense_name: mine\nlicense_link: "
+
+
+@pytest.mark.parametrize(
+    "card, said",
+    [
+        ("license: apache-2.0", {"license": "apache-2.0"}),
+        (f"{OTHER}https://x.org/l", {"license": "other", "license_name": "mine", "license_link": "https://x.org/l"}),
+        (f"{OTHER}LICENSE", {"license": "other", "license_name": "mine"}), ("tags: [x]", {}), ("license: [", {}),
+    ],
+)  # fmt: skip
+def test_the_license_of_an_export_is_its_base_model_s(hubs, monkeypatch, tmp_path, card, said):
+    for path in (tmp_path / "hub/own/model", tmp_path / "folder"):
+        put(path / "README.md", f"---\n{card}\n---\n# A model\n")
+    (tmp_path / "bare").mkdir()
+    assert license_of("own/model") == license_of(str(tmp_path / "folder")) == said
+    assert license_of(str(tmp_path / "bare")) == license_of("own/none") == {}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.out_of_reach.cache_clear()
+    assert license_of("own/other") == {}
+
+
 @pytest.mark.parametrize("name, says", [
     ("hf://own/set/train.jsonl", "hf://own/set/train.jsonl: not a file of a data set"),
     ("hf://datasets/own/set/nothing.jsonl", "the hub does not give nothing.jsonl of own/set .*give a file of your own"),
@@ -92,12 +115,17 @@ def test_a_hub_out_of_reach_is_asked_once(hubs, monkeypatch):
     head.assert_called_once()
 
 
-def test_evaluate_s_benchmarks_are_fetched_once_unless_they_are_in_their_folder(hubs, tmp_path):
-    put(tmp_path / "hub" / benchmarks.HUB.removeprefix("hf://") / "nq/test.jsonl", LINE)
-    put(tmp_path / "data/popqa/test.jsonl", LINE)
-    for name in ("nq", "nq", "popqa"):
-        assert [q.source for q in benchmarks.load_benchmark(name, tmp_path / "data")] == [name]
-    assert len(hubs.fetched()) == 1
+def test_evaluate_s_benchmarks_are_fetched_once_and_counted(hubs, tmp_path, capsys):
+    folder = tmp_path / "hub" / benchmarks.HUB.removeprefix("hf://")
+    put(folder / "nq/test.jsonl", LINE)
+    put(folder / "musique/dev.jsonl", f"{LINE}\n")  # which has no test split
+    rows = [{"id": f"{k}", "question": f"who is {k}?", "golden_answers": ["x"]} for k in range(125)]
+    put(folder / "bamboogle/test.jsonl", "\n".join(map(json.dumps, rows)))
+    for name, n in (("nq", 1), ("nq", 1), ("musique", 1), ("bamboogle", 125)):
+        assert [q.source for q in benchmarks.load_benchmark(name)] == [name] * n
+        note = f"note: {name}: 1 questions, published were"
+        assert (note in capsys.readouterr().out) == (n == 1)
+    assert len(hubs.fetched()) == 3
 
 
 # ---- what is searched

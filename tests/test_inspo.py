@@ -29,11 +29,11 @@ from config import parse_flags, read_config
 from engines.vllm_engine import vllm_version
 from grpo import Learner
 from journal.directory import RunDirectory
+from plumbing import checkpoint
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from tasks.questions import load_questions
 from tasks.sampling import draw_questions, rng_of
-from training import checkpoint
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
@@ -395,7 +395,7 @@ def test_a_hostile_optimizer_s_words_stay_words(tmp_path, monkeypatch):
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
         code, stdout, stderr = run_here(*flags)
         assert code == 0, (code, stderr)
-        assert "1 evolution left the population as it was" in stdout and "\x1b" not in stdout
+        assert "1 evolution changed no instruction" in stdout and "\x1b" not in stdout
         summary = json.loads((tmp_path / "r" / "summary.json").read_text())
         assert summary["evolved"] is False and summary["ledger"]["evolutions_in_vain"] == 1
         family = {
@@ -625,7 +625,8 @@ def test_an_export_has_a_model_card_that_the_hub_can_read(whole, tmp_path):
     export.main([str(run), "--out", str(to)])
     card = ModelCard.load(to / "README.md")
     summary = json.loads((run / "summary.json").read_text())
-    assert card.data.library_name == "transformers" and card.data.license == "other"
+    assert card.data.library_name == "transformers"
+    assert card.data.license is None  # the world's policy has no card
     assert card.data.base_model is None  # a folder of this machine is no model of the hub
     assert card.data.pipeline_tag == "text-generation" and "inspo" in card.data.tags
     assert (run / "I_star.txt").read_text().strip() in card.text

@@ -117,7 +117,7 @@ def eq2(
     targets,
     *,
     adv,
-    w,
+    token_weight,
     old_logp=None,
     ref_logp=None,
     temperature=1.0,
@@ -133,7 +133,8 @@ def eq2(
     def f64(v):
         return None if v is None else torch.as_tensor(v).double()
 
-    hidden, weight, adv, w, old, ref = map(f64, (hidden, weight, adv, w, old_logp, ref_logp))
+    hidden, weight, adv, w = map(f64, (hidden, weight, adv, token_weight))
+    old, ref = f64(old_logp), f64(ref_logp)
     logp_all = torch.log_softmax(hidden @ weight.T / temperature, dim=1)  # (N, V)
     logp = logp_all[torch.arange(len(targets)), targets]
     low, high = 1 - f64(eps_low), 1 + f64(eps_high)
@@ -226,7 +227,7 @@ def per_token(hidden, weight, targets, g):
     logp = token_logprobs(hidden, weight, targets)[0]
     old, ref = (logp + 0.4 * torch.randn(N, generator=g, dtype=dtype) for _ in range(2))
     w = torch.rand(N, generator=g, dtype=dtype) / max(N, 1)
-    return {"adv": adv, "w": w, "old_logp": old, "ref_logp": ref}
+    return {"adv": adv, "token_weight": w, "old_logp": old, "ref_logp": ref}
 
 
 # ---- the loss and its gradient
@@ -358,13 +359,13 @@ def test_eq2_token_by_token(old, beta, rows):
     p = torch.linspace(0.05, 0.9, N)
     args = torch.stack([p, 1 - p], 1).log(), torch.eye(2), torch.zeros(N, dtype=torch.long)
     logp = token_logprobs(*args)[0]
-    kw = {"adv": adv, "w": torch.linspace(0.01, 0.02, N), "ref_logp": logp + d}
+    kw = {"adv": adv, "token_weight": torch.linspace(0.01, 0.02, N), "ref_logp": logp + d}
     kw["old_logp"] = logp - rho.log() if old else None
     got = differentiate(grpo_head, *args, **kw, eps_low=low, eps_high=high, beta=beta)
 
     loss, expected = 0.0, []
     for n in range(N):
-        A, w, ref, now = (float(x[n]) for x in (adv, kw["w"], kw["ref_logp"], logp))
+        A, w, ref, now = (float(x[n]) for x in (adv, kw["token_weight"], kw["ref_logp"], logp))
         ratio = math.exp(now - float(kw["old_logp"][n])) if old else 1.0
         clipped = ratio > 1 + high if A > 0 else A < 0 and ratio < 1 - low
         kl = math.expm1(ref - now) - (ref - now)
@@ -392,7 +393,7 @@ def test_both_sides_of_the_clip():
         weight,
         targets,
         adv=adv,
-        w=torch.ones(24),
+        token_weight=torch.ones(24),
         old_logp=old,
         kind="dual_clip",
         delta=2.0,
@@ -418,14 +419,14 @@ def test_a_tie_keeps_the_whole_gradient(eps, kind):
 
     hidden, weight = (v.double().requires_grad_() for v in args[:2])
     logp = torch.log_softmax(hidden @ weight.T, 1)[torch.arange(13), args[2]]
-    dX, dW = torch.autograd.grad(-(kw["w"] * kw["adv"] * logp).sum(), (hidden, weight))
+    dX, dW = torch.autograd.grad(-(kw["token_weight"] * kw["adv"] * logp).sum(), (hidden, weight))
     assert error(implied["dX"], dX) < 1e-5 and error(implied["dW"], dW) < 1e-5
 
 
 def test_delta_bounds_a_negative_advantage():
     args, kw = batch()
     # rho about e^40
-    kw |= {"adv": -torch.ones(13), "w": torch.ones(13), "old_logp": kw["old_logp"] - 40}
+    kw |= {"adv": -torch.ones(13), "token_weight": torch.ones(13), "old_logp": kw["old_logp"] - 40}
     assert differentiate(grpo_head, *args, **kw)["loss"] > 1e15
     bounded = check(*args, kind="dual_clip", delta=4.0, **kw)
     assert same(bounded["loss"], torch.tensor(13 * 4.0)) and not bounded["dX"].any()
@@ -445,7 +446,7 @@ def test_far_from_old_and_reference_all_stays_finite(adv, kind):
     for w in (torch.ones(6), torch.zeros(6)):
         kw |= {
             "adv": torch.full((6,), adv),
-            "w": w,
+            "token_weight": w,
             "old_logp": logp + far,
             "ref_logp": logp + far.roll(1),
         }
@@ -500,7 +501,7 @@ def test_w_holds_the_averages_of_eq2():
             total += min(rho * A, min(max(rho, 0.8), 1.2) * A) - 0.001 * (math.exp(d) - d - 1)
         J += total / mask[tau].sum().item() / G
         w.append(mask[tau] / mask[tau].sum() / G)
-    loss, _ = grpo_head(*args, **kw | {"w": torch.cat(w), "beta": 0.001})
+    loss, _ = grpo_head(*args, **kw | {"token_weight": torch.cat(w), "beta": 0.001})
     assert same(loss, torch.tensor(-J))
 
 
@@ -558,12 +559,12 @@ def test_one_ratio_for_a_sequence_that_straddles_chunks():
         s = torch.exp(log_s + logp - logp.detach())
         return torch.minimum(s * adv, s.clamp(1 - eps_low, 1 + eps_high) * adv)
 
-    def exact(hidden, weight, targets, *, adv, w, old_logp, **_):
+    def exact(hidden, weight, targets, *, adv, token_weight, old_logp, **_):
         logp = torch.log_softmax(hidden @ weight.T, 1)[torch.arange(13), targets]
         s = means(logp - old_logp.double()).exp()
-        return -(w * torch.minimum(s * adv, s.clamp(0.9, 1.1) * adv)).sum(), {}
+        return -(token_weight * torch.minimum(s * adv, s.clamp(0.9, 1.1) * adv)).sum(), {}
 
-    kw["w"] = (0.1 * torch.tensor([1.0, 2.0, 3.0]))[of]  # one for a sequence, as in GSPO
+    kw["token_weight"] = (0.1 * torch.tensor([1.0, 2.0, 3.0]))[of]  # one for a sequence, as in GSPO
     log_s = means(token_logprobs(hidden, weight, targets)[0] - kw["old_logp"])
     assert ((log_s.exp() - 1).abs() > 0.1).any() and ((log_s.exp() - 1).abs() < 0.1).any()
     want = differentiate(exact, hidden.double(), weight.double(), targets, **kw)
@@ -592,7 +593,9 @@ def test_two_micro_batches_make_one():
 def test_masked_rows_might_as_well_be_absent():
     (hidden, weight, targets), kw = batch()
     mask = torch.arange(13) % 3 > 0
-    masked = differentiate(grpo_head, hidden, weight, targets, **kw | {"w": kw["w"] * mask})
+    masked = differentiate(
+        grpo_head, hidden, weight, targets, **kw | {"token_weight": kw["token_weight"] * mask}
+    )
     kept = {k: v[mask] for k, v in kw.items()}
     compact = differentiate(grpo_head, hidden[mask], weight, targets[mask], **kept)
     assert same(masked["loss"], compact["loss"])
@@ -826,7 +829,7 @@ def test_liger_gives_the_same(ours, theirs):
     theirs = {"beta": 0.04, "loss_type": "grpo"} | theirs
     share = 1 / mask.sum(1, keepdim=True) / B if theirs["loss_type"] == "grpo" else 1 / mask.sum()
     rows = mask.flatten().bool()
-    kw |= {"adv": adv.repeat_interleave(T), "w": (mask * share).flatten()}
+    kw |= {"adv": adv.repeat_interleave(T), "token_weight": (mask * share).flatten()}
     got = differentiate(
         head, hidden[rows], weight, targets[rows], **{k: v[rows] for k, v in kw.items()} | ours
     )

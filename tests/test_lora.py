@@ -26,7 +26,6 @@ import export
 from config import WORLD, Config
 from engines.torch_engine import TorchEngine
 from grpo import Learner, minibatches
-from inspo import make_policy
 from models import lora
 from models.model import load_policy, weights
 from plumbing.faults import DiskFault, Fault
@@ -228,7 +227,7 @@ def policy_of(path, **knobs):
         beta=0.0,
         **knobs,
     )
-    return make_policy(cfg, Ranks("cpu", 1), load_task(cfg))
+    return Policy(cfg, Ranks("cpu", 1), load_task(cfg))
 
 
 @pytest.mark.parametrize("fault", [None, RuntimeError("the engine died")])

@@ -26,12 +26,12 @@ from models.model import (
     empty,
     export,
     fill,
+    forward_packed,
     load_config,
     load_model,
     load_policy,
     load_tokenizer,
     logit_scale,
-    score,
     skeleton,
 )
 from models.packing import KeysOfPieces, Packing, packed_attention
@@ -130,7 +130,7 @@ def test_keys_of_all_pieces_are_one_copy_whose_gradients_are_summed_in_float32(d
     k, v = (torch.randn(T, 2, 8, generator=g).to(dtype).requires_grad_() for _ in range(2))
     with torch.no_grad():
         wanted = [torch.cat([x[places] for places in unshared(SHARED)]) for x in (k, v)]
-    got = KeysOfPieces.apply(*(x.transpose(0, 1)[None] for x in (k, v)), *SHARED.places)
+    got = KeysOfPieces.apply(k, v, *SHARED.places)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)) and len(got[0]) == K
     pushed = [torch.randn(K, 2, 8, generator=g).to(dtype) for _ in range(2)]
     torch.autograd.backward(got, pushed)
@@ -335,12 +335,16 @@ def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, ti
     ids = torch.cat(rows)
     want = torch.cat([own_logps(own, row, 0.7).gather(1, row[1:, None])[:, 0] for row in rows])
     for mode in (True, False):  # in training the policy is the one that sampled
-        logp, _ = score(model.train(mode), ids, Packing(LENGTHS), where, ids[where + 1], 0.7)
+        logp, _ = forward_packed(
+            model.train(mode), ids, Packing(LENGTHS), where, ids[where + 1], 0.7
+        )
         torch.testing.assert_close(logp.double(), want, atol=1e-4, rtol=0)
     assert want.std() > 0.2 * scale  # not all alike
 
-    weights = dict(objective=objective, adv=torch.ones(len(where)), w=torch.ones(len(where)))
-    _, extras = score(model, ids, Packing(LENGTHS), where, ids[where + 1], 0.7, **weights)
+    weights = dict(
+        objective=objective, adv=torch.ones(len(where)), token_weight=torch.ones(len(where))
+    )
+    _, extras = forward_packed(model, ids, Packing(LENGTHS), where, ids[where + 1], 0.7, **weights)
     torch.testing.assert_close(extras["logp"].double(), want, atol=1e-4, rtol=0)
 
     export(load_config(path), model, tokenizer, tmp_path / "exported", torch.float32)
@@ -511,8 +515,8 @@ def test_a_tokenizer_that_needs_a_package_names_it(tmp_path):
             "drops or changes 'Which",
         ),
         # thoughts
-        ("{{ messages[0]['content'].split('</think>')[-1] }}", "drops or changes ' <think>"),
-        ("{{ messages[0]['content'] | striptags }}", "drops or changes ' <think>"),
+        ("{{ messages[0]['content'].split('</think>')[-1] }}", "drops or changes '<think>"),
+        ("{{ messages[0]['content'] | striptags }}", "drops or changes '<think>"),
         (
             "{{ messages[0]['content'] | replace('search>', 'find>') }}",
             "drops or changes '<search>",

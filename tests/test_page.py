@@ -103,7 +103,7 @@ def game(path: Path) -> Path:
 def served(path: Path):
     """Serves the page of a run, as report.py --serve does; yields its URL."""
     sock = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(make_app([path], 100), log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(make_app([path]), log_level="warning"))
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{sock.getsockname()[1]}"
@@ -385,7 +385,7 @@ def test_what_a_person_would_point_at_is_a_warning(rows, panels, numbers):
 )
 def test_a_run_in_which_nothing_evolved_says_so(mode, evolved, n):
     run = run_of(*[GOOD] * 10)
-    run.config["mode"], run.summary["evolved"] = mode, evolved
+    run.summary |= {"mode": mode, "evolved": evolved, "ledger": {"evolutions": 2}}
     assert [warning["panel"] for warning in find_warnings(run)] == ["tree"] * n
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from config import Config
 from population import Candidate, Experience, Population, ReplayBuffer, mean_rewards
 from tasks import Question, Trajectory
 
@@ -20,11 +21,11 @@ def played(rewards):
 
 def population(*rewards, tau_s=0.2, window=5):
     """Returns instructions I0, I1, ... with these weights; None: not sampled yet."""
-    P = Population(tau_s, window)
+    P = Population(Config(tau_s=tau_s, window=window))
     for k, r in enumerate(rewards):
         P.join(f"I{k}", None if k == 0 else 0, 0)
         if r is not None:
-            P.attribute(played({k: [r]}))
+            P.update_weights(played({k: [r]}))
     return P
 
 
@@ -103,9 +104,9 @@ def test_sampling_is_a_function_of_the_generator_alone():
 
 def test_the_weight_is_the_mean_of_the_steps_r_bar_whatever_their_numbers_of_trajectories():
     P = population(None)
-    P.attribute(played({0: [1, 1, 1, 1, 1, 0, 0, 0, 1, 0]}))  # two questions of G = 5
+    P.update_weights(played({0: [1, 1, 1, 1, 1, 0, 0, 0, 1, 0]}))  # two questions of G = 5
     assert P.family[0].rewards == [pytest.approx(0.6)] == [pytest.approx(w) for w in weights(P)]
-    P.attribute(played({0: [0] * 2}))
+    P.update_weights(played({0: [0] * 2}))
     assert weights(P) == [pytest.approx((0.6 + 0) / 2)]
 
 
@@ -113,7 +114,7 @@ def test_the_weight_is_a_moving_average_over_the_last_n_steps():
     P = population(None, window=3)
     seen = []
     for r in (0.1, 0.4, 0.1, 0.7, 1.0):
-        P.attribute(played({0: [r]}))
+        P.update_weights(played({0: [r]}))
         seen += weights(P)
     by_hand = [
         0.1,
@@ -127,15 +128,15 @@ def test_the_weight_is_a_moving_average_over_the_last_n_steps():
 
 def test_an_instruction_that_was_not_sampled_keeps_its_window():
     P = population(None, None, window=2)
-    P.attribute(played({0: [0.2], 1: [0.8]}))
+    P.update_weights(played({0: [0.2], 1: [0.8]}))
     for _ in range(5):
-        P.attribute(played({0: [1.0]}))
+        P.update_weights(played({0: [1.0]}))
     assert weights(P) == [pytest.approx(1.0), pytest.approx(0.8)]
 
 
 def test_the_weight_is_zero_before_the_first_reward_and_after_only_failures():
     P = population(None, None)
-    P.attribute(played({1: [0, 0, 0, 0, 0]}))
+    P.update_weights(played({1: [0, 0, 0, 0, 0]}))
     assert weights(P) == [0.0, 0.0]
 
 
@@ -182,7 +183,7 @@ def test_the_instructions_of_lowest_weight_leave():
 def test_ties_keep_the_parents_then_who_joined_first():
     P = population(0.5, 0.5, 0.5, 0.5)
     assert sorted(I.id for I in P.prune(P.ranked(), 1, t=5)) == [2, 3]
-    P.succeed([P.family[1]], [revision("child", 1)], t=15)
+    P.replace_by([P.family[1]], [revision("child", 1)], t=15)
     # the parent is older and has no better weight
     assert [I.text for I in P.prune(P.ranked(), 1, t=20)] == ["child"]
     assert P.best().id == 1
@@ -217,13 +218,13 @@ def test_none_below_its_parent_is_admitted_and_no_more_than_there_is_room_for():
     of_another = revision("d", 1, [0.125], [0.0])
     verified = [above, equal, below, of_another]
     P = population(0.9, 0.1)
-    assert P.admit(verified, 4) == [above, equal, of_another]
-    assert P.admit(verified, 2) == [above, equal] and P.admit([below], 4) == []
+    assert P.select_top(verified, 4) == [above, equal, of_another]
+    assert P.select_top(verified, 2) == [above, equal] and P.select_top([below], 4) == []
 
 
 def test_after_an_evolution_the_parents_stay_and_all_weights_are_zero():
     P = population(0.2, 0.9, 0.4, 0.6)
-    joined = P.succeed(P.ranked()[:2], [revision(f"new {k}", parent=1) for k in range(3)], t=15)
+    joined = P.replace_by(P.ranked()[:2], [revision(f"new {k}", parent=1) for k in range(3)], t=15)
     assert [I.id for I in P.active] == [1, 3, 4, 5, 6] and [I.id for I in joined] == [4, 5, 6]
     assert [(I.id, I.left) for I in P.family if I.left] == [(0, 15), (2, 15)]
     assert weights(P) == [0.0] * 5
@@ -236,22 +237,22 @@ def test_after_an_evolution_the_parents_stay_and_all_weights_are_zero():
 def test_without_a_new_instruction_P_and_its_weights_stay_as_they_are():
     P = population(0.2, 0.9, 0.4)
     before = P.state_dict()
-    assert P.succeed(P.ranked()[:1], [], t=15) == [] and P.state_dict() == before
+    assert P.replace_by(P.ranked()[:1], [], t=15) == [] and P.state_dict() == before
 
 
 def test_right_after_an_evolution_the_best_instruction_is_the_parent():
     P = population(0.2, 0.4, 0.9)
-    P.succeed([P.family[2]], [revision("new", 2, [1.0])], t=15)
+    P.replace_by([P.family[2]], [revision("new", 2, [1.0])], t=15)
     assert P.best().id == 2
     # from then on weights decide, and old rewards do not come back
-    P.attribute(played({2: [0.3], 3: [0.4]}))
+    P.update_weights(played({2: [0.3], 3: [0.4]}))
     assert weights(P) == [pytest.approx(0.3), pytest.approx(0.4)] and P.best().id == 3
 
 
 def test_the_family_keeps_everyone_who_ever_was_in_the_population():
     P = population(0.1, 0.2, 0.3)
     P.prune(P.ranked(), 1, t=5)
-    P.succeed(P.ranked()[:1], [revision("grandchild", 2)], t=15)
+    P.replace_by(P.ranked()[:1], [revision("grandchild", 2)], t=15)
     assert [I.text for I in P.family] == ["I0", "I1", "I2", "grandchild"]
     assert [I.id for I in P.family] == [0, 1, 2, 3]
 
@@ -263,14 +264,14 @@ def test_the_family_keeps_everyone_who_ever_was_in_the_population():
 def test_a_population_restored_from_json_continues_identically():
     P = population(0.1, 0.7, 0.3, 0.2)
     P.prune(P.ranked(), 1, t=5)
-    P.succeed(P.ranked()[:1], [revision("new", 1, [0.25])], t=15)
-    P.attribute(played({1: [0.5, 0.25], 4: [1.0]}))
-    Q = Population(0.2, 5)
+    P.replace_by(P.ranked()[:1], [revision("new", 1, [0.25])], t=15)
+    P.update_weights(played({1: [0.5, 0.25], 4: [1.0]}))
+    Q = Population(Config())
     Q.load_state_dict(json.loads(json.dumps(P.state_dict())))
     assert Q.family == P.family
     assert Q.ids == P.ids and Q.active == P.active
     for X in (P, Q):
-        X.attribute(played({1: [0.0]}))
+        X.update_weights(played({1: [0.0]}))
         X.join("newer", 1, 16)
     assert weights(Q) == weights(P)
     assert (Q.probabilities() == P.probabilities()).all()  # to the last bit
@@ -282,7 +283,7 @@ def test_a_saved_state_does_not_change_with_the_population():
     state = P.state_dict()
     before = json.dumps(state)
     P.prune(P.ranked(), 1, t=5)
-    P.attribute(played({1: [0.0]}))
+    P.update_weights(played({1: [0.0]}))
     assert json.dumps(state) == before
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -183,6 +184,10 @@ class Wide(Population):
         self.made.append(args)
 
 
+def other_algorithm(_, *parts):
+    return inspo.inspo(*parts)
+
+
 class Bare(inspo.Evolution):
     begun: list = []
 
@@ -206,18 +211,26 @@ def test_a_run_uses_the_callers_classes_and_returns_what_it_leaves(tmp_path):
     )
     assert (
         Counted.updates == 1
-        and Wide.made == [(Config.tau_s, Config.window)]
+        and [(cfg.seed, cfg.T) for [cfg] in Wide.made] == [(3, 1)]
         and len(Bare.begun) == 1
     )
     assert json.loads((result.path / "config.json").read_text())["task"] == f"{__name__}:Echo"
 
 
 @pytest.mark.parametrize(
-    "parts", [dict(learner=Counted), dict(evolution=Bare), dict(population=lambda _: Wide(1, 1))]
-)
-def test_a_run_resumes_with_the_classes_that_it_started_with(tmp_path, parts):
+    "parts, names",
+    [
+        (dict(learner=Counted), "Counted"), (dict(evolution=Bare), "Bare"),
+        (dict(population=lambda cfg: Wide(cfg)), "<lambda>"),
+        (dict(algorithm=partial(other_algorithm, ())), "other_algorithm"),
+        (dict(learner=type("Learner", (Learner,), {"__module__": __name__})), "Learner"),
+    ],
+)  # fmt: skip
+def test_a_run_resumes_with_the_classes_that_it_started_with(tmp_path, parts, names):
     given = TINY | dict(task=Echo, out=tmp_path / "r")
     first = inspo.train(**given, **parts)
+    record = json.loads((tmp_path / "r" / "config.json").read_text())
+    assert record["content"]["classes given to train"] == names
     for others in ({}, dict(learner=Learner), dict(learner=Counted, evolution=Bare)):
         with pytest.raises(
             Fault, match="^--resume: .* was started with other classes given to train$"
@@ -431,3 +444,41 @@ def test_in_a_notebook_whose_thread_has_a_loop_an_async_reward_is_awaited():
 
 async def later(taus):
     return [0.25 for _ in taus]
+
+
+HURRIED = """
+import os, signal, sys, tempfile
+from inspo import train
+from tasks import Question, Task
+
+class Echo(Task):
+    instruction = "Say the word, inside <answer> and </answer>."
+
+    def questions(self, split):
+        return [Question(f"{split} {k}", f"word {k}") for k in range(3)]
+
+    def reward(self, taus):
+        return [1.0 for _ in taus]
+
+class Interrupts:
+    def find_spec(self, name, *args):
+        if name == "torch.nn.functional":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+settings = dict(task=Echo, preset="world", mode="static", T=1, batch=2, mini=2, G=2, eval_n=2, max_response=4)
+try:
+    train(**settings)
+except KeyboardInterrupt:
+    print("interrupted:", os.listdir("."))
+print("then:", train(**settings).summary["steps"])
+"""
+
+
+def test_after_an_interrupt_while_torch_is_imported_another_call_works(tmp_path):
+    env = ENV | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", HURRIED], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert "interrupted: []" in done.stdout and "then: 1" in done.stdout, done.stderr

@@ -344,6 +344,8 @@ DEEP = '{"question": "Who?", "golden_answers": ' + '{"target":' * 700 + '"X"' + 
             "gold answers 42 are neither",
         ),
         (search_r1(str([{"role": "user", "content": "Question: who?"}]), "x"), "no question; fill"),
+        (search_r1(f"array({CHAT}, dtype=object)", "x"), "no question; fill"),
+        (search_r1(str((*CHAT, *CHAT)), "x"), "no question; fill"),
         (search_r1("Question: who?", []), "no gold answer; fill"),
     ],
 )
@@ -397,6 +399,19 @@ def test_what_is_hardly_meant_is_noted_with_its_count(tmp_path, capsys):
     notes = capsys.readouterr().out.splitlines()
     assert [int(re.search(r"q\.jsonl: (\d+) ", note)[1]) for note in notes] == [2, 2, 1]
     load_questions(write(tmp_path / "q.jsonl", *rows[4:5], rows[6]))
+    assert capsys.readouterr().out == ""
+    lists = [
+        "('x', 'y')",
+        "{'x', 'y'}",
+        "array(['x', 'y'], dtype=object)",
+        "[['x']\n ['y']]",
+        '("x",)',
+    ]
+    rows = [ROW | {"id": str(k), "golden_answers": text} for k, text in enumerate(lists)]
+    load_questions(write(tmp_path / "q.jsonl", *rows))
+    assert "5 questions have a list as the text" in capsys.readouterr().out
+    for text in ('{"a": 1}', "{'a': 1}", "(Who) 'Tommy'", "(3, 4)", "'x', 'y'", "[Austen]"):
+        load_questions(write(tmp_path / "q.jsonl", ROW | {"golden_answers": text}))
     assert capsys.readouterr().out == ""
 
 

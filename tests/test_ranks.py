@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config import WORLD, Config
 from grpo import Learner, minibatches
 from models.model import load_policy
+from plumbing.checkpoint import damage
 from plumbing.files import read_jsonl
-from training.checkpoint import damage
 
 pytestmark = pytest.mark.ranks
 ENV = ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

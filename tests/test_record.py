@@ -202,9 +202,8 @@ def test_a_model_is_its_files_or_its_name_without_the_password(tmp_path, monkeyp
     assert "model.safetensors " in describe_model(str(FILES / "policy"))
     assert describe_model("http://me:password9@host/v1") == "http://host/v1"
     # tests/test_hub.py has a hub
-    monkeypatch.setattr("models.model.load_config", lambda path: None)
     cached = "/cache/models--owner--name/snapshots/c0ffee/config.json"
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: cached)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: cached)
     assert describe_model("owner/name") == "owner/name c0ffee"
 
 

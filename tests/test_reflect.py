@@ -13,6 +13,7 @@ import pytest
 from json_server import json_servers
 
 from plumbing.faults import OptimizerDown
+from plumbing.replies import read_blocks
 from reflect import (
     MAX_REPLY,
     Optimizer,
@@ -21,7 +22,6 @@ from reflect import (
     history_prompt,
     make_token_counter,
     paraphrase_prompt,
-    read_blocks,
     read_candidates,
     read_paid_calls,
     reflection_prompt,
@@ -558,6 +558,7 @@ def test_the_client_speaks_openai_s_chat_completions(endpoint):
     assert json.loads(body) == {
         "model": "some-model",
         "messages": [{"role": "user", "content": "what?\n☃"}],
+        "stream": False,
     }
     assert call.reply == "héllo"
     assert (call.prompt_tokens, call.completion_tokens) == (11, 7)

@@ -7,8 +7,8 @@ import pytest
 from json_server import json_servers
 
 from plumbing.faults import OptimizerDown
-from plumbing.replies import read_reply, usage_of
-from reflect import Optimizer, read_blocks, read_paid_calls
+from plumbing.replies import read_blocks, read_reply, usage_of
+from reflect import Optimizer, read_paid_calls
 
 
 @pytest.fixture
@@ -72,6 +72,10 @@ SHAPES = {  # answer -> (text, cut, refused)
     "filtered": (said({"content": "A"}, "content_filter"), ("A", False, True)),
     "filtered, null": (said({"content": None}, "content_filter"), ("", False, True)),
     "filtered, Gemini's": (said({}, "content_filter: PROHIBITED_CONTENT"), ("", False, True)),
+    "cut, Responses' word": (said({"content": "A"}, "max_output_tokens"), ("A", True, False)),
+    "filtered, Gemini's recitation": (said({"content": ""}, "RECITATION"), ("", False, True)),
+    "filtered, Bedrock's": (said({"content": "A"}, "guardrail_intervened"), ("A", False, True)),
+    "no reason, Ollama's": (said({"content": "A"}, ""), ("A", False, False)),
     "filtered, Zhipu's": (said({"content": ""}, "sensitive"), ("", False, True)),
     "refusal": (said({"content": None, "refusal": "I cannot."}), ("", False, True)),
     # Gemini's
@@ -104,6 +108,10 @@ NO_REPLY = {  # answer -> what is shown of it
         },
         "pool is full",
     ),
+    "broken off, DeepSeek's": (said({"content": "pool"}, "insufficient_system_resource"), "pool"),
+    "broken off, Zhipu's": (said({"content": "pool"}, "network_error"), "pool"),
+    "broken off, vLLM's": (said({"content": "pool"}, "abort"), "pool"),
+    "broken off, a gateway's": (said({"content": "pool"}, "error"), "pool"),
     "detail": ({"detail": "pool is full"}, "pool is full"),
     "vLLM's": ({"object": "error", "message": "pool is full"}, "pool is full"),
     "prompt blocked": ({"choices": [], "prompt_filter_results": [{"hate": "high"}]}, "hate"),
@@ -148,6 +156,7 @@ def test_what_is_no_reply_says_why(serve, shape):
         # thoughts in the total alone
         ({"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 518}, (11, 507)),
         ({"prompt_tokens": 11, "total_tokens": 511}, (11, 500)),  # all thoughts
+        ({"prompt_tokens": 11.0, "completion_tokens": 7.25, "total_tokens": 18.25}, (11, 7)),
         ({"prompt_tokens": 11, "completion_tokens": None, "total_tokens": None}, (11, 0)),
         ({"prompt_tokens": True, "completion_tokens": -7, "total_tokens": "18"}, (0, 0)),
         ({}, (0, 0)), (None, (0, 0)), ("free", (0, 0)), ([11, 7], (0, 0)),
@@ -223,6 +232,7 @@ MARKS = [
     ("<|begin_of_thought|>", "<|end_of_thought|>"), ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|inner_prefix|>", "<|inner_suffix|>"), ("<|channel>thought\n", "<channel|>"), ("<analysis>", "</analysis>"),
     ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+    ("<antThinking>", "</antThinking>"), ("<unused94>thought\n", "<unused95>"),
     ("analysis", "assistantfinal"),  # gpt-oss where special tokens are skipped
 ]  # fmt: skip
 
@@ -243,7 +253,11 @@ def test_drafts_in_thoughts_never_count_however_they_are_marked(opening, closing
             ) == ["one"]
         if opening != "analysis" and begin:
             assert read_blocks(f"{begin}{D} or") == []  # cut off
-            assert read_blocks(f"{A}\n{begin}{D} or") == ["one"]
+            assert read_blocks(f"{begin}Done.\n{A}\n{B}", cut=False) == ["one", "two"]
+            for cut in (True, False):
+                assert read_blocks(f"{A}\n{begin}{D} or", cut) == ["one"]
+                assert read_blocks(f"{begin}{D}{closing}{A}", cut) == ["one"]
+                assert read_blocks(f"{begin}{D}{closing} Sorry, I cannot.", cut) == []
     assert read_blocks(f"<ins_1>Use {opening} x {closing}.</ins_1>") == [
         f"Use {opening} x {closing}."
     ]

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from config import WORLD, Config
-from inspo import Evolution, compare, inspo, population_of
+from inspo import Evolution, compare, inspo
 from journal.checkpoints import Checkpoints
 from journal.directory import RunDirectory, step_of
 from journal.log import Log
@@ -32,6 +32,7 @@ from models.model import load_tokenizer
 from plumbing import stop
 from plumbing.faults import Fault, Outage
 from plumbing.files import read_jsonl
+from population import Population
 from reflect import Call, read_paid_calls
 from tasks import Question, Task, Trajectory, Turn
 from training import policy
@@ -81,7 +82,7 @@ class Judged(Task):
 
     tools = ()
     instruction = FIRST
-    best_reward = 3.0
+    passing_reward = 3.0
 
     def __init__(self, cfg, calls):
         super().__init__(cfg)
@@ -102,7 +103,7 @@ class Policy:
     """One number; what it answers depends on it, on the question, the instruction and the purpose.
     It saves itself as the real one does."""
 
-    in_step, shared, synced = True, True, True
+    tokenizer, in_step, shared, synced = TOKENIZER, True, True, True
     sleep, evaluate = lambda self: None, policy.Policy.evaluate
     save, load, damage = policy.Policy.save, policy.Policy.load, policy.Policy.damage
 
@@ -182,7 +183,7 @@ class Optimizer:
 
 
 def play(
-    out: Path, calls: Calls, config=CFG, population=population_of, evolution=Evolution, **knobs
+    out: Path, calls: Calls, config=CFG, population=Population, evolution=Evolution, **knobs
 ) -> None:
     """A run in this process, or the rest of one, as inspo.train plays it."""
     cfg = replace(config, out=str(out), resume=(out / "config.json").exists(), **knobs)
@@ -192,7 +193,7 @@ def play(
             Policy(calls, task),
             Optimizer(calls, read_paid_calls(run.rows("reflections"))),
         )
-        log = Log(cfg, run, task, TOKENIZER)
+        log = Log(cfg, run, task, policy, time.perf_counter())
         evolving = evolution(cfg, task, optimizer, population(cfg), log)
         checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
         with checkpoints.rescued():

@@ -413,6 +413,11 @@ def test_an_index_of_another_corpus_or_encoder_is_refused(folder, tmp_path, shal
     assert f"{N:,} vectors" in refusal(open_index, file, other, encoder=shallow)
     assert "vectors of 384" in refusal(open_index, file, corpus, encoder=bert)
     assert "name the model that made it with --encoder" in refusal(open_index, file, corpus)
+    numbered = faiss.IndexIDMap(faiss.IndexFlatIP(D))
+    numbered.add_with_ids(read_faiss(file).reconstruct_n(0, N), np.arange(N) + 1000)
+    faiss.write_index(numbered, str(tmp_path / "numbered"))
+    said = refusal(open_index, str(tmp_path / "numbered"), corpus, encoder=shallow)
+    assert f"has {N} passages; number the vectors by their rows" in said
     for junk in (b"not an index" * 100, (folder / "flat/index.faiss").read_bytes()[:100_000]):
         (tmp_path / "junk").write_bytes(junk)
         message = refusal(open_index, str(tmp_path / "junk"), other, encoder=shallow)

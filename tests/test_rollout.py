@@ -196,7 +196,8 @@ def test_an_outcome_has_what_rewards_and_metrics_need_and_no_tokens(played):
     for name in ("stop", "prediction", "turns", "response", "state"):
         assert getattr(outcome, name) == getattr(tau, name)
     assert (
-        not (outcome.ids or outcome.mask or outcome.logps or outcome.acted) and len(tau.ids) > 100
+        not (outcome.ids or outcome.mask or outcome.logps or outcome.turn_tokens)
+        and len(tau.ids) > 100
     )
 
 

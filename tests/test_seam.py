@@ -155,6 +155,14 @@ def test_what_is_no_question_with_golds_is_shown(question):
     )
 
 
+def test_a_flag_whose_plug_in_is_not_here_says_so(monkeypatch):
+    monkeypatch.setattr("tasks.loading.find_plug", lambda word: "")
+    said = refused(load_task, Config(reward="grades:brief"))
+    assert (
+        said == "--reward grades:brief: it needs a plug-in that is not here; take the whole project"
+    )
+
+
 # ---- its instruction
 
 
@@ -164,8 +172,9 @@ def test_a_task_s_own_instruction_beats_a_preset_s_and_not_a_flag_s(game, tmp_pa
     flags = ["--task", "my_game:Instructed", "--instruction", str(tmp_path / "mine.txt")]
     assert choose_instruction(load_task(parse_flags(flags[:2]))) == "Play."
     assert choose_instruction(load_task(parse_flags(flags))) == "Win."
-    # it says nothing of its own
-    assert choose_instruction(load_task(parse_flags(["--task", "my_game:Game"]))) == preset
+    # it says nothing of its own, and asks nothing of the preset's
+    playing = load_task(parse_flags(["--task", "my_game:Game"]))
+    assert choose_instruction(playing) == Task.instruction
     assert choose_instruction(load_task(parse_flags([]))) == preset
     assert choose_instruction(load_task(Config())) == SEARCH_R1
 
@@ -185,7 +194,7 @@ async def waiting(taus):
         return 2.0 * len(tau.response)
     return await asyncio.gather(*map(grade, taus))
 
-waiting.best_reward = 6.0
+waiting.passing_reward = 6.0
 
 def array(taus):
     return np.arange(len(taus), dtype=np.float32)
@@ -285,7 +294,7 @@ def test_a_reward_is_any_number_and_a_failure_what_is_below_the_best():
     assert all(type(tau.reward) is float for tau in played)
 
     class Golf(Returning):
-        best_reward = -2.5
+        passing_reward = -2.5
 
     set_rewards(Golf([-2.5, -3.0, 0.0, -2.6]), played)
     assert [tau.failed for tau in played] == [False, True, False, True]

@@ -14,14 +14,14 @@ import requests
 from json_server import json_servers
 from test_page import served
 
-from config import WORLD, parse_flags
+from config import WORLD, find_endpoint, parse_flags
 from engines.chat_engine import ChatEngine, Words
 from evaluation.agents import find_subject
 from models.model import load_config, load_model, load_tokenizer, skeleton
 from plumbing.faults import Fault, OptimizerDown
 from plumbing.outside import without_secrets
 from plumbing.servers import Child
-from reflect import Optimizer, describe_optimizer, find_endpoint
+from reflect import Optimizer, describe_optimizer
 from retrieval.encoder import Encoder
 
 # ---- a folder's own code

@@ -13,7 +13,7 @@ from grpo import Learner
 from journal.silence import Silence
 from models.model import load_model
 from plumbing.faults import Fault
-from reflect import read_blocks
+from plumbing.replies import read_blocks
 from tasks.loading import read_instruction
 from tasks.questions import load_questions
 
@@ -162,7 +162,9 @@ MUTED, ALIKE = (
 )
 BROKEN = FINE | {"forecast_calls/empty": 0.0, "forecast_calls/failed": 1.0}
 QUIET = {name: x for name, x in FINE.items() if "/" not in name}  # nothing was called
+RIGHT = ALIKE | {"failed": 0.0}
 NONE, SAME, TOOL = "no trajectory ended", "every group were alike", "all forecast_calls failed"
+DONE = "every rollout was right"
 
 
 @pytest.mark.parametrize("rows, told, lasting", [
@@ -170,6 +172,8 @@ NONE, SAME, TOOL = "no trajectory ended", "every group were alike", "all forecas
     ([ALIKE] + [MUTED] * 9, [(5, SAME), (6, NONE)], [SAME, NONE]),
     ([MUTED] * 9, [(5, NONE)], [NONE]),  # no answer: then all are alike, too
     ([MUTED] * 9 + [ALIKE], [(5, NONE), (10, SAME)], [SAME]),
+    ([ALIKE, RIGHT] * 5, [(5, SAME)], [SAME]),  # few questions: all right, all wrong
+    ([RIGHT] * 9, [(5, DONE)], [DONE]),
     ([BROKEN] * 9, [(5, TOOL)], [TOOL]),
     ([BROKEN, QUIET] * 5, [(9, TOOL)], [TOOL]),  # steps without a call say nothing of a tool
     ([BROKEN | {"zero_variance_groups": 1.0}] * 6, [(5, TOOL)], [TOOL]),  # which may be why
@@ -184,7 +188,7 @@ def test_signs_are_counted_apart_and_one_with_its_cause_is_not_told(rows, told, 
         silence.hear(row)
     ended = [text for _, text in silence.lasting()]
     assert [
-        (t, next(x for x in (NONE, SAME, TOOL) if x in text)) for t, text in heard(rows)
+        (t, next(x for x in (NONE, SAME, TOOL, DONE) if x in text)) for t, text in heard(rows)
     ] == told
     assert len(ended) == len(lasting) and all(any(x in text for text in ended) for x in lasting)
 

@@ -69,7 +69,7 @@ def test_every_trajectory_weighs_the_same_and_every_token_of_one():
     old = np.array([[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0], [9.0] * 6])  # log-probs, entropies
     terms = learner.terms(taus, old)
     assert terms["adv"].tolist() == [0.5, 0.5, 0.5, -2.0, -2.0, 4.0]
-    assert terms["w"].tolist() == pytest.approx([1 / 12] * 3 + [1 / 8] * 2 + [1 / 4])
+    assert terms["token_weight"].tolist() == pytest.approx([1 / 12] * 3 + [1 / 8] * 2 + [1 / 4])
     assert terms["old_logp"].tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
     assert (terms["eps_low"], terms["eps_high"]) == (0.3, 0.3)
     first = learner.terms(taus, None)  # pi_old is the policy in training

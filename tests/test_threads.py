@@ -3,6 +3,8 @@
 import functools
 import json
 import os
+import subprocess
+import sys
 from dataclasses import asdict
 
 import psutil
@@ -82,3 +84,25 @@ def test_torch_computes_with_the_number_that_the_run_has(monkeypatch, tmp_path):
         assert "--lora_rank 4096" in refused and torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_thread_that_computes_alone_leaves_the_others_theirs():
+    """In a process of its own, which begins with two threads."""
+    code = """
+import threading, torch
+from plumbing.threads import compute_alone
+def look():
+    compute_alone()
+    found.append(torch.get_num_threads())
+found = [torch.get_num_threads()]
+thread = threading.Thread(target=look)
+thread.start()
+thread.join()
+other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+other.start()
+other.join()
+print(*found, torch.get_num_threads())
+"""
+    env = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["2", "1", "2", "2"], done.stderr

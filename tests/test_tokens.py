@@ -10,8 +10,8 @@ import torch
 from test_grpo import EPS, batch_of, learner_of, logprobs, noisy
 
 from journal.tokens import short, show_mask, token_data
-from rollout import space_evenly
 from tasks import Question, Trajectory
+from tasks.sampling import space_evenly
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def test_each_kernel_equals_rows_torch():
     noise = [0.3 * torch.randn(12, generator=g) for _ in "12"]
     tokens = {
         "adv": torch.randn(12, generator=g),
-        "w": torch.rand(12, generator=g),
+        "token_weight": torch.rand(12, generator=g),
         "old": logp + noise[0],
     }
     tokens |= {"ref": logp + noise[1] * torch.tensor([1e-3, 1, 20]).repeat(4)}

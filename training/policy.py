@@ -43,14 +43,14 @@ from models.model import (
     skeleton,
     weights,
 )
-from plumbing import stop
+from plumbing import checkpoint, stop
 from plumbing.faults import DiskFault, Diverged, Fault
+from plumbing.status import status
 from population import Instruction
-from rollout import STORED, rollout, space_evenly
+from rollout import rollout
 from tasks import Job, Task, Trajectory
 from tasks.metrics import set_rewards
-from tasks.sampling import rng_of, take_subset
-from training import checkpoint
+from tasks.sampling import STORED, rng_of, space_evenly, take_subset
 from training.duration import find_peak
 from training.ranks import Ranks
 
@@ -212,16 +212,11 @@ class Policy:
     or from a copy that is brought up to date before it samples.
     """
 
-    def __init__(
-        self,
-        cfg: Config,
-        ranks: Ranks,
-        task: Task,
-        learner: type[Learner],
-        models: Callable[[Any, Config, Ranks], tuple[Any, Any]],
-        engine: Callable[[Policy, Any], Engine],
-    ):
-        """`models`: `fsdp` or `whole`; `engine`: `vllm` or `plain_torch`."""
+    def __init__(self, cfg: Config, ranks: Ranks, task: Task, learner: type[Learner] | None = None):
+        status("loading the policy")
+        learner = learner or Learner
+        models = fsdp if ranks.grouped else whole
+        engine = vllm if cfg.engine == "vllm" else plain_torch
         self.cfg, self.ranks, self.task = cfg, ranks, task
         self.ends = task.make_format().stop_strings()  # strings that end a turn
         self.tokenizer, first = load_tokenizer(cfg.model, self.ends), first_policy(cfg, ranks)
@@ -231,8 +226,8 @@ class Policy:
         self.learner = learner(model, reference, cfg, max_gap=learner.MAX_GAP[ranks.dtype])
         if first and first is not model:
             # a cycle: after vLLM's gc.freeze() the policy would stay for ever
-            vars(first).pop("score", None)
-        self.engine = engine(self, first)
+            vars(first).pop("forward_packed", None)
+        self.engine: Engine = engine(self, first)
         self.t = 0  # the last step whose update has begun; -1: the weights are those of no step
         self.seconds: dict[str, float] = {}  # of each method's last call
         self.in_step = True  # whether all ranks wait for the next call
@@ -257,7 +252,10 @@ class Policy:
         cfg, rank, size = self.cfg, self.ranks.rank, self.ranks.size
         temperature = cfg.temperature if temperature is None else temperature
         seed = int(rng_of(cfg.seed, t, purpose).integers(2**31))
-        progress = lambda done: self.progress(purpose, min(done * size, len(jobs)), len(jobs))  # noqa: E731
+
+        def show(done: int) -> None:
+            self.progress(purpose, min(done * size, len(jobs)), len(jobs))
+
         groups = set(list(dict.fromkeys(job.group for job in jobs))[rank::size])
         mine = [k for k, job in enumerate(jobs) if job.group in groups]
         waited = self.task.waited
@@ -270,7 +268,7 @@ class Policy:
                 cfg,
                 temperature=temperature,
                 seed=seed + rank,
-                progress=progress,
+                progress=show,
             )
         self.seconds["tools"] = self.task.waited - waited
         for tau in played if size > 1 else ():
@@ -483,16 +481,6 @@ class Policy:
         devices = f"{ranks.size} x " * (ranks.size > 1) + ranks.device
         return f"{sum(p.numel() for p in parameters) / 1e6:,.2f}M parameters{adapters}, {devices}, {ranks.dtype}"
 
-    def follow(self) -> None:
-        """Does on another rank what rank 0 calls, until it closes."""
-        try:
-            while call := self.ranks.broadcast():
-                method, args, kwargs = call
-                method(self, *args, **kwargs)
-        finally:
-            self.writer.shutdown()  # a fault costs no checkpoint that is being written
-        self.close()
-
     def close(self) -> None:
         """Ends all ranks, unless one is inside a collective: then torchrun ends them."""
         if self.in_step:
@@ -501,3 +489,17 @@ class Policy:
             self.engine.close()
             del self.engine, self.learner
             self.ranks.leave()
+
+
+def follow(ranks: Ranks, task: Task, learner: type[Learner] | None = None) -> None:
+    """Does on another rank what rank 0 calls, until rank 0 closes its policy."""
+    cfg, address = ranks.broadcast()
+    task.connect(address)
+    policy = Policy(cfg, ranks, task, learner)
+    try:
+        while call := ranks.broadcast():
+            method, args, kwargs = call
+            method(policy, *args, **kwargs)
+    finally:
+        policy.writer.shutdown()  # a fault costs no checkpoint that is being written
+    policy.close()

@@ -14,16 +14,17 @@ What is missing is told before anything is loaded, in the order in which it can 
 10. positions and disk: a first prompt leaves room for a turn, and the checkpoints fit
 """
 
-import os
+import importlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from config import PRESETS, Config, check_settings, configure
+from config import PRESETS, Config, check_settings, configure, find_endpoint
 from plumbing.faults import together
 from plumbing.hub import check_model
 from plumbing.status import status
-from reflect import find_endpoint
+from plumbing.stop import leads
 from tasks import Task
 from tasks.loading import check_questions, choose_instruction, load_task
 
@@ -45,8 +46,7 @@ def prepare(
     )
     task = load_task(cfg, settings.get("task"))
     task.instruction = choose_instruction(task)
-    leads = os.environ.get("RANK", "0") == "0"
-    if leads and not cfg.dry_run:
+    if leads() and not cfg.dry_run:
         status("reading the questions")
         together(
             lambda: check_questions(task),
@@ -56,6 +56,10 @@ def prepare(
             lambda: check_preset_device(cfg),
         )
     status("importing torch")
+    # in a thread: an interrupt would leave half of it, and no later call could train
+    with ThreadPoolExecutor(1) as importer:
+        needed = "training.checks" if cfg.dry_run else "training.policy"
+        importer.submit(importlib.import_module, needed).result()
     import torch
 
     from engines.choose import device_of, dtype_of
@@ -63,13 +67,13 @@ def prepare(
     from training.ranks import Ranks
 
     if cfg.dry_run:
-        if leads:
+        if leads():
             print_memory(cfg)
         return None
     if torch.get_num_threads() != cfg.threads:  # it was imported before the run was configured
         torch.set_num_threads(cfg.threads)
     fitted, why, device = cfg, "", device_of(cfg)
-    if leads:
+    if leads():
         # a resumed run and an export take the run's, on any machine
         cfg = replace(cfg, dtype=dtype_of(cfg, device))
         fitted, why = check_machine(cfg, device, task)

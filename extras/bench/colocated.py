@@ -11,39 +11,35 @@ toy, and no memory is read.
 
 --rollouts plays 32 groups of 5 trajectories: a prompt of 300 tokens, five turns of 120 sampled
 tokens, 500 tokens read after each but the last. First with vLLM alone, then with log-probs, a seed
-for each row and vLLM's stop strings one after the other; with our engine, which looks for them
-itself; in rollout.py's loop; and there with turns of 60 to 180 tokens, which end one by one.
+for each row (on a GPU: the CPU build crashes on seeds in chunked prefills) and vLLM's stop strings
+one after the other; last with our engine, which looks for them itself, in rollout.py's loop.
 
 us        microseconds of all rollouts / sampled tokens, that is, for a row and token step
 prefill   seconds of the forward passes that read more than a token of some row; decode: of the others
 wait      seconds in which vLLM waits for the device, of prefill and decode; the other columns are Python's:
           schedule, forward, sample, collect (vLLM's scheduler and its passes), text (its frontend: tokens to text,
           stop strings), add (new turns), ours (all outside vLLM, which includes what our engine does of that)
-busy      the device's share of a part of the time, in which a profiler listed its kernels
 """
 
 import argparse
-import contextlib
-import dataclasses
 import json
 import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Config, Qwen2Tokenizer
 
-import engines.vllm_engine as vllm_engine
 from config import PRESETS, Config
 from engines.vllm_engine import VllmEngine
 from extras.bench.harness import parser_of, play_turns, timed
-from extras.bench.update import TOY, randomize, wait
+from extras.bench.update import PROMPT, READ, TOY, TURN, randomize
 from models.model import empty, load_tokenizer, weights
-from plumbing.faults import Fault, first_line, one_line
+from plumbing.faults import Fault, one_line
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
 from tasks.formats import Action, Tags
@@ -51,7 +47,7 @@ from tasks.tools import Function
 from training.fit import KNOWN, estimate
 
 SMALL = TOY | {"num_attention_heads": 2}  # 32 wide, the least that vLLM takes on a CPU
-ROWS, PROMPT, TURN = 64, 512, 64  # tokens
+ROWS, CONTEXT, NEW = 64, 512, 64  # tokens of the rows that show the memory
 SPARE = 4e9  # bytes that neither weights nor vLLM get: a forward pass's room
 
 
@@ -98,16 +94,16 @@ def measure_memory(config: Qwen2Config, model: Any, cuda: bool) -> dict[str, Any
     ]
     max_len = cfg.max_prompt + cfg.max_response if cuda else 1024
     engine = start(config, tokenizer, (), memory, max_len)
-    prompts = dict(enumerate(torch.randint(min(1000, config.vocab_size), (ROWS, PROMPT)).tolist()))
+    prompts = dict(enumerate(torch.randint(min(1000, config.vocab_size), (ROWS, CONTEXT)).tolist()))
     engine.load(weights(model))
-    play_turns(engine, prompts, TURN, 1.0)
+    play_turns(engine, prompts, NEW, 1.0)
     x = {"parameters": sum(p.numel() for p in model.parameters()), "vllm_memory": memory}
     x["awake_gb"] = used(cuda) - before
     _, x["sleep_s"] = timed(engine.sleep)
     x["asleep_gb"] = used(cuda) - before
     randomize(model, 1)
     _, x["wake_s"] = timed(lambda: engine.load(weights(model)))
-    play_turns(engine, prompts, TURN, 1.0)
+    play_turns(engine, prompts, NEW, 1.0)
     x["awake_again_gb"] = used(cuda) - before
     x["estimate_awake_gb"] = sum(part.rollout for part in parts) / 1e9
     x["estimate_asleep_gb"] = sum(part.update for part in parts) / 1e9
@@ -293,61 +289,12 @@ def play_plainly(
     return sampled
 
 
-def play_engine(
-    engine: VllmEngine, task: Speed, prompts: list[list[int]], turns: int, max_new: int
-) -> int:
-    """Plays trajectories with our engine; returns how many tokens were sampled."""
-    ids, played, sampled = [list(ids) for ids in prompts], Counter(), 0
-    engine.begin(0)
-    contexts = dict(enumerate(ids))
-    while contexts or len(played) < len(ids) or min(played.values()) < turns:
-        ended = list(engine.generate(contexts, max_new, 1.0))
-        contexts = {}
-        for turn in ended:
-            played[turn.key], sampled = played[turn.key] + 1, sampled + len(turn.ids)
-            ids[turn.key] += turn.ids + draw_ids(turn.key, task.words, task.read)
-            if played[turn.key] < turns:
-                contexts[turn.key] = ids[turn.key]
-    return sampled
-
-
 def play_ours(engine: VllmEngine, tokenizer: Any, task: Speed, groups: int, cfg: Config) -> int:
     """Plays the task's trajectories in our loop; returns how many tokens were sampled."""
     questions = [Question(id=str(k // 5), text="") for k in range(5 * groups)]
     jobs = [Job(None, "", question, k // 5) for k, question in enumerate(questions)]
     taus = rollout(engine, tokenizer, task, jobs, cfg, temperature=1.0, seed=0)
     return sum(sum(tau.mask) for tau in taus)
-
-
-def profile_device(work: Callable[[], Any]) -> dict[str, Any]:
-    """Returns the seconds of the work, those in which the device was busy, and its kernels by their
-    time."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        _, seconds = timed(lambda: wait(work))
-    spans, kernels, calls = [], Counter(), Counter()
-    for event in profiler.profiler.kineto_results.events():
-        if event.device_type() == torch.autograd.DeviceType.CUDA:
-            spans.append((event.start_ns(), event.end_ns()))
-            kernels[event.name()[:90]] += (event.end_ns() - event.start_ns()) / 1e9
-            calls[event.name()[:90]] += 1
-    busy, last = 0, 0
-    for begin, end in sorted(spans):
-        busy += max(0, end - max(begin, last))
-        last = max(last, end)
-    most = [(name, calls[name], s) for name, s in kernels.most_common(18)]
-    return {"seconds": seconds, "busy": busy / 1e9, "kernels": most}
-
-
-@contextlib.contextmanager
-def softly(name: str, found: dict[str, Any]) -> Iterator[None]:
-    """Notes and prints what prevents a measurement; the others go on."""
-    try:
-        yield
-    except Exception as e:
-        found[name] = {"failed": f"{type(e).__name__}: {first_line(e)}"}
-        print(f"{name:14} failed: {found[name]['failed']}", flush=True)
 
 
 COLUMNS = ("seconds", "us", "prefill", "decode", "wait", "schedule", "forward", "sample", "collect",
@@ -359,107 +306,52 @@ def measure_rollouts(
 ) -> dict[str, Any]:
     """Returns the seconds of each part of rollouts, under each of our settings; prints them as they
     come."""
-    size = 1 if cuda else 6  # a toy's lengths are divided by it
-    sampled = args.sampled or 120 // size
+    # a task of fixed work, whose lengths are divided for a toy, and an engine that plays it
+    size = 1 if cuda else 6
+    sampled = args.sampled or TURN // size
     cfg = Config(max_response=sampled, max_turns=args.turns - 1, max_prompt=4096)
     task = Speed(cfg)
-    task.words, task.prompt_tokens, task.read = config.vocab_size, 300 // size, 500 // size
+    task.words, task.prompt_tokens, task.read = config.vocab_size, PROMPT // size, READ // size
     tokenizer = make_tokenizer(config.vocab_size)
     stop = task.make_format().stop_strings()
-    found: dict[str, Any] = {"settings": {}}
-    max_len = 4096 + 500 if cuda else 1024
-    memory = args.memory if cuda else 0.05
-    settings = vllm_engine.settings
-    others = json.loads(args.vllm)
-    if not cuda:  # vLLM's CPU build crashes on seeds in chunked prefills
-        others |= {"enable_chunked_prefill": False}
-    vllm_engine.settings = lambda *a, **how: settings(*a, **how) | others
-    engine, found["start_s"] = timed(lambda: start(config, tokenizer, stop, memory, max_len))
-    _, found["load_s"] = timed(lambda: engine.load(weights(model)))
-    vllm_config = engine.core.engine_core.vllm_config
-    graphs = vllm_config.compilation_config.cudagraph_capture_sizes
-    found["vllm"] = {
-        "asynchronous": vllm_config.scheduler_config.async_scheduling,
-        "runner": 2 if vllm_config.use_v2_model_runner else 1,
-        "batched_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
-        "rows": vllm_config.scheduler_config.max_num_seqs,
-        "graphs": f"{len(graphs or [])}: {graphs}",
-        "graph_mode": str(vllm_config.compilation_config.cudagraph_mode),
-        "prefix_caching": vllm_config.cache_config.enable_prefix_caching,
-        "compile_s": vllm_config.compilation_config.compilation_time,
-    }
-    print(f"start {found['start_s']:.1f} s, load {found['load_s']:.1f} s, {found['vllm']}")
+    max_len, memory = (4096 + READ, 0.3) if cuda else (1024, 0.05)
+    engine = start(config, tokenizer, stop, memory, max_len)
+    engine.load(weights(model))
     from vllm.v1.engine.output_processor import OutputProcessor
 
     frontend = OutputProcessor(tokenizer, log_stats=False)
     clock = Clock(engine.core, frontend)
 
-    # One more of our settings at a time.
+    # one more of our settings at a time
     bare = {"max_tokens": sampled, "temperature": 1.0, "ignore_eos": True, "detokenize": False}
     logprobs = bare | {"logprobs": 0, "flat_logprobs": True}
     stops = logprobs | {"detokenize": True, "skip_special_tokens": False}
     stops |= {"stop": list(stop), "include_stop_str_in_output": True}
-    plain: dict[str, tuple[dict[str, Any], bool]] = {
+    settings = {
         "bare": (bare, False),
         "+ log-probs": (logprobs, False),
-        "+ seeds": (logprobs, True),
-        "+ stops": (stops, True),
+        "+ seeds": (logprobs, cuda),
+        "+ stops": (stops, cuda),
     }
-    rows = range(5 * args.groups)
-    prompts = [draw_ids(k // 5, task.words, task.prompt_tokens) for k in rows]
-    with softly("warm-up", found):
-        play_plainly(engine, frontend, task, prompts[:10], 2, stops | {"max_tokens": 4}, True)
-        play_plainly(engine, frontend, task, prompts, 1, bare | {"max_tokens": 4}, False)
+
+    # the first passes compile
+    prompts = [draw_ids(k // 5, task.words, task.prompt_tokens) for k in range(5 * args.groups)]
+    play_plainly(engine, frontend, task, prompts, 2, stops | {"max_tokens": 4}, cuda)
+    rows = dict[str, Any]()
     print(" " * 12 + "".join(f"{name:>9}" for name in COLUMNS))
-    for name in (*plain, "our engine", "our loop", "one by one"):
-        with softly(name, found["settings"]):
-            if not engine.core.reset_prefix_cache():
-                raise Fault("rows are still running")
-            clock.reset()
-            if name == "our engine":
-                n = play_engine(engine, task, prompts, args.turns, sampled)
-            elif name == "our loop":
-                n = play_ours(engine, tokenizer, task, args.groups, cfg)
-            elif name == "one by one":
-                engine.ended = lambda ids: len(ids) > sampled // 2 + ids[0] % (sampled + 1)
-                longest = dataclasses.replace(cfg, max_response=2 * sampled)
-                n = play_ours(engine, tokenizer, task, args.groups, longest)
-            else:
-                params, seeds = plain[name]
-                n = play_plainly(engine, frontend, task, prompts, args.turns, params, seeds)
-            row = found["settings"][name] = clock.read(n)
-            figures = "".join(f"{row.get(column, 0):9.2f}" for column in COLUMNS)
-            print(f"{name:12}{figures}", flush=True)
-
-    # A prefill alone, by the tokens of a forward pass.
-    scheduler = engine.core.engine_core.scheduler
-    configured = scheduler.max_num_scheduled_tokens
-    for limit in (configured // 8, configured // 2, configured):
-        with softly(f"prefill {limit}", found):
-            scheduler.max_num_scheduled_tokens = limit
-            engine.core.reset_prefix_cache()
-            clock.reset()
-            n = play_plainly(engine, frontend, task, prompts, 2, bare | {"max_tokens": 1}, False)
-            row = found[f"prefill {limit}"] = clock.read(n)
-            tokens, seconds = row["prefill_tokens"], row["seconds"]
-            print(f"{limit} tokens a pass: {tokens} read in {seconds:.3f} s", flush=True)
-    scheduler.max_num_scheduled_tokens = configured
-
-    # The device: reading 1,600 tokens of each row, then 20 token steps of them.
-    long = [draw_ids(k, task.words, 1600) for k in rows]
-    works = {"read": (bare, 1), "read, 20 steps": (bare, 21), "the same": (logprobs, 21)}
-    for name, (params, n) in works.items() if cuda else ():
-        with softly(name, found):
-            engine.core.reset_prefix_cache()
-            params = params | {"max_tokens": n}
-            row = found[name] = profile_device(
-                lambda params=params: play_plainly(engine, frontend, task, long, 1, params, False)
-            )
-            print(f"{name}: {row['seconds']:.3f} s, device busy {row['busy']:.3f} s", flush=True)
-            for kernel, calls, seconds in row["kernels"]:
-                print(f"  {seconds:8.4f} s {calls:6} x {kernel}")
+    for name in (*settings, "our loop"):
+        if not engine.core.reset_prefix_cache():
+            raise Fault("rows are still running")
+        clock.reset()
+        if name in settings:
+            n = play_plainly(engine, frontend, task, prompts, args.turns, *settings[name])
+        else:
+            n = play_ours(engine, tokenizer, task, args.groups, cfg)
+        row = rows[name] = clock.read(n)
+        figures = "".join(f"{row.get(column, 0):9.2f}" for column in COLUMNS)
+        print(f"{name:12}{figures}", flush=True)
     engine.close()
-    return found
+    return {"settings": rows}
 
 
 def main() -> None:
@@ -469,8 +361,6 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=32, help="of 5 trajectories (--rollouts)")
     parser.add_argument("--turns", type=int, default=5, help="of a trajectory (--rollouts)")
     parser.add_argument("--sampled", type=int, help="tokens of a turn (--rollouts)")
-    parser.add_argument("--memory", type=float, default=0.3, help="vLLM's share (--rollouts)")
-    parser.add_argument("--vllm", default="{}", help="other arguments of its engine (--rollouts)")
     args = parser.parse_args()
     cuda = args.device == "cuda"
     if cuda and not torch.cuda.is_available():

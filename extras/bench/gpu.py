@@ -18,8 +18,8 @@ engine  vllm     the world's run with vLLM: sleep, wake, reload, proof of weight
 Each part is a process with its own time limit; whatever happens to one, the next one runs. It
 PASSes, FAILs or is SKIPped because a package or a second card is missing, and then says what. A
 missed goal is a FAIL. Nothing outside this machine is reached. Exit code 1 if any part failed. It
-needs one GPU and `pip install -r requirements.txt` (torch 2.11 or later; without vLLM its part is
-skipped; the tests need pytest). `--device cpu` tries everything without a GPU on toy shapes, whose
+needs one GPU and `pip install -r requirements.txt` (without vLLM its part is skipped; the tests need
+pytest). `--device cpu` tries everything without a GPU on toy shapes, whose
 figures mean nothing.
 """
 
@@ -175,18 +175,6 @@ PARTS = [
 ]  # fmt: skip
 
 
-def missing(needs: str) -> str:
-    """Returns what to install of these modules, as arguments of pip with the versions that are
-    required; or ""."""
-    pins = {}
-    files = "requirements.txt", "requirements/guests.txt"
-    for line in "\n".join((ROOT / file).read_text(encoding="utf-8") for file in files).splitlines():
-        if pin := re.match(r"(?:# )?([\w-]+)[<=>][^\s#;]*", line):
-            pins[pin[1].replace("-", "_")] = pin[0].removeprefix("# ")
-    absent = [name for name in needs.split() if not importlib.util.find_spec(name)]
-    return " ".join(f"'{pins.get(name, name)}'" for name in absent)
-
-
 # how torch's C++ warns, also after the line that says why a run stopped
 WARNING = r"(\[rank\d+\]:)?\[W\d{4} "
 
@@ -219,8 +207,10 @@ def attempt(part: Part, cards: int, limit: float, out: Path, env: dict[str, str]
         "log": "",
         "figures": {},
     }
-    if absent := missing(part.needs):
-        return row | {"line": f"pip install {absent}"}
+    absent = [name for name in part.needs.split() if not importlib.util.find_spec(name)]
+    if absent:
+        where = "-r requirements.txt -r requirements/guests.txt"
+        return row | {"line": f"without {', '.join(absent)}: pip install {where}"}
     if cards < part.cards and (cuda or not part.toy):
         return row | {"line": f"it takes {part.cards} cards; here is {cards}"}
     path = out / f"{part.name}.log"
@@ -273,8 +263,6 @@ def probe(env: dict[str, str]) -> dict:
     if done.returncode:
         raise Fault(f"{error_line(done.stderr)}: pip install -r requirements.txt")
     machine = json.loads(done.stdout.splitlines()[-1])
-    if tuple(map(int, re.findall(r"\d+", machine["torch"])[:2])) < (2, 11):
-        raise Fault(f"torch {machine['torch']} is too old: 2.11 or later")
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(query, capture_output=True, text=True, timeout=30)

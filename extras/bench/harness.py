@@ -19,10 +19,9 @@ BEST = (
 )
 
 
-def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser_of(doc: str | None, program: str | None = None) -> argparse.ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(program, description=doc, formatter_class=formatter)
 
 
 def write_instruction(folder: Path) -> Path:

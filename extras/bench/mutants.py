@@ -8,7 +8,6 @@ most `--n` mutants is the same as long as its code is. Prints the mutants that n
 are no faults: they compute the same) and the score.
 """
 
-import argparse
 import ast
 import multiprocessing
 import os
@@ -26,6 +25,8 @@ from torch.distributed.checkpoint import state_dict  # noqa: F401
 from torch.nn.attention import varlen  # noqa: F401
 from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
 
+from extras.bench.harness import parser_of
+
 ROOMS = {  # files; names of tests/test_*.py
     "inspo": (["inspo.py"], "algorithm one_step"),
     "rollout": (["rollout.py"], "rollout tokens functions"),
@@ -41,7 +42,7 @@ ROOMS = {  # files; names of tests/test_*.py
         "tools functions seam reflect rollout start",
     ),
     "engines": (["engines/torch_engine.py"], "engine rollout"),
-    "checkpoint": (["training/checkpoint.py"], "directory resume"),
+    "checkpoint": (["plumbing/checkpoint.py"], "directory resume"),
     "directory": (["journal/directory.py", "journal/checkpoints.py"], "directory algorithm resume"),
     "retrieval": (
         [
@@ -162,9 +163,7 @@ def measure(room, paths, names, n):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("rooms", nargs="*", metavar="ROOM", help=" ".join(ROOMS))
     parser.add_argument(
         "--n", type=int, default=150, help="mutants of a room that are tried at most"

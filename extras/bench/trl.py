@@ -26,25 +26,35 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import torch
+import torch.distributed as dist
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    TrainerCallback,
+)
+
 from config import PRESETS, Config, parse_flags
+from evaluation.agents import Subject, open_agent
 from extras.bench.harness import BEST, parser_of, timed
 from extras.bench.step import measure
+from extras.bench.update import TOY, build_learner, draw, fit_layers, randomize, time_update
 from plumbing.chat import turn_ends
 from plumbing.faults import one_line
-from plumbing.servers import Servers
-from rollout import Job, rollout
-from tasks import Task, Trajectory
+from tasks import Trajectory
 from tasks.formats import encode
 from tasks.loading import load_task
 from tasks.questions import em
 from tasks.sampling import draw_questions
 from tasks.tools import find_answer
 from training.fit import KNOWN
+from training.ranks import Ranks
 
 ROWS = 40  # trajectories in a forward pass of TRL's, at most
 GOAL = 1.5  # times TRL's tokens/s of an update, on a GPU
@@ -67,30 +77,6 @@ def as_trl(taus: Sequence[Trajectory]) -> dict[str, list]:
     }
 
 
-def make_player(cfg: Config, task: Task, serve: Servers) -> Callable[[list, Any], dict[str, list]]:
-    """Returns TRL's `rollout_func`: trajectories of the first policy."""
-    from engines.torch_engine import TorchEngine
-    from models.model import load_policy
-
-    task.start(serve)
-    ends, asked = (
-        task.make_format().stop_strings(),
-        {str(task.prompt(BEST, q)): q for q in task.questions("train")},
-    )
-    model, tokenizer = load_policy(cfg.model, ends)
-    engine = TorchEngine(model, tokenizer, ends)
-
-    def play(prompts: list, trainer: Any) -> dict[str, list]:
-        jobs = [Job(0, BEST, asked[str(prompt)], k // cfg.G) for k, prompt in enumerate(prompts)]
-        return as_trl(
-            rollout(
-                engine, tokenizer, task, jobs, cfg, temperature=1.0, seed=trainer.state.global_step
-            )
-        )
-
-    return play
-
-
 def train_with_trl(
     model: Any,
     tokenizer: Any,
@@ -102,9 +88,7 @@ def train_with_trl(
 ) -> list[dict[str, float]]:
     """Returns seconds, sampled tokens and the gradient's norm of each step of TRL's, cfg.batch
     `rows` of data a step."""
-    import torch
     from datasets import Dataset
-    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     n, steps = cfg.batch * cfg.G, []
@@ -170,9 +154,6 @@ def train_with_trl(
 
 def steps_of_trl(cfg: Config, steps: int, agent: bool) -> list[dict[str, float]]:
     """Returns what TRL's steps took on the questions that our run draws."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     task = load_task(cfg)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model)
     model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
@@ -194,8 +175,15 @@ def steps_of_trl(cfg: Config, steps: int, agent: bool) -> list[dict[str, float]]
         gradient_checkpointing=False,
         per_device_train_batch_size=micro,
     )
-    with tempfile.TemporaryDirectory() as out, Servers(Path(out, "servers.log")) as serve:
-        play = make_player(cfg, task, serve) if agent else None
+    if not agent:
+        return train_with_trl(model, tokenizer, cfg, rows, exact_match, None, **settings)
+    asked = {str(task.prompt(BEST, q)): q for q in D.values()}
+    with open_agent(Subject("", cfg.model, cfg), task, BEST, temperature=1.0) as player:
+
+        def play(prompts: list, trainer: Any) -> dict[str, list]:
+            player.seed = trainer.state.global_step
+            return as_trl(player.play([asked[str(prompt)] for prompt in prompts]))
+
         return train_with_trl(model, tokenizer, cfg, rows, exact_match, play, **settings)
 
 
@@ -214,30 +202,18 @@ def compare_steps(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
 
 def update_here(config: Any, cfg: Config, device: str, data: list) -> list[dict[str, float]]:
     """Returns seconds and gradient's norm of each of our updates. Needs a process group."""
-    import torch
-
-    from extras.bench.update import build, wait
-    from grpo import Learner, minibatches
-
-    compute, rows = getattr(torch, cfg.dtype), []
-    model = build(config, device, torch.float32, compute=compute)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    learner = Learner(model, build(config, device, compute, frozen=True), cfg)
+    learner, rows = build_learner(config, device, cfg), []
+    learner.model.gradient_checkpointing_enable({"use_reentrant": False})
     for t, taus in enumerate(data, 1):
         learner.set_advantages(taus)
-        parts = minibatches(taus, cfg)
-        update, seconds = timed(lambda t=t, parts=parts: wait(lambda: learner.update(t, parts)))
+        update, seconds = time_update(learner, t, taus)
         rows.append({"update_s": seconds, "grad_norm": update["grad_norm"]})
     return rows
 
 
 def update_with_trl(config: Any, cfg: Config, device: str, data: list) -> list[dict[str, float]]:
     """Returns seconds and gradient's norm of each of TRL's updates of the same policy."""
-    import torch
-    from transformers import AutoTokenizer, Qwen2ForCausalLM
     from trl.trainer import grpo_trainer
-
-    from extras.bench.update import randomize
 
     torch.backends.cuda.enable_cudnn_sdp(True)  # torch's default, which our Ranks have changed
     with torch.device(device):
@@ -269,9 +245,6 @@ def update_with_trl(config: Any, cfg: Config, device: str, data: list) -> list[d
 def choose_shape(shape: str, steps: int, questions: int) -> tuple[Any, Config]:
     """Returns the policy's config, of as many layers as a GPU has room for, and how it is
     updated."""
-    import torch
-
-    from extras.bench import update
 
     toy = shape == "toy"
     cfg = Config(
@@ -283,24 +256,18 @@ def choose_shape(shape: str, steps: int, questions: int) -> tuple[Any, Config]:
         lr=0.0,
         micro_tokens=800 if toy else Config.micro_tokens,
     )
-    config, _ = update.fit_layers(cfg, update.TOY if toy else KNOWN[shape], TRL_MEMORY)
+    config, _ = fit_layers(cfg, TOY if toy else KNOWN[shape], TRL_MEMORY)
     return config, cfg
 
 
 def compare_updates(args: argparse.Namespace) -> dict[str, Any]:
     """Returns medians of our updates and TRL's, the peak of each and the goals that are missed."""
-    import torch
-    import torch.distributed as dist
-    from transformers import Qwen2Config
-
-    from extras.bench import update
-    from training.ranks import Ranks
 
     toy, cuda = args.shape == "toy", torch.cuda.is_available()
     device, questions = "cuda" if cuda else "cpu", args.trajectories // 5
     config, cfg = choose_shape(args.shape, args.repeat + 1, questions)
     rng, shrink = random.Random(0), 20 if toy else 1
-    data = [update.draw(rng, 5 * questions, config.vocab_size, shrink) for _ in range(cfg.T)]
+    data = [draw(rng, 5 * questions, config.vocab_size, shrink) for _ in range(cfg.T)]
     for taus in data:
         for k, tau in enumerate(taus):
             tau.reward = float(k % cfg.G)

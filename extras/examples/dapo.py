@@ -10,4 +10,5 @@ from grpo import Learner
 class DAPO(Learner):
     def terms(self, *args):
         terms = super().terms(*args)
-        return terms | {"w": 0 * terms["w"] + 1 / max(1, len(terms["w"])), "eps_high": 0.28}
+        every_token = 0 * terms["token_weight"] + 1 / max(1, len(terms["token_weight"]))
+        return terms | {"token_weight": every_token, "eps_high": 0.28}

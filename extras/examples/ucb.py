@@ -13,5 +13,5 @@ class UCB(Population):
     def probabilities(self):
         # n: steps that drew it, at most `window`
         w, n = np.array([(I.w, len(I.rewards)) for I in self.active]).T
-        bound = w + self.tau_s * np.sqrt(np.log(1 + n.sum()) / np.maximum(n, 1e-9))
+        bound = w + self.cfg.tau_s * np.sqrt(np.log(1 + n.sum()) / np.maximum(n, 1e-9))
         return (bound == bound.max()) / np.sum(bound == bound.max())

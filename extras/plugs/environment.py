@@ -2,7 +2,8 @@
 
 An object of the class is one episode. `reset(**row)` begins it and may return a text that follows
 the prompt; its other public methods, typed and documented, are the tools; `get_reward()`, or else
-the attribute `reward`, scores it. Each may be `async`. Texts may be content blocks.
+the attribute `reward`, scores it. Each may be `async`. Texts may be content blocks. Of several
+classes, `task_of({"name": Class, ...})`, the row's `environment` names one.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from config import PRESETS, Config
+from extras.plugs.rewards import wait_for
 from plumbing.faults import Fault, first_line
 from plumbing.outside import without_secrets
 from tasks import Message, Question, Task, Trajectory
 from tasks.functions import TypedFunction
-from tasks.plugs import wait_for
 from tasks.questions import read_json_lines
 from tasks.tools import Failure, Tool
 
@@ -52,17 +53,22 @@ class Method(TypedFunction):
 
     def of(self, tau: Trajectory) -> Method:
         bound = copy.copy(self)
-        bound.function = getattr(tau.state, self.name)
+        bound.function = getattr(tau.state, self.name, _refuse)
         return bound
 
     def write_result(self, result: Any) -> str:
         try:
-            return _text(TEXT.validate_python(result))
+            # strict: else it reads iterators, also one without an end
+            return _text(TEXT.validate_python(result, strict=True))
         except ValidationError:
             return str(result)
 
     def explain(self, kind: str, why: str) -> str:
         return str({"error": why})
+
+
+def _refuse(**arguments: Any) -> None:
+    raise LookupError("no such tool")
 
 
 class EnvironmentTask(Task):
@@ -75,6 +81,7 @@ class EnvironmentTask(Task):
     """
 
     environment: ClassVar[type[Any]]
+    environments: ClassVar[dict[str, type[Any]]] = {}  # by name, where there are several
     unmade: ClassVar[str] = "it cannot be made"
     instruction: str = "Do what is asked with the tools that you have. When it is done, write <answer> done </answer>."
 
@@ -82,17 +89,20 @@ class EnvironmentTask(Task):
         super().__init__(cfg)
         where = without_secrets(f"--task {cfg.task}")
         self.idle = list[Any]()  # those that wait for an episode
+        self.offered = dict[type[Any], list[Tool]]()
         try:
-            self.idle.append(self.environment())
-            self.tools = self.offer(self.idle[0])
+            for kind in self.environments.values() or [self.environment]:
+                self.idle.append(kind())
+                self.offered[kind] = [*self.offer(self.idle[-1])]
         except Fault:
             raise
         except Exception as e:
             raise Fault(f"{where}: {self.unmade} ({first_line(e)})") from e
-        if not self.tools:
+        if not all(self.offered.values()):
             raise Fault(
                 f"{where}: it has no method to call; a tool is a public, typed, documented method"
             )
+        self.tools = sum(self.offered.values(), [])
         self.opening: dict[str, str] = {}  # what `reset` returned for a row
         weakref.finalize(self, close, self.idle)  # at the end of the program, too
 
@@ -100,7 +110,7 @@ class EnvironmentTask(Task):
         """Returns the tools of an environment: its methods."""
         names = [
             name
-            for name, _ in inspect.getmembers(self.environment, inspect.isroutine)
+            for name, _ in inspect.getmembers(type(episode), inspect.isroutine)
             if name not in NO_TOOLS and not name.startswith("_")
         ]
         methods = {name: getattr(episode, name) for name in names}
@@ -109,6 +119,16 @@ class EnvironmentTask(Task):
             for name, m in methods.items()
             if inspect.ismethod(m)
         ]
+
+    def kind_of(self, question: Question) -> type[Any]:
+        """Returns the class that plays a question."""
+        several = self.environments
+        return several[question.data["environment"]] if several else self.environment
+
+    def tools_of(self, question: Question) -> Sequence[Tool]:
+        own = self.offered[self.kind_of(question)]
+        others = sum(self.offered.values(), [])
+        return [tool for tool in self.tools if tool in own or tool not in others]
 
     def questions(self, split: str) -> list[Question]:
         """Returns the rows of a split. Raises Fault if a file is missing or a row has nothing to
@@ -123,7 +143,12 @@ class EnvironmentTask(Task):
             if name not in ("self", "seed") and p.kind is not p.VAR_KEYWORD
         ]
         given = file not in ("", *(preset.get(split) for preset in PRESETS.values()))
-        if not given and not data and ("seed" in takes or len(takes) == 1):
+        if (
+            not self.environments
+            and not given
+            and not data
+            and ("seed" in takes or len(takes) == 1)
+        ):
             rows = ({"seed": seed} if "seed" in takes else {} for seed in SEEDS[split])
             return [
                 Question(f"{split}-{k}", "", source="seeds", data=row) for k, row in enumerate(rows)
@@ -140,14 +165,16 @@ class EnvironmentTask(Task):
                 text = _asked(row)
             except (AttributeError, ValidationError):
                 text = ""
-            if not text or not isinstance(row, dict):
+            if not (text or self.environments) or not isinstance(row, dict):
                 raise Fault(
                     f"--{split} {file}:{line}: nothing is asked that is text; fill `prompt` (a text, or messages of the"
                     " system and the user) or `question`"
                 )
-            questions.append(
-                Question(str(row.get("id", f"{split}-{line}")), text, source=path.stem, data=row)
-            )
+            if self.environments and row.get("environment") not in self.environments:
+                names = ", ".join(self.environments)
+                raise Fault(f"--{split} {file}:{line}: its `environment` is none of {names}")
+            id = f"{split}-{line}" if row.get("id") is None else row["id"]
+            questions.append(Question(id, text, source=path.stem, data=row))
         return questions
 
     def prompt(self, instruction: str, question: Question) -> list[Message]:
@@ -161,14 +188,18 @@ class EnvironmentTask(Task):
     def reset(self, question: Question) -> Any:
         """Returns an environment in which the question's row has begun. Raises Fault if it cannot
         be played."""
-        episode = self.idle.pop() if self.idle else self.environment()
+        kind, row = self.kind_of(question), dict(question.data)
+        if self.environments:  # as in TRL it is not passed on
+            del row["environment"]
+        fitting = [k for k, episode in enumerate(self.idle) if type(episode) is kind]
+        episode = self.idle.pop(fitting[-1]) if fitting else kind()
         where = f"--task {self.cfg.task}: reset()"
         try:
-            inspect.signature(episode.reset).bind(**question.data)
+            inspect.signature(episode.reset).bind(**row)
         except TypeError as e:
             raise Fault(f"{where} does not take the row of question {question.id} ({e})") from None
         try:
-            opening = _text(TEXT.validate_python(wait_for(episode.reset(**question.data)) or ""))
+            opening = _text(TEXT.validate_python(wait_for(episode.reset(**row)) or ""))
         except ValidationError:
             raise Fault(
                 f"{where} of question {question.id} does not return a text, text blocks or None"
@@ -216,15 +247,19 @@ def _text(content: str | list[Block]) -> str:
     return content if isinstance(content, str) else "\n".join(block["text"] for block in content)
 
 
-def task_of(kind: type[Any], where: str) -> type[EnvironmentTask]:
-    """Returns the task of an environment; its `instruction` and `best_reward`, if it has them,
+def task_of(kind: type[Any] | dict[str, type[Any]], where: str = "task") -> type[EnvironmentTask]:
+    """Returns the task of an environment; its `instruction` and `passing_reward`, if it has them,
     replace the task's. Raises Fault, which begins with `where`, for a class that is none."""
+    if isinstance(kind, dict):
+        first, *_ = (task_of(each, where) for each in kind.values())
+        own = {"environments": kind, "__module__": first.__module__}
+        return type("Environments", (first,), own)
     if not hasattr(kind, "reset"):
         raise Fault(
             f"{where}: it neither extends tasks.Task nor has a reset(), as TRL's environments do"
         )
     attributes: dict[str, Any] = {"environment": kind, "__module__": kind.__module__}
-    for name in ("instruction", "best_reward"):
+    for name in ("instruction", "passing_reward"):
         if hasattr(kind, name):
             attributes[name] = getattr(kind, name)
     return type(kind.__name__, (EnvironmentTask,), attributes)

@@ -70,8 +70,8 @@ class Hermes(Tags):
     def reserved_tags(self) -> tuple[str, ...]:
         return "think", ANSWER, *OURS
 
-    def result_tag(self, tool: Tool) -> str:
-        return "tool_response"
+    def result_tags(self) -> list[str]:
+        return ["tool_response"]
 
     def adapt_instruction(self, instruction: str) -> str:
         """Says the paper's instruction without tags. With --format hermes_tools the tools'
@@ -127,12 +127,13 @@ class Hermes(Tags):
         ]
         return [{"role": "system", "content": system}, *others]
 
-    def template_options(self, instruction: str) -> Mapping[str, Any]:
+    def template_options(
+        self, instruction: str, question: Question | None = None
+    ) -> Mapping[str, Any]:
         """Returns the tools' schemas, with the descriptions that the instruction has of them."""
         descriptions = dict(sections(instruction))
-        schemas = [
-            schema_of(tool, descriptions.get(tool.tag, "").strip()) for tool in self.task.tools
-        ]
+        tools = self.task.tools_of(question) if question else self.task.tools
+        schemas = [schema_of(tool, descriptions.get(tool.tag, "").strip()) for tool in tools]
         return {"tools": [{"type": "function", "function": schema} for schema in schemas] or None}
 
     def parse_turn(self, text: str, ended: bool = True) -> Action:
@@ -206,6 +207,10 @@ def call_of(text: str, tools: Sequence[Tool]) -> tuple[Tool, str]:
     form = 'write {"name": ..., "arguments": {...}}'
     try:
         call = clean(decoded(text))
+        if isinstance(call, dict) and isinstance(call.get("arguments"), str):
+            call["arguments"] = decoded(
+                call["arguments"] or "{}"
+            )  # Granite 4 writes their JSON text
     except ValueError as e:
         raise ValueError(f"it is no JSON ({str(e)[:100]}); {form}") from None
     if not isinstance(call, dict) or not isinstance(call.get("arguments"), dict):

@@ -299,7 +299,8 @@ def _client(target: str, log: Any) -> Any:
 
 
 def _first(e: BaseException) -> str:
-    """Returns the first line of an exception, of a group's first one."""
+    """Returns an exception's message on one line, of a group's first one: pydantic's second line
+    names the field."""
     while inner := getattr(e, "exceptions", ()):
         e = inner[0]
-    return first_line(e)[:200]
+    return " ".join(str(e).split())[:200] or type(e).__name__

@@ -14,6 +14,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -22,10 +23,12 @@ import numpy as np
 from plumbing.faults import Fault
 from plumbing.outside import decoded
 from tasks import Question, Task, Trajectory
-from tasks.plugs import import_named, wait_for
+from tasks.metrics import is_finite
+from tasks.plugs import import_named
+from tasks.questions import look_up, unpacked
 
 Columns = dict[str, Any]
-NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 # what TRL's trainer gives besides the columns; the last two fill tables that are not kept here
 TRL = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
@@ -58,7 +61,9 @@ def read_score(item: str) -> Score:
         raise Fault(f"{where}: {factor} is no number; write 0.5*module:function") from None
     function = import_named(where, spec, "function")
     parameters = inspect.signature(function).parameters
-    needs = [name for name, p in parameters.items() if p.default is p.empty and p.kind in NAMED]
+    needs = [
+        name for name, p in parameters.items() if p.default is p.empty and p.kind not in UNNAMED
+    ]
     if "solution_str" in parameters and {*needs} <= {*VERL}:
         return Score(item, weight, function, "verl's")
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or {*TRL} & {*parameters}:
@@ -110,7 +115,12 @@ class Rewarded(Task):
                     " trajectories; return a list with a number, or None, for each"
                 )
             for terms, r in zip(sums, part, strict=True):
-                terms += [] if r is None else [score.weight * r]
+                if r is not None and not is_finite(r):
+                    raise Fault(
+                        f"--reward {score.item}: the reward of a trajectory is {r!r:.80}; return a"
+                        " finite number, or None"
+                    )
+                terms += [] if r is None else [score.weight * float(r)]
 
         self.apart = [tau for tau, terms in zip(taus, sums, strict=True) if not terms]
         if not self.apart:
@@ -187,9 +197,12 @@ class Rewarded(Task):
         """Returns verl's arguments: the text of all that follows the prompt, results too."""
         row = columns_of(tau.question)
         results = sum(turn.result is not None for turn in tau.turns)
-        truth = row.get("reward_model") or {"ground_truth": row["golden_answers"]}
-        info = {**(row.get("extra_info") or {}), "num_turns": 1 + len(tau.turns) + results}
-        values = row["data_source"], self.plain(tau.response), truth["ground_truth"], info
+        truth = look_up(row, "reward_model", "ground_truth", default=row["golden_answers"])
+        info = {
+            **(unpacked(row.get("extra_info")) or {}),
+            "num_turns": 1 + len(tau.turns) + results,
+        }
+        values = row["data_source"], self.plain(tau.response), truth, info
         return dict(zip(VERL, values, strict=True))
 
 
@@ -214,10 +227,22 @@ async def gather(results: Sequence[Any]) -> list[Any]:
 
 
 def rewarded(kind: type[Task], spec: str) -> type[Task]:
-    """Returns the task with the reward of --reward; the first `best_reward` that one of its
+    """Returns the task with the reward of --reward; the first `passing_reward` that one of its
     functions has replaces the task's. Raises Fault."""
     scores = [read_score(item.strip()) for item in spec.split(",")]
-    best = [getattr(score.function, "best_reward", None) for score in scores]
-    least = next((r for r in best if r is not None), kind.best_reward)
-    own = {"scores": scores, "best_reward": least, "__module__": kind.__module__}
+    best = [getattr(score.function, "passing_reward", None) for score in scores]
+    least = next((r for r in best if r is not None), kind.passing_reward)
+    own = {"scores": scores, "passing_reward": least, "__module__": kind.__module__}
     return type(kind.__name__, (Rewarded, kind), own)
+
+
+def wait_for(result: Any) -> Any:
+    """Returns the result of a user's function, `async` or not."""
+    if not inspect.iscoroutine(result):
+        return result
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(result)
+    with ThreadPoolExecutor(1) as thread:  # in a notebook this one has a loop already
+        return thread.submit(asyncio.run, result).result()

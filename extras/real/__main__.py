@@ -9,7 +9,6 @@ A part is a command that could be typed. It is skipped when its result is there,
 it was stopped: the same command again finishes the rest.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config import HERE, PRESETS, SMOLLM
+from extras.bench.harness import parser_of
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.outside import decoded
@@ -150,9 +150,7 @@ def evaluated(out: Path, which: str) -> tuple[int, float, float]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        "extras.real", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "extras.real")
     parser.add_argument("--out", type=Path, default=Path("runs/real"))
     parser.add_argument(
         "--hub", action="store_true", help="fetch the original weights from the Hugging Face hub"

@@ -9,13 +9,13 @@ the paper's static baseline, one search with the whole question, and often a sen
 No instruction has all three clauses that solve a question.
 """
 
-import argparse
 import json
 import random
 from pathlib import Path
 from typing import Any
 
 from config import FACTS, PRESETS, Config
+from extras.bench.harness import parser_of
 from extras.world.demos import choose_clauses, choose_habits
 from plumbing.faults import one_line
 from plumbing.files import read_jsonl, write_file
@@ -94,9 +94,7 @@ def row_of(q: Row, instruction: str, turns: list[tuple[str, str]]) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--n", type=int, default=960, help="how many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("demos.jsonl"))

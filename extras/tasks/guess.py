@@ -26,7 +26,7 @@ class Guess(Game):
     is the state."""
 
     tag, noun, argument, plural, result_tag = "guess", "a guess", "number", "guesses", "reply"
-    best_reward: ClassVar[float] = 10.0
+    passing_reward: ClassVar[float] = 10.0
     instruction: str = (
         "Find the hidden number. Write a guess inside <guess> and </guess>, for example <guess> 8 </guess>. Between "
         "<reply> and </reply> you are told whether the hidden number is higher or lower, or that you are right. You "
@@ -60,7 +60,7 @@ class Guess(Game):
         return "right"
 
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
-        return [-float(tau.state) if tau.state else self.best_reward for tau in taus]
+        return [-float(tau.state) if tau.state else self.passing_reward for tau in taus]
 
     def metrics(self, tau: Trajectory) -> dict[str, float]:
         return {"won": float(tau.state == 0), "missed_by": tau.state}

@@ -8,7 +8,6 @@ demonstration of the best combination of clauses. It is also the supervised (SFT
 """
 
 import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
-import argparse
 import json
 import random
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from config import WORLD
+from extras.bench.harness import parser_of
 from extras.world.demos import TASK, demo
 from extras.world.facts import MINI, World, questions, the_world
 from extras.world.tokenizer import build_tokenizer, save_tokenizer
@@ -162,9 +162,7 @@ def write_files(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=3_000_000, help="tokens of demonstrations")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=WORLD, help="directory to write")

@@ -45,5 +45,5 @@ def step(t, P, player, task, questions, rng, G):
     set_rewards(task, taus)
     player.learner.set_advantages(taus)
     player.learner.update(t, [taus])
-    P.attribute(taus)
+    P.update_weights(taus)
     return taus

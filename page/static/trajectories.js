@@ -39,7 +39,7 @@ function drawTrajectories(k) {
 function storedNote(run) {
   const { seen, all } = run.index, rows = rowsOf(run);
   const tokens = rows.filter((row) => row.tokens).length;
-  const text = seen < all ? `${num(seen)} of the ${num(all)} trajectories on disk are in this page (report.py --trajectories)` : `All ${num(all)} trajectories on disk are in this page`;
+  const text = seen < all ? `${num(seen)} of the ${num(all)} trajectories on disk are in this page` : `All ${num(all)} trajectories on disk are in this page`;
   return h("p", { class: "note" }, `${text}; ${num(tokens)} have the data of their tokens.`);
 }
 

@@ -2,6 +2,7 @@
 what is refused."""
 
 import gc
+import itertools
 import json
 import time
 
@@ -10,6 +11,7 @@ from test_rollout import Script, roll
 
 import inspo
 from config import PRESETS, Config
+from extras.plugs.environment import task_of as environments
 from plumbing.faults import Fault
 from tasks import Job
 from tasks.loading import check_questions, load_task
@@ -303,6 +305,8 @@ class Told(Vault):
             [{"type": "text", "text": "seen"}],
             ["a"],
             3 / (k - 6),
+            b"a",
+            ({"type": "text", "text": "x"} for _ in itertools.count()),
         ][k]
 
 
@@ -321,6 +325,10 @@ def test_results_and_errors_are_written_as_trl_writes_them(tiny, tmp_path):
     [tell] = [tool for tool in task_of("Told", tmp_path / "rows.jsonl").tools if tool.tag == "tell"]
     assert [tell.submit(f'{{"k": {k}}}').result(9) for k in range(7)] == [[text] for text in TOLD]
     assert isinstance(tell.submit('{"k": 6}').result(9), Failure)
+    assert tell.submit('{"k": 7}').result(9) == ["b'a'"]
+    assert (
+        tell.submit('{"k": 8}').result(9)[0].startswith("<generator ")
+    )  # and no end is waited for
 
 
 def test_rows_with_equal_ids_in_two_files_are_two_rows(tiny, tmp_path):
@@ -338,6 +346,8 @@ def test_rows_with_equal_ids_in_two_files_are_two_rows(tiny, tmp_path):
         task.prompt("Go.", task.questions(split)[0])[0]["content"] for split in ("train", "test")
     ]
     assert asked == ["Go.\n\nOpen it.A\n", "Go.\n\nOpen it.B\n"]
+    null = [row | {"id": None} for row in rows[0] * 2]
+    check_questions(task_of("Vault", tmp_path / "rows.jsonl", null))
 
 
 def test_an_environment_that_owns_its_data_gets_seeds_which_a_group_shares(tmp_path):
@@ -363,3 +373,98 @@ def test_an_environment_that_owns_its_data_gets_seeds_which_a_group_shares(tmp_p
         "train"
     )
     assert q.text == "Open it." and q.data["seed"] == 3  # files beat seeds
+
+
+class Coding:
+    """As TRL 1.16's page has them: the rows only route, and each `reset` says what is asked."""
+
+    def reset(self, **row) -> str:
+        assert "environment" not in row
+        self.ran = 0
+        return "Fix the failing test."
+
+    def run(self, code: str) -> str:
+        """Run code and return its output.
+
+        Args:
+            code: The code to run
+        """
+        self.ran += 1
+        return f"ran {code}"
+
+    def get_reward(self) -> float:
+        return float(self.ran)
+
+
+class Grid:
+    def reset(self, size: int = 3, **row) -> str:
+        self.size, self.at = size, 0
+        return f"Reach tile {size}."
+
+    def move(self, steps: int) -> int:
+        """Move, and return where you are.
+
+        Args:
+            steps: How far
+        """
+        self.at += steps
+        return self.at
+
+    def get_reward(self) -> float:
+        return -1.0 if self.at == self.size else 0.0
+
+
+Both = environments({"coding": Coding, "game": Grid})
+ROUTED = [{"environment": "coding"}, {"environment": "game", "size": 2, "prompt": "Play. "}]
+
+
+@pytest.mark.parametrize("format", ["tags", "hermes"])
+def test_rows_name_their_environment_whose_tools_alone_are_shown(tiny, tmp_path, format):
+    task = task_of("Both", tmp_path / "rows.jsonl", ROUTED, format=format)
+    check_questions(task)
+    assert [tool.tag for tool in task.tools] == ["run", "move"]
+    coding, game = task.questions("train")
+    form = task.make_format()
+    shown = [
+        form.messages("Go.", q)[-1]["content"] + str(form.template_options("Go.", q))
+        for q in (coding, game)
+    ]
+    assert ["Run code" in text for text in shown] == [True, False]
+    assert ["where you are" in text for text in shown] == [False, True]
+    assert "Fix the failing test." in shown[0] and "Play.Reach tile 2." in shown[1]
+
+
+def test_each_episode_is_played_and_scored_by_its_own(tiny, tmp_path):
+    task = task_of("Both", tmp_path / "rows.jsonl", ROUTED)
+    coding, game = task.questions("train")
+    jobs = [Job(0, "Go.", q, k) for k, q in enumerate((coding, game, coding))]
+    turns = [
+        ["<run>1 + 1</run>", '<move>{"steps": 1}</move>', "<answer>x</answer>"],
+        ['<move>{"steps": 2}</move>', "<answer>x</answer>"],
+        ["<answer>x</answer>"],
+    ]
+    taus = roll(Script(tiny[1], *turns), tiny[1], task, jobs)
+    set_rewards(task, taus)
+    assert [tau.reward for tau in taus] == [1.0, -1.0, 0.0]
+    assert taus[0].turns[0].result == ["ran 1 + 1"] and taus[1].turns[0].result == ["2"]
+    assert isinstance(taus[0].turns[1].result, Failure)  # another's tool
+    assert sorted(type(episode).__name__ for episode in task.idle) == ["Coding", "Grid"]
+
+
+@pytest.mark.parametrize(
+    "rows, train",
+    [([{"environment": "chess"}], None), ([{"prompt": "Play."}], None), ([["x"]], None), (ROUTED, "")],
+)  # fmt: skip
+def test_a_row_of_no_environment_is_one_line(tmp_path, rows, train):
+    path = tmp_path / "rows.jsonl"
+    task = task_of("Both", path, rows, **({} if train is None else {"train": train}))
+    with pytest.raises(Fault, match=r"^--train .*(rows\.jsonl:1|is missing)"):
+        task.questions("train")
+
+
+def test_two_environments_with_a_tool_of_one_name_are_refused(tmp_path):
+    with pytest.raises(Fault, match="its tool <count> has the tag"):
+        task_of("Alike", tmp_path / "rows.jsonl", ROUTED)
+
+
+Alike = environments({"a": Vault, "b": Counted})

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from functools import partial
 
 import numpy as np
 import pytest
@@ -49,8 +48,7 @@ ESPL = ESPLConfig(N_P=100, K_e=1, T_e=100, objective="espl", batch=6, G=2, T=4, 
 FST = FSTConfig(
     N_P=3, K_e=2, T_e=100, objective="cispo_cap", batch=4, G=6, T=5, D_B=3, failures=2, rounds=2
 )
-FRONT = partial(inspo.population_of, kind=fst.Front)
-SCRIPTS = {"espl": (espl.ESPL, espl.population_of, ESPL), "fst": (fst.GEPA, FRONT, FST)}
+SCRIPTS = {"espl": (espl.ESPL, Pool, ESPL), "fst": (fst.GEPA, Front, FST)}
 
 
 class FlakyPolicy(WatchedPolicy):
@@ -108,7 +106,7 @@ def step_of(table):
 
 def programs(n, P=None):
     """Returns a population of n programs, E-SPL's or another."""
-    P = Pool(0.2, 5, 3) if P is None else P
+    P = Pool(ESPL) if P is None else P
     for j in range(n):
         P.join(f"program {j}", None, 0)
     return P
@@ -140,10 +138,10 @@ def test_ratings_are_trueskill_s(scores, expected):
 
 def test_ratings_come_from_the_problems_that_all_programs_played():
     P, alone = programs(2), programs(2)
-    P.attribute(played({0: {"q0": [1, 0], "q1": [0, 0]}, 1: {"q0": [0, 0]}}))
+    P.update_weights(played({0: {"q0": [1, 0], "q1": [0, 0]}, 1: {"q0": [0, 0]}}))
     assert P.ratings[0] == pytest.approx((29.396, 7.171), abs=2e-3) and P.family[0].w == 0.25
     assert [I.id for I in P.ranked()] == [0, 1] and P.best().id == 1  # the newest is the result
-    alone.attribute(played({1: {"q0": [1]}}))
+    alone.update_weights(played({1: {"q0": [1]}}))
     assert alone.ratings == [(25, 25 / 3)] * 2  # alone nobody is rated
 
 
@@ -283,7 +281,7 @@ def test_a_crossover_has_two_parents_and_comes_before_the_mutation():
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_run_that_was_stopped_inside_a_step_continues_there(name):
-    P = programs(1, Front(0.2, 5) if name == "fst" else None)
+    P = programs(1, Front(FST) if name == "fst" else None)
     P.family[0].text, B, [child] = FIRST, ReplayBuffer(1000), names(1)
     step = played({0: {f"q{k}": [1, 0] for k in range(6)}})
     B.add(2, step, map(shown, step))
@@ -317,7 +315,7 @@ def test_the_pareto_front_by_hand():
 
 
 def test_a_question_s_rollouts_go_round_the_prompts():
-    P, D = programs(3, Front(0.2, 5)), list(questions("q", 4).values())
+    P, D = programs(3, Front(FST)), list(questions("q", 4).values())
     jobs = P.draw_jobs(np.random.default_rng(0), D, 6)
     assert [(job.question, job.group) for job in jobs] == [
         (q, k) for k, q in enumerate(D) for _ in range(6)
@@ -489,7 +487,7 @@ SIZES = [
 RUNS = {
     "espl": (espl, ["--crossover", "1", "--K_e", "1", "--T_e", "9"]),
     "fst": (fst, ["--K_e", "2", "--T_e", "9"]),
-    "paired": (selection, "--rank paired --gate lower_bound --K_p 1 --K_e 3".split()),
+    "fill": (selection, "--gate fill --groups question --K_p 1 --K_e 3".split()),
 }
 
 
@@ -529,15 +527,10 @@ def test_stopped_inside_an_evolution_and_resumed_it_is_bit_identical_and_everyth
 
 
 KINDS = {  # of runs whose evolutions are their own; E-SPL's D_B asks nothing
-    "espl": (
-        ESPLConfig,
-        espl.population_of,
-        espl.ESPL,
-        dict(D_B=0, crossover=0.5, rivals=2, G=4, seed=1),
-    ),
+    "espl": (ESPLConfig, Pool, espl.ESPL, dict(D_B=0, crossover=0.5, rivals=2, G=4, seed=1)),
     "fst": (
         FSTConfig,
-        FRONT,
+        Front,
         fst.GEPA,
         dict(N_P=2, D_B=3, batch=6, mini=6, rounds=2, failures=1, seed=10),
     ),

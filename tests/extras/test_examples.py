@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import inspo
-from config import HERE, WORLD, parse_flags
+from config import HERE, WORLD, Config, parse_flags
 from extras import fork
 from extras.examples.cispo import CISPO
 from extras.examples.dapo import DAPO
@@ -59,7 +59,7 @@ def test_dapo_weighs_every_token_alike_and_clips_higher():
     dapo = DAPO.__new__(DAPO)
     dapo.cfg = SimpleNamespace(eps=0.2)
     x = dapo.terms(part, None)
-    assert [[*x["adv"]], [*x["w"]], x["eps_low"], x["eps_high"]] == [
+    assert [[*x["adv"]], [*x["token_weight"]], x["eps_low"], x["eps_high"]] == [
         [2, 2, 2, -1],
         [0.25] * 4,
         0.2,
@@ -74,7 +74,7 @@ def test_cispo_is_a_surrogate():
 
 
 def test_the_margin_keeps_those_near_the_best():
-    P = Margin(0.2, 5)
+    P = Margin(Config())
     for k, w in enumerate([0.1, 0.5, 0.45, 0.3, 0.41, 0.0, 0.39]):
         P.join(f"I{k}", None, 0).rewards = [w]
     assert P.prune(P.ranked(), 5, 1) and sorted(P.ids) == [1, 2, 3, 4, 6]
@@ -91,7 +91,7 @@ def test_the_margin_keeps_those_near_the_best():
     ],
 )  # fmt: skip
 def test_ucb_prefers_the_untried_then_the_highest_bound(tau_s, rewards, p):
-    P = UCB(tau_s, 5)
+    P = UCB(Config(tau_s=tau_s))
     for some in rewards:
         P.join("I", None, 0).rewards = some
     assert P.probabilities().tolist() == pytest.approx(p)
@@ -122,8 +122,8 @@ def test_f1_is_the_reward_and_opo_weighs_the_baseline_by_length():
 def test_parts_of_one_kind_become_one_class():
     names = "extras.examples.margin:Margin,extras.examples.ucb:UCB,extras.examples.opo:OPO"
     parts = fork.load_parts(parse_flags(["--parts", names], fork.ForkConfig))
-    P = inspo.population_of(SimpleNamespace(tau_s=0.5, window=7), parts["population"])
-    assert isinstance(P, Margin) and isinstance(P, UCB) and (P.tau_s, P.window) == (0.5, 7)
+    P = parts["population"](Config(tau_s=0.5, window=7))
+    assert isinstance(P, Margin) and isinstance(P, UCB) and (P.cfg.tau_s, P.cfg.window) == (0.5, 7)
     assert set(parts) == {"population", "learner"}
 
 

@@ -315,14 +315,6 @@ def gspo(case):
     return by_sequence(case, compare(case), lambda row: [row["tokens"]] if row["tokens"] else [])
 
 
-def gspo_turn(case):
-    def turns(row):
-        pairs = list(zip(row["turn_of"], row["tokens"], strict=True))
-        return [[n for k, n in pairs if k == turn] for turn in sorted(set(row["turn_of"]))]
-
-    return by_sequence(case, compare(case), turns)
-
-
 def cispo(case, cap=1.28):
     A = compare(case)
     return by_token(
@@ -649,7 +641,7 @@ def espl(case):
 FORMULAS = {
     "grpo": grpo, "dr_grpo": dr_grpo, "dapo": dapo, "rloo": lambda case: plain(case, compare(case, others)),
     "loop": loop, "maxrl": lambda case: plain(case, compare(case, over_mean)),
-    "reinforce_baseline": reinforce_baseline, "spo": spo, "gspo": gspo, "gspo_turn": gspo_turn, "cispo": cispo,
+    "reinforce_baseline": reinforce_baseline, "spo": spo, "gspo": gspo, "cispo": cispo,
     "cispo_cap": lambda case: cispo(case, 5.0), "sapo": sapo, "dppo": dppo, "vespo": vespo, "tis": tis, "r2vpo": r2vpo,
     "hapo": hapo, "etr": etr, "icpo": icpo, "llds": llds, "copo": copo, "riskpo": riskpo, "adora": adora, "aspo": aspo,
     "consistent": lambda case: plain(case, compare(case, key="q")), "empo": empo, "hapo_history": hapo_history,
@@ -666,7 +658,7 @@ def reference(name, case):
 
 # scoring passes over a step's first mini-batch, and over a later one, where pi_old is known
 PASSES = {
-    "gspo": (0, 1), "gspo_turn": (0, 1), "eapo": (0, 1), "vespo": (0, 1), "llds": (0, 1),
+    "gspo": (0, 1), "eapo": (0, 1), "vespo": (0, 1), "llds": (0, 1),
     "tis": (1, 0), "hapo": (1, 0), "d3s": (1, 0),
 }  # fmt: skip
 
@@ -715,7 +707,7 @@ def test_trl_computes_the_same_gradient(name, tmp_path):
     logp[mask], old[mask] = (
         torch.tensor(case.columns[x], dtype=torch.float32) for x in ("now", "old")
     )
-    kept[mask] = torch.tensor(terms["w"] != 0)
+    kept[mask] = torch.tensor(terms["token_weight"] != 0)
     flags = dict(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", beta=0.0)
     trainer = trl.GRPOTrainer(
         PRESETS["world"]["model"],
@@ -760,7 +752,7 @@ def test_batches_that_teach_nothing_are_survived(name):
             assert (
                 torch.isfinite(got).all()
                 and np.isfinite(terms["adv"]).all()
-                and np.isfinite(terms["w"]).all()
+                and np.isfinite(terms["token_weight"]).all()
             )
             assert all(math.isfinite(tau.advantage) for tau in taus)
             # what instructions are credited with
@@ -840,7 +832,7 @@ def test_grpo_on_these_stages_is_the_core_s(model):
 
 
 @pytest.mark.parametrize(
-    "name", ["gspo", "hapo", "icpo", "llds", "dppo", "vespo", "r2vpo", "tis", "d3s", "gspo_turn"]
+    "name", ["gspo", "hapo", "icpo", "llds", "dppo", "vespo", "r2vpo", "tis", "d3s"]
 )
 def test_an_objective_that_looks_at_the_whole_mini_batch_does_not_depend_on_micro_batches(
     model, name
@@ -848,9 +840,9 @@ def test_an_objective_that_looks_at_the_whole_mini_batch_does_not_depend_on_micr
     taus = batch_of(4)
     for tau in taus[::2]:
         tau.instruction = 1
-        tau.credit = [tau.advantage + k for k in range(len(tau.acted))]
+        tau.credit = [tau.advantage + k for k in range(len(tau.turn_tokens))]
     for tau in taus[1::2]:
-        tau.credit = [tau.advantage] * len(tau.acted)
+        tau.credit = [tau.advantage] * len(tau.turn_tokens)
     parts = [taus[: 2 * G], taus[2 * G :]]
     (one, metrics, _), (other, also, _) = (
         gradients(learner_of(model, name, micro_tokens=micro_tokens), parts)

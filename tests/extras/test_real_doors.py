@@ -34,6 +34,7 @@ from evaluation.command import main as evaluate
 from extras.cold_start import encode_row
 from models.model import load_policy, weights
 from page.sample import split_response
+from plumbing import checkpoint
 from plumbing.files import read_jsonl
 from rollout import rollout
 from tasks import Job, Question
@@ -41,7 +42,6 @@ from tasks.formats import encode
 from tasks.questions import em
 from tasks.search_qa import SearchQA
 from tasks.tools import list_stop_strings
-from training import checkpoint
 
 pytestmark = [
     pytest.mark.real,
@@ -335,7 +335,8 @@ def test_what_is_sampled_is_what_is_read(real):
         )
         starts = [k for k, m in enumerate(tau.mask) if m and not tau.mask[k - 1]]
         read = [
-            tokenizer.decode(tau.ids[k : k + n]) for k, n in zip(starts, tau.acted, strict=True)
+            tokenizer.decode(tau.ids[k : k + n])
+            for k, n in zip(starts, tau.turn_tokens, strict=True)
         ]
         assert read == [turn.text for turn in tau.turns]
         assert [text for kind, text in split_response(tau.record()) if kind == "act"] == read

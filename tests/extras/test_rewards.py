@@ -25,11 +25,12 @@ from tasks.search import Search
 
 GRADES = """
 import asyncio, math
+from decimal import Decimal
 seen = []
 
 def right(taus):
     return [float(tau.prediction == "x") for tau in taus]
-right.best_reward = 0.9
+right.passing_reward = 0.9
 
 def word(completions, solution, **columns):
     seen.append(columns | {"completions": completions, "solution": solution})
@@ -57,6 +58,9 @@ def strict(solution_str, ground_truth, tolerance): return 1.0
 def keyed(*, taus): return []
 def nothing(): return []
 def scalar(completions, **_): return 1.0
+def texts(completions, **_): return ["0.5"] * len(completions)
+def dicts(completions, **_): return [{"score": 1.0}] * len(completions)
+def decimals(taus, /): return [Decimal("1.5")] * len(taus)
 def nan(completions, **_): return [math.nan] * len(completions)
 """
 
@@ -99,6 +103,7 @@ def taus(task, *answers, G=2):
         ("grades_here:right", [1, 0, 0, 1], [False, True, True, False]),
         ("grades_here:word", [1, 0, 0, 1], [False, True, True, False]),
         ("grades_here:later", [2, 2, 2, 2], [False] * 4),
+        ("2*grades_here:decimals", [3, 3, 3, 3], [False] * 4),
         ("grades_here:compute_score", [1, 0, 0, 1], [False, True, True, False]),
         ("grades_here:awaited", [0, 0, 0, 0], [True] * 4),
         ("grades_here:word,0.25*grades_here:later", [1.5, 0.5, 0.5, 1.5], [False, True, True, False]),
@@ -110,9 +115,12 @@ def taus(task, *answers, G=2):
 def test_each_form_scores_and_several_are_summed_by_weight(grades, spec, rewards, failed):
     task = task_with(spec)
     played = taus(task, "x", "y", "z", "x")
-    for tau in played:
+    for tau in played[:2]:
         tau.question = Question(**{**vars(tau.question), "golds": ("x",)})
         tau.question.data["reward_model"] = {"ground_truth": "x"}
+    for tau in played[2:]:  # as DuckDB writes a file
+        texts = {"reward_model": '{"ground_truth": "x"}', "extra_info": '{"index": 3}'}
+        tau.question.data.update(texts)
     if "awaited" in spec:
         for tau in played:
             tau.question.data["reward_model"] = {"ground_truth": "q"}
@@ -159,7 +167,13 @@ def test_a_sum_that_cannot_be_read_is_refused(grades, spec, says):
 
 
 @pytest.mark.parametrize(
-    "name, says", [("scalar", "returned 1.0 for 4"), ("nan", "is nan; return a finite number")]
+    "name, says",
+    [
+        ("scalar", "returned 1.0 for 4"),
+        ("nan", "is nan; return a finite number"),
+        ("texts", "is '0.5'; return a"),
+        ("dicts", "is {'score': 1.0}; return a"),
+    ],
 )
 def test_what_is_no_number_for_each_is_refused(grades, name, says):
     task = task_with(f"grades_here:{name}")

@@ -20,9 +20,8 @@ def test_all_the_time_of_a_rollout_has_a_part(monkeypatch, capsys):
     found = json.loads(lines[-1])
     settings = found["settings"]
     plain = ["bare", "+ log-probs", "+ seeds", "+ stops"]
-    assert list(settings) == [*plain, "our engine", "our loop", "one by one"]
+    assert list(settings) == [*plain, "our loop"]
     for row in settings.values():
-        assert "failed" not in row
         columns = colocated.COLUMNS[2:]
         passes = row["prefill"] + row["decode"]
         assert 0.8 * row["seconds"] < passes <= row["seconds"]
@@ -36,16 +35,7 @@ def test_all_the_time_of_a_rollout_has_a_part(monkeypatch, capsys):
     assert bare["decode_passes"] == 2 * 5
     assert bare["decode_tokens"] == 10 * 2 * 5
     assert bare["prefill_tokens"] == 10 * (50 + 50 + 6 + 83)
-    for name in ("our engine", "our loop"):  # some of the tokens end a turn of ours
-        assert 0 < settings[name]["sampled"] <= 10 * 2 * 6
-        read = settings[name]["prefill_tokens"]  # the same prompts, the same texts between turns
-        assert 10 * (50 + 50 + 1 + 83) <= read <= bare["prefill_tokens"]
-    assert settings["one by one"]["decode_passes"] > 2 * 5
-
-
-def test_a_measurement_that_fails_leaves_the_others(capsys):
-    found = {}
-    with colocated.softly("this", found):
-        raise RuntimeError("out of\nmemory")
-    assert "memory" in found["this"]["failed"] or "out of" in found["this"]["failed"]
-    assert "this" in capsys.readouterr().out
+    ours = settings["our loop"]  # some of the tokens end a turn
+    assert 0 < ours["sampled"] <= 10 * 2 * 6
+    # the same prompts, the same texts between turns
+    assert 10 * (50 + 50 + 1 + 83) <= ours["prefill_tokens"] <= bare["prefill_tokens"]

@@ -22,7 +22,7 @@ from config import Config
 from extras.bench.update import count_operations, draw_row
 from grpo import Learner
 from models.layers import fuse
-from models.model import hold, score, shard, skeleton
+from models.model import hold, forward_packed, shard, skeleton
 from training.fit import KNOWN
 
 SHAPE = KNOWN["Qwen/Qwen2.5-0.5B"]
@@ -35,7 +35,7 @@ def build(layers: int, way: str, recompute: bool) -> Learner:
         model = outside(skeleton)(Qwen2Config(**SHAPE | {"num_hidden_layers": layers}), dtype)
         fuse(model)
         if way == "whole":
-            model.to_empty(device="cuda").score = MethodType(score, model)
+            model.to_empty(device="cuda").forward_packed = MethodType(forward_packed, model)
         else:
             how = {"compute": torch.bfloat16, "frozen": frozen, "gather": way == "gathered"}
             shard(model, "cuda", **how)

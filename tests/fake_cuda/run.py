@@ -40,7 +40,6 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import config  # noqa: E402
 import grpo  # noqa: E402
-import inspo  # noqa: E402
 import training.policy as policy  # noqa: E402
 from engines import choose  # noqa: E402
 from engines.torch_engine import RowCache, TorchEngine  # noqa: E402
@@ -272,7 +271,7 @@ def policy_of(cfg, ranks):
     group.broadcast = lambda message: message
     task = SimpleNamespace(tools=[])
     task.make_format = lambda: Tags(task)
-    return inspo.make_policy(cfg, group, task, Watched)
+    return policy.Policy(cfg, group, task, Watched)
 
 
 def outside(function):

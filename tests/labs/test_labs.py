@@ -120,7 +120,7 @@ def with_step(*calls):
                 "reward": lambda: set_rewards(task, taus),
                 "advantages": lambda: player.learner.set_advantages(taus),
                 "update": lambda: player.learner.update(t, [taus]),
-                "attribute": lambda: P.attribute(taus),
+                "update_weights": lambda: P.update_weights(taus),
             }[call]()
         return taus
 
@@ -222,7 +222,7 @@ MISTAKES = {
             "at once",
         ),
     ],
-    (6, "admit"): [
+    (6, "select_top"): [
         (lambda verified, room: [c for c in verified if c.r > c.r_parent][:room], "equals join"),
         (lambda verified, room: [c for c in verified if c.r >= c.r_parent], "room"),
     ],
@@ -260,7 +260,7 @@ MISTAKES = {
         (lambda tau: tau.response, "question is missing"),
     ],
     (8, "step"): [
-        (with_step("reward", "update", "advantages", "attribute"), "before the advantages"),
+        (with_step("reward", "update", "advantages", "update_weights"), "before the advantages"),
         (with_step("reward", "advantages", "update"), "not credited"),
     ],
 }

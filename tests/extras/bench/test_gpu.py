@@ -45,7 +45,7 @@ def test_micro_batches_are_measured_one_at_a_time():
     command += ["--shape", "toy", "--device", "cpu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
-    assert not [row for row in rows if "faults" in row]
+    assert not [row for row in rows if "fault" in row]
     ways = {(row["way"], row["recompute"], row["shared"]) for row in rows}
     assert len(ways) == 7 and len(rows) == 14
     assert all(0 < row["wall_ms"] for row in rows)
@@ -78,11 +78,10 @@ def test_a_part_passes_fails_or_is_skipped(tmp_path, code, needs, cards, status,
     assert (row["status"], row["line"]) == (status, line) and row["seconds"] < 30
 
 
-def test_what_is_missing_is_named_with_its_pin():
-    assert gpu.missing("torch json") == ""
-    assert gpu.missing("torch no_such_module") == "'no_such_module'"
-    if not gpu.importlib.util.find_spec("vllm"):
-        assert gpu.missing("vllm").startswith("'vllm==")
+def test_a_part_without_its_package_is_skipped_and_names_it(tmp_path):
+    part = gpu.Part("x", 5, "json no_such_module", "-c pass")
+    row = gpu.attempt(part, 0, 5, tmp_path, {})
+    assert row["status"] == "SKIP" and "without no_such_module:" in row["line"]
 
 
 @pytest.mark.parametrize(

@@ -27,15 +27,9 @@ DIGESTS = "digests.json"
 TYPES = {  # all that torch.distributed.checkpoint pickles into .metadata
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "_MEM_FORMAT_ENCODING",
-    )
+        "Metadata MetadataIndex StorageMeta TensorStorageMetadata BytesStorageMetadata "
+        "ChunkStorageMetadata TensorProperties _MEM_FORMAT_ENCODING"
+    ).split()
 } | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
