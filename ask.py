@@ -59,10 +59,14 @@ def ask(args: argparse.Namespace) -> None:
     if not Path(run).is_dir():
         raise Fault(f"--run {run}: no such directory")
     given = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
+
+    # the agent
     status("loading the policy")
     with load_agent(run, temperature=args.temperature, seed=args.seed, **given) as agent:
         status("")
         print(printable(f"{Path(run).resolve().name}\n\n{agent.instruction}"))
+
+        # a question after the other
         known = read_held_out(agent.task)
         for text in [args.question] if args.question else read_questions():
             try:

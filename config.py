@@ -24,7 +24,7 @@ from plumbing.flags import Parser, add_flags
 from plumbing.flags import knob as knob  # programs with knobs of their own take it from here
 from plumbing.flags import out_of_range as out_of_range
 from plumbing.outside import decoded, without_secrets
-from plumbing.stop import LEADS
+from plumbing.stop import leads
 from plumbing.threads import choose_threads, use_threads
 from plumbing.trust import check_origin
 
@@ -383,7 +383,7 @@ class Config(
             return f"--temperature {self.temperature}: vLLM takes 2 at most (--engine torch any)"
         if self.offload_reference and self.lora_rank:
             return "--offload_reference: with --lora_rank the reference is the policy, its adapters off; leave it out"
-        if self.dry_run or os.environ.get("RANK", "0") != "0":
+        if self.dry_run or not leads():
             return ""  # only rank 0 reads files; other nodes may lack them
         if self.instruction and not Path(self.instruction).is_file():
             return f"--instruction {self.instruction}: no such file"
@@ -442,9 +442,10 @@ STATIC: dict[str, Any] = dict(N_P=1, N_parent=1, T_e=0)
 
 def preset_of(model: str) -> str:
     """Returns the name of the preset whose model this is; else the last part of its path or id."""
-    return next(
-        (name for name, preset in PRESETS.items() if preset["model"] == model), Path(model).name
-    )
+    for name, preset in PRESETS.items():
+        if preset["model"] == model:
+            return name
+    return Path(model).name
 
 
 def parse_flags(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any) -> C:  # type: ignore[assignment]
@@ -469,33 +470,34 @@ def configure(kind: type[C] = Config, changes: Mapping[str, Any] = {}, /, **give
     """
     given = check_settings(kind, given)
     named = given.pop("preset", given.get("model", kind.model))
-    preset, unused = {**PRESETS.get(named, {})}, []
-    if (
-        os.path.abspath(given.get("train", ""))
-        != preset.get("train")
-        != given.get("train", preset.get("train"))
-    ):
-        unused = [name for name in DATA if preset.pop(name, "") and name not in given]
-    preset |= {**changes, **(STATIC if given.get("mode") == "static" else {})}
+    preset = dict(PRESETS.get(named, {}))
+    train, unused = given.get("train", preset.get("train")), []
+    if preset.get("train") not in (train, os.path.abspath(train or "")):
+        for name in DATA:
+            if preset.pop(name, "") and name not in given:
+                unused.append(name)
+    preset |= changes
+    if given.get("mode") == "static":
+        preset |= STATIC
     if given.get("model") in PRESETS:
         given["model"] = PRESETS[given["model"]]["model"]
     if given.get("lora_rank", 0) > 0:
         preset["lr"] = LORA_LR.get(named, float(f"{10 * preset.get('lr', kind.lr):.6g}"))
     settings = preset
     if given.get("resume") and given.get("out"):
-        settings = dataclasses.asdict(read_config(run := Path(given["out"]), kind, resume=True))
+        run = Path(given["out"])
+        settings = dataclasses.asdict(read_config(run, kind, resume=True))
         check_origin(run, settings, given)
     cfg = kind(**settings | given)
     if evolves(cfg) and not cfg.optimizer_model and not os.environ.get("OPENAI_BASE_URL"):
         cfg = dataclasses.replace(cfg, optimizer_model=OPTIMIZER)
-    if fault := validate(cfg):
+    fault = validate(cfg)
+    if fault:
         raise Fault(fault)
     if not cfg.resume:
-        if unused and LEADS:
-            print(
-                f"note: --train is not the preset's, so its {', '.join(unused)} are not used",
-                flush=True,
-            )
+        if unused and leads():
+            names = ", ".join(unused)
+            print(f"note: --train is not the preset's, so its {names} are not used", flush=True)
         cfg = dataclasses.replace(cfg, threads=choose_threads(cfg.threads))
     use_threads(cfg.threads)
     return cfg
@@ -511,9 +513,8 @@ def check_settings(kind: type[Config], given: Mapping[str, Any]) -> dict[str, An
     settings = {}
     for name, value in given.items():
         if name not in types:
-            names = {
-                known.lower(): known for known in (*types, "learner", "population", "evolution")
-            }
+            known = (*types, "learner", "population", "evolution")
+            names = {other.lower(): other for other in known}
             nearest = difflib.get_close_matches(name.lower(), names, 1, cutoff=0)[0]
             raise Fault(
                 f"{name}: there is no such setting; the nearest is {names[nearest]} (docs/python.md)"
@@ -521,13 +522,12 @@ def check_settings(kind: type[Config], given: Mapping[str, Any]) -> dict[str, An
         if name == "task" and not isinstance(value, str):
             owner = value if isinstance(value, type) else type(value)
             value = f"{owner.__module__}:{owner.__qualname__}"
-        if not isinstance(value, TYPES[types[name]]) or isinstance(value, bool) != (
-            types[name] is bool
-        ):
-            raise Fault(
-                f"{name}: give a value of type {types[name].__name__}, not {type(value).__name__}"
-            )
-        settings[name] = types[name](value)
+        wanted = types[name]
+        is_flag = isinstance(value, bool)  # in Python an int, too
+        if not isinstance(value, TYPES[wanted]) or is_flag != (wanted is bool):
+            given_type = type(value).__name__
+            raise Fault(f"{name}: give a value of type {wanted.__name__}, not {given_type}")
+        settings[name] = wanted(value)
     if settings.get("preset", "world") not in PRESETS:
         raise Fault(f"preset {settings['preset']!r:.40}: choose {', '.join(PRESETS)}")
     return settings
@@ -585,22 +585,21 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
     if resume and program != own:
         raise Fault(f"--resume: {run} was started by {program}, not {own}: resume it with that")
     fields = {f.name: f.type for f in dataclasses.fields(kind)}
-    unknown = [name for name in content if name not in fields and program == own]
+    unknown = [name for name in content if name not in fields]
     missing = [name for name in fields if name not in content]
-    if unknown or missing:
-        if unknown:
-            differs = f"it has --{unknown[0]}, which this one lacks"
-        else:
-            differs = f"it lacks --{missing[0]}"
+    differs = f"it lacks --{missing[0]}" if missing else ""
+    if unknown and program == own:
+        differs = f"it has --{unknown[0]}, which this one lacks"
+    if differs:
         raise Fault(
             f"{path} is of another version of {program} (commit {commit}; {differs}): use that one"
         )
-    for name in fields:
-        if type(content[name]) is not fields[name] and (fields[name], type(content[name])) != (
-            float,
-            int,
-        ):
-            raise Fault(f"{path} is damaged ({name} is {content[name]!r}): restore it from a copy")
+    for name, wanted in fields.items():
+        value = content[name]
+        if type(value) is int and wanted is float:
+            continue
+        if type(value) is not wanted:
+            raise Fault(f"{path} is damaged ({name} is {value!r}): restore it from a copy")
     return kind(**{name: content[name] for name in fields})
 
 
@@ -610,14 +609,11 @@ def holds_a_run(path: str) -> str:
 
 def validate(cfg: Config) -> str:
     """Returns what makes a configuration impossible, in one line; "" if nothing does."""
-    if fault := out_of_range(cfg, [f.name for f in dataclasses.fields(cfg)]):
-        return fault
-    parts = [
-        vars(concern)["find_fault"]
-        for concern in reversed(type(cfg).__mro__)
-        if "find_fault" in vars(concern)
-    ]
-    return next((fault for check in parts if (fault := check(cfg))), "")
+    fault = out_of_range(cfg, [f.name for f in dataclasses.fields(cfg)])
+    for concern in reversed(type(cfg).__mro__):
+        if not fault and "find_fault" in vars(concern):
+            fault = vars(concern)["find_fault"](cfg)
+    return fault
 
 
 def evolves(cfg: Config) -> bool:

@@ -111,19 +111,21 @@ def describe_gaps(gaps: Tensor, sharded: bool) -> dict[str, float]:
     this rank's tokens: its mean by quarter of the depth, the 99th percentile (the highest of the
     ranks') and the largest ratio."""
     gap, depth = gaps
-    inside = (4 * depth).long() == torch.arange(4, device=gap.device).unsqueeze(1)
-    sums = torch.stack([torch.where(inside, gap, 0.0).sum(1), inside.sum(1)])
-    ends = gap.new_zeros(2)
-    if n := len(gap):
-        ends = torch.stack(
-            [gap.kthvalue(math.ceil(0.99 * n)).values, gap.max().clamp(max=88).exp()]
-        )
+    in_quarter = (4 * depth).long() == torch.arange(4, device=gap.device).unsqueeze(1)
+    sums = torch.stack([torch.where(in_quarter, gap, 0.0).sum(1), in_quarter.sum(1)])
+    tail = gap.new_zeros(2)
+    if len(gap):
+        p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values
+        tail = torch.stack([p99, gap.max().clamp(max=88).exp()])
     if sharded:
         dist.all_reduce(sums)
-        dist.all_reduce(ends, dist.ReduceOp.MAX)
-    *means, p99, ratio = torch.cat([sums[0] / sums[1], ends]).tolist()
-    columns = {f"logp_gap/q{k}": mean for k, mean in enumerate(means, 1) if mean == mean}
-    return columns | {"logp_gap/p99": p99, "logp_gap/max_ratio": ratio}
+        dist.all_reduce(tail, dist.ReduceOp.MAX)
+    *means, p99, ratio = torch.cat([sums[0] / sums[1], tail]).tolist()
+    columns = {"logp_gap/p99": p99, "logp_gap/max_ratio": ratio}
+    for k, mean in enumerate(means, 1):
+        if not math.isnan(mean):  # some tokens are that deep
+            columns[f"logp_gap/q{k}"] = mean
+    return columns
 
 
 class Learner:

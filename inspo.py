@@ -14,14 +14,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config, parse_flags
 from journal.rows import (
     make_evolution_row,
-    make_proposal_row,
     make_prune_row,
     make_start_row,
     make_verification_row,
@@ -34,10 +32,8 @@ from plumbing.faults import Fault, OptimizerDown, one_line
 from plumbing.servers import Servers
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer
 from reflect import (
-    Call,
     Optimizer,
     connect_optimizer,
-    describe_optimizer,
     fold_words,
     history_prompt,
     paraphrase_prompt,
@@ -137,17 +133,15 @@ class Evolution:
         """
         I_0 = self.P.join(self.task.instruction, None, 0)
         self.used = {fold_words(I_0.text)}
-        paraphrases = list[str]()
         try:
             if self.optimizer and self.cfg.N_P > 1:  # CHOICE-22
-                paraphrases = self.propose(I_0, [], self.cfg.N_P - 1)
+                for text in self.propose(I_0, [], self.cfg.N_P - 1):
+                    self.P.join(text, I_0.id, 0)
         except OptimizerDown as e:
             raise Fault(
                 f"the optimizer gave no reply to its first call: {e}; check OPENAI_BASE_URL, OPENAI_API_KEY and"
                 " --optimizer_model, or choose --mode static"
             ) from None
-        for text in paraphrases:
-            self.P.join(text, I_0.id, 0)
         self.log.write_row("population", make_start_row(self.P))
 
     def evolve(self, t: int, policy: Policy) -> None:
@@ -199,15 +193,15 @@ class Evolution:
     def prompt(self, I_parent: Instruction, tau_fail: list[Experience], n: int) -> str:
         """Returns the prompt of the proposer (App. E): reflection on failures, or one of the
         paper's two ablations."""
-        cfg, task = self.cfg, self.task
-        if cfg.proposer == "history" and tau_fail:
+        cfg = self.cfg
+        if not tau_fail or cfg.proposer == "paraphrase":
+            return paraphrase_prompt(I_parent.text, n)
+        if cfg.proposer == "history":
             tried = [(I.text, I.w) for I in self.P.family if I.rewards]
             return history_prompt(sorted(tried, key=lambda pair: pair[1]), n)  # CHOICE-15
-        if cfg.proposer == "reflection" and tau_fail:
-            failures = [(e.text, e.golds) for e in tau_fail]
-            observations = task.make_format().result_tags()
-            return reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget, observations)
-        return paraphrase_prompt(I_parent.text, n)
+        failures = [(e.text, e.golds) for e in tau_fail]
+        observations = self.task.make_format().result_tags()
+        return reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget, observations)
 
     def ask(self, I_parent: Instruction, prompt: str, golds: list[str], n: int) -> list[str]:
         """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that
@@ -216,11 +210,11 @@ class Evolution:
             call = self.optimizer.ask(prompt, f"t{self.t} r{self.round}")
         except OptimizerDown as e:
             if e.call:  # what could not be read was billed, too
-                self.note_call(I_parent, e.call)
+                self.note(I_parent, call=vars(e.call))
             raise
-        # before anything else can fail: it has been paid for
-        self.note_call(I_parent, call)
-        find_unfit = self.task.make_format().find_unfit
+        # before anything else can fail; a reply that is paid for is there already
+        if not call.paid_before:
+            self.note(I_parent, call=vars(call))
         accepted, rejected = read_candidates(
             call.reply,
             I_parent.text,
@@ -228,32 +222,29 @@ class Evolution:
             golds,
             self.cfg.max_instruction,
             n,
-            find_unfit,
+            self.task.make_format().find_unfit,
             call.cut,
         )
-        row = make_proposal_row(
-            self.t, self.round, I_parent, accepted=list(accepted), rejected=rejected
-        )
-        self.log.write_row("reflections", row)
+        self.note(I_parent, accepted=list(accepted), rejected=rejected)
         return list(accepted.values())
 
-    def note_call(self, I_parent: Instruction, call: Call) -> None:
-        """Writes down a call to the optimizer, unless an earlier process of this run has."""
-        if not call.paid_before:
-            row = make_proposal_row(self.t, self.round, I_parent, call=asdict(call))
-            self.log.write_row("reflections", row)
+    def note(self, I_parent: Instruction, **columns: Any) -> None:
+        """Writes down a `call` to the optimizer; or which blocks of its reply are `accepted`, by
+        their place in it, and why the others are `rejected`."""
+        row = dict(t=self.t, round=self.round, parent=I_parent.id, **columns)
+        self.log.write_row("reflections", row)
 
     def verify(
         self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
     ) -> list[Candidate]:
         """Returns the revisions by falling mean reward on D_B, each with its parent's rewards on
         the same questions."""
-        prompts: list[Prompt] = [(I_parent.id, I_parent.text)]
-        prompts += [(None, text) for text in I_new]
-        taus = self.play(policy, f"verify {self.round}", prompts, D_B)
+        parent, new = (I_parent.id, I_parent.text), [(None, text) for text in I_new]
+        taus = self.play(policy, f"verify {self.round}", [parent, *new], D_B)
         sample = sample_verification(I_parent, taus)
         self.log.run.write_trajectories(f"verify-{self.t:06d}-{self.round}", sample)
-        n, rewards = len(D_B), [tau.reward for tau in taus]
+        n = len(D_B)
+        rewards = [tau.reward for tau in taus]
         verified = list[Candidate]()
         for k, text in enumerate(I_new, 1):
             r = rewards[k * n : (k + 1) * n]
@@ -335,7 +326,7 @@ def train(
             ranks.broadcast((fitted, task.address()))
             policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, task, learner)))
         log = Log(cfg, run, task, policy, began)
-        log.introduce(why, tools, describe_optimizer(optimizer))
+        log.introduce(why, tools, optimizer)
         evolving = evolution(cfg, task, optimizer, population(cfg), log)
         checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
         with checkpoints.rescued():

@@ -322,12 +322,12 @@ class Optimizer:
                 self.tokens += tokens
             return read_reply(answer)
 
-        down = None
+        reply, down = Reply(""), None
         try:
             with may_stop():
                 reply = self._client.ask("/chat/completions", body, read)
         except Outage as e:  # also from `before_retry`
-            reply, down = Reply(""), OptimizerDown(str(e))
+            down = OptimizerDown(str(e))
             key += f", unread at {self.tokens} tokens"  # no key of a call that is looked up
         call = Call(
             key=key,

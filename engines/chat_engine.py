@@ -73,10 +73,12 @@ class ChatEngine:
     def choose(self, name: str) -> str:
         """Returns the model to ask. Raises Fault if the server has another one; some list nothing,
         or other names."""
+
+        def read_names(answer: Any) -> list[str]:
+            return [str(model["id"]) for model in answer["data"]]
+
         try:
-            served = self.client.ask(
-                "/models", None, lambda answer: [str(row["id"]) for row in answer["data"]], 0
-            )
+            served = self.client.ask("/models", None, read_names, 0)
             remedy = f"not {name}" if name else "choose one"
             fault = (
                 f"--served_model: {self.url} has {', '.join(served[:5]) or 'no model'}: {remedy}"

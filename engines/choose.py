@@ -46,10 +46,13 @@ def dtype_of(cfg: Config, device: str) -> str:
     times as fast as float32, AMD's with AVX512-BF16 twice as fast; Intel's with AVX512-BF16 alone
     are slower at it (docs/LOG.md, 2026-11-23 and 2026-11-24).
     """
-    if cfg.dtype == "bfloat16" and (why := explain_too_old(device)):
-        raise Fault(f"--dtype bfloat16: {why}; leave it out")
-    if cfg.dtype or device == "cuda":
-        return cfg.dtype or ("float32" if explain_too_old(device) else "bfloat16")
+    too_old = explain_too_old(device)
+    if cfg.dtype == "bfloat16" and too_old:
+        raise Fault(f"--dtype bfloat16: {too_old}; leave it out")
+    if cfg.dtype:
+        return cfg.dtype
+    if device == "cuda":
+        return "float32" if too_old else "bfloat16"
     cpu = torch.cpu.get_capabilities()
     amd = str(cpu.get("cpu_name", "")).startswith("AMD")
     fast = cpu.get("amx_bf16", False) or (amd and cpu.get("avx512_bf16", False))
@@ -67,9 +70,10 @@ def choose_engine(cfg: EngineKnobs, device: str) -> tuple[str, str]:
     if cfg.engine == "auto" and not vllm_version():
         return "torch", "vllm is not installed"
     # vLLM would sample in float16, which is not what the trainer computes
-    if why := explain_too_old(device):
-        if cfg.engine == "vllm":
-            raise Fault(f"--engine vllm: {why}; leave it out")
-        return "torch", why
+    too_old = explain_too_old(device)
+    if too_old and cfg.engine == "vllm":
+        raise Fault(f"--engine vllm: {too_old}; leave it out")
+    if too_old:
+        return "torch", too_old
     check_vllm()
     return "vllm", "as asked" if cfg.engine == "vllm" else "a GPU, and vllm is installed"

@@ -119,9 +119,9 @@ class TorchEngine:
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """As Engine; an engine that shares the trainer's model needs no `load`."""
         self.begin(0)
-        parameters = dict(self.model.named_parameters())
+        state = self.model.state_dict()
         for name, tensor in weights:
-            parameters[name].copy_(tensor)
+            state[name].copy_(tensor)
         self.head = make_head(self.model)
 
     def sleep(self) -> None:
@@ -134,7 +134,7 @@ class TorchEngine:
         """As Engine; the samples that follow depend on nothing but `seed` and the calls."""
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.cache = RowCache(torch.zeros(0))
-        self.keys: list[int] = []  # context of `cache` -> the caller's key
+        self.order: list[int] = []  # context of `cache` -> the caller's key
         self.cached: dict[int, int] = {}  # key -> how many tokens of its context are cached
 
     @torch.inference_mode()
@@ -152,10 +152,10 @@ class TorchEngine:
         # A context has a row in the batch: at first its place among the keys. `cache` is that of
         # the batch.
         cache = self.cache
-        contexts_of_rows = torch.arange(len(self.keys), device=self.device)
-        ids: list[list[int]] = [[] for _ in self.keys]
-        logps: list[list[float]] = [[] for _ in self.keys]
-        starts = torch.tensor([len(contexts[key]) for key in self.keys], device=self.device)
+        contexts_of_rows = torch.arange(len(self.order), device=self.device)
+        ids: list[list[int]] = [[] for _ in self.order]
+        logps: list[list[float]] = [[] for _ in self.order]
+        starts = torch.tensor([len(contexts[key]) for key in self.order], device=self.device)
         lengths, finished = starts, set[int]()
         capacity = int(starts.max()) + max_new
         while True:
@@ -170,8 +170,8 @@ class TorchEngine:
                 logps[context].append(lp)
                 if self.ended(ids[context]) or len(ids[context]) == max_new:
                     finished.add(context)
-                    self.cached[self.keys[context]] = int(lengths[row])
-                    yield FinishedTurn(self.keys[context], ids[context], logps[context])
+                    self.cached[self.order[context]] = int(lengths[row])
+                    yield FinishedTurn(self.order[context], ids[context], logps[context])
                 else:
                     unfinished.append(row)
 
@@ -198,17 +198,17 @@ class TorchEngine:
     def _prefill(self, contexts: dict[int, list[int]], room: int) -> torch.Tensor:
         """Caches the uncached part of every context; returns the last hidden state of each row, (B,
         H)."""
-        keys = list(contexts)
-        if self.keys:  # turns that go on
-            starts = [self.cached[key] for key in keys]
-            new = [contexts[key][n:] for key, n in zip(keys, starts, strict=True)]
-            kept = torch.tensor([self.keys.index(key) for key in keys], device=self.device)
+        order = list(contexts)
+        if self.order:  # turns that go on
+            starts = [self.cached[key] for key in order]
+            new = [contexts[key][n:] for key, n in zip(order, starts, strict=True)]
+            kept = torch.tensor([self.order.index(key) for key in order], device=self.device)
             self.cache = self.cache.copy(kept, max(starts) + max(map(len, new)) + room)
-            self.keys = keys
+            self.order = order
             return self._extend(starts, new)
 
         # a new batch: equal prompts, those of a group, are computed once
-        self.keys = keys
+        self.order = order
         prompts = list(dict.fromkeys(map(tuple, contexts.values())))
         of = torch.tensor(
             [prompts.index(tuple(ids)) for ids in contexts.values()], device=self.device

@@ -303,7 +303,7 @@ class Proof:
             if tensor.ndim == 2:
                 parts = [tensor[:, probed(tensor.shape[1])].T, tensor[probed(tensor.shape[0])]]
             else:
-                parts = [tensor.clone()]
+                parts = [torch.atleast_1d(tensor.clone())]
             self.sent[name] = [part.to(self.dtype).float() for part in parts]
             yield name, tensor
 
@@ -323,7 +323,8 @@ class Proof:
         unproven, missing, head = dict.fromkeys(self.sent), [], "lm_head.weight"
         for path, module in model.named_modules():
             parent, _, last = path.rpartition(".")
-            for kind, parameter in module.named_parameters(recurse=False):
+            parameters = module.named_parameters(recurse=False)
+            for kind, parameter in itertools.chain(parameters, module.named_buffers(recurse=False)):
                 whole = f"{path}.{kind}" in self.sent  # some families have packed it themselves
                 parts = [last] if whole else packed.get(last, [last])
                 names = [f"{parent}.{part}.{kind}".lstrip(".") for part in parts]
@@ -347,7 +348,7 @@ class Proof:
                     wanted = [self.sent[names[0]][1]]
                     head = head if head in self.sent else names[0]
                 else:
-                    got = parameter
+                    got = torch.atleast_1d(parameter)
                 sizes = [want.shape[-1] for want in wanted]
                 if got.ndim == wanted[0].ndim and got.shape[-1] == sum(sizes):
                     for name, want, part in zip(names, wanted, got.split(sizes, -1), strict=True):

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import cycle
+from itertools import cycle, repeat
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from engines import FinishedTurn
 from engines.remote import RemoteTurns
 from engines.vllm_engine import VERSION, StaleWeights, probed
-from models.model import load_config, skeleton
+from models.model import held, load_config, skeleton
 from plumbing.chat import turn_ends
 from plumbing.client import Client
 from plumbing.faults import Fault, Outage
@@ -229,11 +229,10 @@ class VllmServer:
         """Raises StaleWeights if a server answers as it did with weights that were clearly others
         than these."""
         answers = self.probe()
-        same = [
-            url
-            for url, now, then in zip(self.urls, answers, self.answers, strict=True)
-            if now == then
-        ]
+        same = []
+        for url, now, then in zip(self.urls, answers, self.answers, strict=True):
+            if now == then:
+                same.append(url)
         first = not self.known  # its own files may hold the same weights
         if same and not first and sent.distance(self.known) > SHOWS:
             place = without_secrets(same[0])
@@ -268,11 +267,7 @@ class VllmServer:
         """
         with ThreadPoolExecutor(len(self.urls)) as pool:
             return list(
-                pool.map(
-                    lambda url, body: self.request(url, path, body, 0),
-                    self.urls,
-                    cycle(bodies or [{}]),
-                )
+                pool.map(self.request, self.urls, repeat(path), cycle(bodies or [{}]), repeat(0))
             )
 
     def request(
@@ -312,11 +307,9 @@ class Sample(dict[str, torch.Tensor]):
     def distance(self, other: "Sample") -> float:
         """Returns the mean difference of a weight; one that the other does not have is zero
         there."""
-        return (
-            torch.cat([(w - other.get(name, torch.zeros(1))).abs() for name, w in self.items()])
-            .mean()
-            .item()
-        )
+        nothing = torch.zeros(1)
+        apart = [(w - other.get(name, nothing)).abs() for name, w in self.items()]
+        return torch.cat(apart).mean().item()
 
 
 class WeightSource:
@@ -326,7 +319,7 @@ class WeightSource:
     def __init__(self, model: str, dtype: torch.dtype):
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        shapes = skeleton(load_config(model)).named_parameters()
+        shapes = held(skeleton(load_config(model)))
         self.dtype = dtype
         self.weights: Iterator[tuple[str, torch.Tensor]] = iter(())
         self.sample = Sample()  # of what was yielded last

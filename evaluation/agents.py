@@ -59,11 +59,13 @@ def find_subject(what: str, served: str = "") -> Subject:
     `what`: directory of a run, or of a checkpoint that export.py put there; a preset (world);
     another Hugging Face directory or id; or a URL, where `served` is the model to ask.
     """
+    # an endpoint, or a preset
     if "://" in what:
         name = without_secrets(what).split("//")[1].split("/")[0].replace(":", "-")
         return Subject(name, what, Config(), served=served)
     if what in PRESETS:
         return Subject(what, PRESETS[what]["model"], Config(**PRESETS[what]))
+    # a model of the hub, or a directory
     path = Path(what)
     if not path.is_dir():
         try:
@@ -72,6 +74,7 @@ def find_subject(what: str, served: str = "") -> Subject:
             raise Fault(f"{what} is no directory; as a model of the hub: {e}") from None
     file = path / "I_star.txt"
     I_star = file.read_text("utf-8").strip() if file.is_file() else ""
+    # of a run?
     run = path if (path / "checkpoints").is_dir() else path.parent
     if not ((run / "checkpoints").is_dir() and (run / "config.json").is_file()):
         return Subject(path.resolve().name, what, Config(model=what), I_star)
@@ -140,8 +143,8 @@ class Method(NamedTuple):
     # whether a run of this configuration trained for it
     trained: Callable[[Config], bool] = lambda cfg: False
     knobs: Mapping[str, Any] = {}  # of the configuration, that it changes
-    # what ends a turn; None: what the task's tools need
-    stop: Callable[[Task], tuple[str, ...]] | None = None
+    # what ends a turn, by default what the task's tools need
+    stop: Callable[[Task], tuple[str, ...]] = lambda task: task.make_format().stop_strings()
     task: type[Any] = Task  # what it can play
 
 
@@ -255,6 +258,8 @@ def open_model(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Eng
 
     path, device = chosen.weights, device_of(cfg)
     model, tokenizer = load_policy(path, stop, cfg.max_prompt + cfg.max_response)
+
+    # in the precision and the engine that training would choose
     wide = device == "cpu" or cfg.dtype == "float32" or explain_too_old(device)
     dtype = "float32" if wide else "bfloat16"
     if choose_engine(cfg, device)[0] == "torch":

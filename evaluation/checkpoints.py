@@ -28,6 +28,7 @@ def export_checkpoint(
     It is the newest one, that of `step`, or the `best` on the validation questions. Returns the
     directory, the step, and the id of the instruction in I_star.txt.
     """
+    # which checkpoint, and where to
     cfg: Config = read_config(path)
     if adapters and not cfg.lora_rank:
         raise Fault(f"--adapters: {path} has none, it trained all weights (--lora_rank 0)")
@@ -39,6 +40,8 @@ def export_checkpoint(
     wrong = checkpoint.damage(chosen)
     if wrong:
         raise CheckpointFault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
+
+    # the weights that it holds, in a model of that shape
     I = best_of_mark(run.load_mark(chosen), cfg)
 
     config, computed = load_config(cfg.model), getattr(torch, cfg.dtype)
@@ -52,6 +55,7 @@ def export_checkpoint(
         stored = {name: value for name, value in stored.items() if lora.is_adapter(name)}
     checkpoint.load({"model": stored}, chosen, alone=True)
 
+    # what is written
     with run.directory(str(out.absolute())) as new:
         if adapters:
             lora.export(model, cfg.lora_alpha, cfg.seed, cfg.model, new)

@@ -94,6 +94,7 @@ def check_comparable(one: Evaluation, other: Evaluation) -> dict[str, str]:
 def compare(directories: Sequence[str]) -> str:
     """Returns a Markdown table of every arm against the first one, by set of questions and on
     average."""
+    # what is compared, and whether it can be
     arms = [[read_evaluation(Path(name)) for name in names.split(",")] for names in directories]
     if len(arms) < 2:
         raise Fault("--compare: give two evaluations or more")
@@ -116,6 +117,7 @@ def compare(directories: Sequence[str]) -> str:
         seeds = compare_seeds(by_seed(arm, sets), by_seed(first, sets))
         headline.append(whole if np.isnan(seeds.p) else seeds)
 
+    # the text
     out = [f"Differences from {name_arm(first)}.", "", format_table(rows)]
     if len(others) > 1:
         p = adjust_p_values(dict(enumerate(headline)))

@@ -68,8 +68,9 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
         "commit": commit(),
         "content": describe(task, questions, instruction, weights),
     }
-    ends = method.stop(task) if method.stop else None
-    opened = partial(open_agent, chosen, task, instruction, args.temperature, stop=ends)
+    opened = partial(
+        open_agent, chosen, task, instruction, args.temperature, stop=method.stop(task)
+    )
 
     # what is played, and its figures
     data = [] if args.data == ["test"] else list(questions)
@@ -129,6 +130,7 @@ def play_what_is_left(
 
     `setting` then has the commit of the first call. `opened` opens the agent.
     """
+    # what an earlier call has played
     rows, metrics, since = read_earlier(files, setting)
     left = cut_chunks(rows, questions)
     files.write("results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -140,6 +142,8 @@ def play_what_is_left(
             earlier += f" (commit {since}, not {setting['commit']})"
         setting["commit"] = since
         print(f"{earlier}; remove {files.path} to play them again", flush=True)
+
+    # the rest
     if not left:
         return metrics, rows
     try:
@@ -204,6 +208,8 @@ def play(
             bar.update(len(rows) + ended - bar.n)
 
         player.progress = show
+
+        # a chunk is played, scored and written
         for title, number, some in chunks:
             bar.set_description(title, refresh=False)
             player.seed = int(rng_of(setting["seed"], number, f"{title} 0").integers(2**31))

@@ -95,6 +95,7 @@ def compare_pairs(a: Values, b: Values) -> Difference:
     x, y = _array(a), _array(b)
     d, n = _array(x - y), len(x)
     mean = float(d.mean())
+    # right or wrong
     if right_or_wrong(x, y):
         only_a, only_b, p = count_discordant(x, y)
         more, less = (only_a + 1) / (n + 2), (only_b + 1) / (n + 2)
@@ -102,6 +103,8 @@ def compare_pairs(a: Values, b: Values) -> Difference:
         se = math.sqrt((more + less - centre**2) / (n + 2))
         found = Interval(mean, centre - Z * se, centre + Z * se, se, n).within(-1, 1)
         return Difference(found, p, find_visible(se, math.inf))
+
+    # other values; NaN for a single question
     se = _se(d)
     if se > 0:  # NaN for a single question
         return Difference(

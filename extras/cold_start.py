@@ -83,7 +83,6 @@ def conversation(row: Any, task: Task) -> tuple[list[Message], list[Turn]]:
         raise ValueError(
             f"the roles are {roles:.80}; write system or user, then assistant, tool, assistant ..."
         )
-    tools = {tool.tag: tool for tool in task.tools}
     prompt, turns = list[Message](), list[Turn]()
     for n, (role, content) in enumerate(parts, 1):
         if not content:
@@ -97,9 +96,9 @@ def conversation(row: Any, task: Task) -> tuple[list[Message], list[Turn]]:
                 raise ValueError(
                     f"message {n} is a tool's, but message {n - 1} calls none; write the call there"
                 )
-            turns[-1].result = [
-                untag(content, task.make_format().result_tag(tools[turns[-1].tool]))
-            ]
+            for tag in task.make_format().result_tags():
+                content = untag(content, tag)
+            turns[-1].result = [content]
         else:
             prompt.append({"role": role, "content": content})
     return prompt, turns

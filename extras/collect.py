@@ -64,7 +64,7 @@ def row_of(task: Task, instruction: str, q: Question, played: Row) -> Row:
         messages.append({"role": "assistant", "content": cut_at_stop(turn["text"], task)})
         if turn["result"] is not None:
             tool = tools[turn["tool"]]
-            pattern = control(words, (form.result_tag(tool), *tags))
+            pattern = control(words, tags)
             shown = tool.show([as_data(text, pattern) for text in turn["result"]])
             if form.stop_strings():  # calls and results are in tags
                 shown = f"<{tool.result_tag}>{shown}</{tool.result_tag}>"

@@ -68,11 +68,13 @@ class RunDirectory:
         try:
             yield run
         except BaseException as e:  # a notebook's KeyboardInterrupt, too
+            # a run that measured and paid for nothing leaves nothing
             empty = not (cfg.resume or run.rows("metrics") or run.rows("reflections"))
             if empty:  # it ended before it measured or paid for anything
                 run.discard()
             if empty or isinstance(e, (CheckpointFault, Diverged)):
                 raise
+            # any other can be resumed: from where?
             saved, room = run.checkpoints(), "make room and " if isinstance(e, DiskFault) else ""
             where = f"step {step_of(saved[-1])}" if saved else "the start"
             how = f"{room}resume from {where} with --out {run.path} --resume"
@@ -92,6 +94,7 @@ class RunDirectory:
         """
         if cfg.resume:
             read_config(Path(cfg.out), type(cfg), resume=True)
+        # a directory that is its own, and nobody else writes to
         run = cls(Path(cfg.out or "runs"), cfg.keep)
         with contextlib.ExitStack() as stack, writing(run.path):
             stack.callback(run.close)
@@ -105,6 +108,8 @@ class RunDirectory:
                     f"{run.path} has {foreign[0]!r}, which a run would replace: choose another --out"
                 )
             run.lock()
+
+            # what it is, or was when it began
             about = {
                 "program": program_of(type(cfg)),
                 "commit": commit() or "unknown",
@@ -118,6 +123,8 @@ class RunDirectory:
             else:
                 run.id = secrets.token_hex(4)
                 run.write("config.json", json.dumps(record | {"id": run.id}, indent=1))
+
+            # what it will write into
             remember_run(run.path)
             for folder in ("checkpoints", "trajectories"):
                 (run.path / folder).mkdir(exist_ok=True)

@@ -136,12 +136,6 @@ def find_added(text: str, parent: str, width: int = 90) -> str:
 # ---- reflections.jsonl
 
 
-def make_proposal_row(t: int, round: int, parent: Instruction, **columns: object) -> Row:
-    """Returns a `call` to the optimizer; or which blocks of its reply are `accepted`, by their
-    place in it, and why the others are `rejected`."""
-    return {"t": t, "round": round, "parent": parent.id} | columns
-
-
 def make_verification_row(
     t: int,
     round: int,

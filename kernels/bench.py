@@ -189,11 +189,11 @@ PEERS = {
 def runs_of(b):
     """Returns {name: (matrix products, function)}; with three it returns (loss, dX, dW) or nothing,
     with one (logp,)."""
-    return {name: (3, partial(gradients, b, peer)) for name, peer in PEERS.items()} | {
-        "three bare products": (3, lambda: bare_products(b)),
-        "ours, forward only": (1, lambda: token_logprobs(*unmasked(b))[:1]),
-        "torch, forward only": (1, lambda: (plain_logp(b).detach(),)),
-    }
+    runs = {name: (3, partial(gradients, b, peer)) for name, peer in PEERS.items()}
+    runs["three bare products"] = 3, partial(bare_products, b)
+    runs["ours, forward only"] = 1, lambda: token_logprobs(*unmasked(b))[:1]
+    runs["torch, forward only"] = 1, lambda: [plain_logp(b).detach()]
+    return runs
 
 
 def check(peers):

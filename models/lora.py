@@ -104,7 +104,8 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> A
         raise Fault(
             f"--lora_rank {rank}: {type(model).__name__} has no nn.Linear layer; train all its weights"
         )
-    if rank > (widest := max(max(layer.weight.shape) for layer in linear)):
+    widest = max(max(layer.weight.shape) for layer in linear)
+    if rank > widest:
         raise Fault(
             f"--lora_rank {rank}: no layer of the model is wider than {widest}; choose a lower rank"
         )
@@ -114,8 +115,8 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> A
         (n_out, n_in), device = layer.weight.shape, layer.weight.device
         A = nn.init.kaiming_uniform_(torch.empty(rank, n_in), a=5**0.5, generator=generator)
         dither = torch.randint(2**16, (n_out + n_in,), generator=generator, dtype=torch.int32)
-        # which rounds to the nearest
-        dither = dither if dithers else torch.full_like(dither, 2**15)
+        if not dithers:
+            dither.fill_(2**15)  # which rounds to the nearest
         layer.__class__ = LoRALinear
         layer.scale = alpha / rank
         layer.lora_A = nn.Parameter(A.to(device))
@@ -141,19 +142,20 @@ def layers(model: Any) -> dict[str, LoRALinear]:
 def coverage(model: Any) -> str:
     """Returns in words what has adapters: in a mixture of experts, which are no linear layers,
     attention alone."""
-    adapted, inside = layers(model), re.compile(r".*\.\d+\.")  # a layer has a number
-    matrices = {
-        k: p
-        for k, p in model.named_parameters()
-        if p.ndim > 1 and (k in adapted or inside.match(k)) and not is_adapter(k)
-    }
-    frozen = sorted({inside.sub("", name) for name in matrices if name not in adapted})
-    share = sum(matrices[name].numel() for name in adapted) / sum(
-        p.numel() for p in matrices.values()
-    )
-    return f"LoRA on {share:.0%} of the layers' weights" + f" (not on {', '.join(frozen)})" * bool(
-        frozen
-    )
+    adapted, frozen = layers(model), set[str]()
+    covered = total = 0
+    for name, p in model.named_parameters():
+        in_layer = re.match(r".*\.\d+\.", name)  # a layer has a number
+        if p.ndim < 2 or is_adapter(name):
+            continue
+        if name in adapted:
+            covered += p.numel()
+            total += p.numel()
+        elif in_layer:
+            frozen.add(name[in_layer.end() :])
+            total += p.numel()
+    rest = f" (not on {', '.join(sorted(frozen))})" if frozen else ""
+    return f"LoRA on {covered / total:.0%} of the layers' weights{rest}"
 
 
 @contextlib.contextmanager

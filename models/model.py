@@ -433,18 +433,27 @@ def fill(model: Any, source: Any, seed: int | None = None) -> Any:
 @torch.no_grad()
 def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (Hugging Face name, whole tensor) of the policy as it computes, adapters merged into
-    their weights.
+    their weights, and of the buffers that are weights, too.
 
     One tensor at a time; all ranks must iterate together.
     """
     reshard(model)  # what is gathered is in bfloat16
     adapted = lora.layers(model)
-    for name, p in model.named_parameters():
+    for name, p in held(model):
         if layer := adapted.get(name):
             A, B = whole(layer.lora_A), whole(layer.lora_B)
             yield name, lora.merge(whole(p), A, B, layer.scale, layer.dither)
         elif not lora.is_adapter(name):
             yield name, whole(p)
+
+
+def held(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields what a model's files hold, by name: parameters, of tied ones the first, and buffers."""
+    kept = model.state_dict().keys()
+    yield from model.named_parameters()
+    for name, buffer in model.named_buffers():
+        if name in kept:
+            yield name, buffer
 
 
 def whole(p: torch.Tensor) -> torch.Tensor:
@@ -468,10 +477,7 @@ def export(
             state[name] = tensor.to("cpu", dtype, copy=True)
     if path:
         plain = skeleton(config, dtype)
-        persistent = plain.state_dict().keys()
-        state |= {
-            name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent
-        }
+        state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in state}
         plain.load_state_dict(state, assign=True, strict=False)
         plain.tie_weights()
         ends = turn_ends(tokenizer)

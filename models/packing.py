@@ -51,7 +51,7 @@ class Packing:
         self.query_ends, self.key_ends = send(ends, device)  # (pieces + 1,) each
         self.masks: dict[tuple[int, int, int], torch.Tensor] = {}
 
-    def keys(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:
+    def with_parents(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:
         """Returns for each piece what its tokens attend to, of keys or values of the row: the
         parent's and its own."""
         own = x.split(self.lengths, dim)
@@ -227,8 +227,8 @@ def attend_piece_by_piece(
     of_pieces = zip(
         packing.before,
         q.split(packing.lengths, 2),
-        packing.keys(k, 2),
-        packing.keys(v, 2),
+        packing.with_parents(k, 2),
+        packing.with_parents(v, 2),
         strict=True,
     )
     parts = []

@@ -31,6 +31,7 @@ def group_runs(runs: list[Run]) -> list[Row]:
 
     unlike: what tells them from the first run, by name.
     """
+    # places of the runs of each group
     members: list[list[int]] = []
     for k, run in enumerate(runs):
         for group in members:
@@ -39,6 +40,8 @@ def group_runs(runs: list[Run]) -> list[Row]:
                 break
         else:
             members.append([k])
+
+    # what each is called, and what tells it from the first run
     out = []
     for group in members:
         unlike: dict[str, str] = {}

@@ -69,6 +69,7 @@ def collect_family(run: Run) -> Row:
 
 def _instructions(run: Run) -> dict[int, Row]:
     """Every instruction that was ever in P, by id."""
+    # when each came, of which parent, and when it went
     out: dict[int, Row] = {}
     before: set[int] = set()
     for event in run.events:
@@ -82,6 +83,8 @@ def _instructions(run: Run) -> dict[int, Row]:
             out[id] = {"id": id, "text": I["text"], "parents": parents, "born": I["born"]}
             out[id] |= {"left": None, "why": "", "history": []}
         before = set(now)
+
+    # what each step gave it
     for row in run.steps:
         for id, w in row.get("w", {}).items():
             if int(id) in out:

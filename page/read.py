@@ -62,10 +62,14 @@ def read_run(path: Path) -> Run:
     """Reads what is there; Fault if the directory holds no run at all."""
     if not path.is_dir():
         raise Fault(f"{path}: no such directory; give a run's, runs/<name>")
+
+    # is there a run?
     run, names = Run(path), ("config.json", "metrics.jsonl", "population.jsonl", "summary.json")
     files = [path / name for name in names if (path / name).exists()]
     if not files:
         raise Fault(f"{path} holds no run: none of {', '.join(names)} is in it")
+
+    # what it has written
     run.written = max(file.stat().st_mtime for file in files)
     run.config = _object(run, "config.json", "the settings are unknown")
     steps = {row["t"]: row for row in _rows(run, "metrics.jsonl", "there are no curves")}

@@ -12,6 +12,7 @@ from page.read import Run
 from plumbing.files import Row, parse_lines
 from plumbing.outside import finite
 
+GROUP = 64  # trajectories of a group, at most
 COLUMNS = "page place kind t ins reward failed stop source calls question group tokens".split()
 SHOWN = "prediction golds metrics advantage action_tokens token_data".split()
 
@@ -24,12 +25,15 @@ def sample_trajectories(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str,
     instruction's id, or "r" and the place of a refused candidate in the tree. pages: name -> gzip
     in base64.
     """
+    # steps give a part, verifications and evaluations all
     index: Row = {"columns": COLUMNS, "rows": [], "all": 0}
     pages, questions = dict[str, str](), dict[str, int]()
     folder = run.path / "trajectories"
     steps = sorted(folder.glob("step-*.jsonl.gz"))
     others = [*sorted(folder.glob("test-*.jsonl.gz")), *sorted(folder.glob("verify-*.jsonl.gz"))]
     of_step = math.ceil(limit / max(1, len(steps)))
+
+    # each file is a page
     for file in [*steps, *others]:
         rows, in_all, damaged = _rows(file, of_step if file in steps else 10**9)
         index["all"] += in_all
@@ -75,8 +79,9 @@ def _rows(file: Path, limit: int) -> tuple[list[Row], int, bool]:
         damaged = True
     # stable: groups stay together
     watched_first = sorted(lines, key=lambda line: '"token_data": {"' not in line)
-    rows = parse_lines(watched_first[: limit + 64], "response")
-    damaged |= len(rows) < min(len(lines), limit + 64)
+    read = watched_first[: limit + GROUP]
+    rows = parse_lines(read, "response")
+    damaged |= len(rows) < len(read)
     while 0 < limit < len(rows) and rows[limit]["group"] == rows[limit - 1]["group"]:
         limit += 1
     return rows[:limit], len(lines), damaged

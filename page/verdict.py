@@ -114,12 +114,14 @@ def _warning(text: str, panel: str = "", t: int | None = None) -> Row:
 
 def _of_numbers(rows: list[Row], metric: str) -> Iterator[Row]:
     """What is not a number, or falls."""
+    # not a number
     for name in dict.fromkeys(("loss", "grad_norm", "reward", metric)):
         broken = [row["t"] for row in rows if name in row and finite_number(row[name]) is None]
         if broken:
             yield _warning(f"{name} is not a number at step {broken[0]}.", name, broken[0])
     few = max(1, min(10, len(rows) // 5))
     entropy, reward = read_column(rows, "entropy"), read_column(rows, "reward")
+    # collapsed
     if entropy:
         start, end = fmean(entropy[:few]), fmean(entropy[-few:])
         if end < 0.05 * start:

@@ -60,6 +60,8 @@ def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
         after = rendered(tokenizer, asked, add_generation_prompt=False).partition(said)[2]
     except Fault:  # a template for questions alone
         after = ""
+
+    # what the model declares
     declared = None
     for name in ("generation_config.json", "config.json"):
         try:
@@ -68,6 +70,8 @@ def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
         except OSError:
             if Path(folder, name).is_file():  # it is damaged
                 raise
+
+    # in this order, each once
     closing = control(tokenizer).search(after)
     ends = [tokenizer.convert_tokens_to_ids(closing[0])] if closing else []
     ends += [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]

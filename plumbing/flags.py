@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from plumbing.faults import tell_torchrun
+from plumbing.stop import leads
 
 
 def knob(
@@ -32,7 +33,7 @@ def knob(
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") != "0":  # under torchrun one process speaks for all,
+        if not leads():  # under torchrun one process speaks for all,
             # and has to get its word in: torchrun ends the others as soon as one has failed
             time.sleep(30)
             self.exit(2)
@@ -81,6 +82,7 @@ def out_of_range(cfg: Any, names: Iterable[str]) -> str:
     knobs = {f.name: f.metadata for f in dataclasses.fields(cfg)}
     for name in names:
         value, limits, of = getattr(cfg, name), knobs[name], knobs[name]["of"]
+        # a choice, or a number in its bounds
         if of and value not in of:
             choices = [str(x) for x in of if x != ""]
             return f"--{name} {value}: choose {', '.join(choices[:-1])}{' or ' * (len(choices) > 1)}{choices[-1]}"

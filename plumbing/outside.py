@@ -134,9 +134,10 @@ def without_secrets(text: str) -> str:
 
 
 def at(url: str, path: str = "") -> str:
-    """Returns the URL of a path below a base, which may have a query of its own."""
+    """Returns the URL of a path below a base, which may have a query of its own, or be that URL
+    already."""
     base, _, query = url.strip().partition("?")
-    place = base.rstrip("/") + path
+    place = base.rstrip("/").removesuffix(path) + path
     return place + ("&" if "?" in place else "?") + query if query else place
 
 

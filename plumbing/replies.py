@@ -79,8 +79,8 @@ def usage_of(answer: Any) -> tuple[int, int]:
 
 
 def without_thoughts(text: str, part: re.Pattern[str], cut: bool = True) -> str:
-    """Returns what follows a model's thoughts; those that do not end are followed by nothing,
-    unless the text was not `cut` and has its parts there alone.
+    """Returns what follows a model's thoughts; those that do not end are followed by nothing, unless
+    the text was not `cut`, has its parts there alone and nobody closed them.
 
     Thoughts end at the last closing mark that a `part` of an answer follows: remarks mention marks,
     too, and so do parts. Templates that write the opening mark themselves leave a reply with the
@@ -90,9 +90,11 @@ def without_thoughts(text: str, part: re.Pattern[str], cut: bool = True) -> str:
     for mark in CLOSING.finditer(outside, 0, outside.rfind("\0") + 1):
         start = mark.end()
     opened = OPENING.search(outside, start)
-    if opened and (cut or "\0" in outside[start : opened.start()]):
-        return text[start : opened.start()]
-    return text[start:]
+    if not opened:
+        return text[start:]
+    before = text[start : opened.start()]
+    closed = CLOSING.search(outside, opened.end())
+    return before if cut or closed or part.search(before) else text[start:]
 
 
 def read_blocks(reply: str, cut: bool = True) -> list[str]:

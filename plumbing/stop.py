@@ -22,7 +22,11 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # at the top; a user's script there cleans up by itself
 PROGRAMS = ("inspo.py", "ask.py", "evaluate.py", "export.py", "report.py")
-LEADS = os.environ.get("RANK", "0") == "0"  # whether this process speaks for all of torchrun's
+
+
+def leads() -> bool:
+    """Returns whether this process speaks for all of torchrun's."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 class Stopped(SystemExit):
@@ -65,7 +69,7 @@ def may_stop() -> Iterator[None]:
 def raise_if_requested() -> None:
     """Raises Stopped if a signal has come."""
     if _State.request:
-        raise Stopped(f"stopped by {_State.request}" if LEADS else 1)
+        raise Stopped(f"stopped by {_State.request}" if leads() else 1)
 
 
 def requested() -> bool:
@@ -89,7 +93,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 def _print(text: str) -> None:
     """Writes to standard error, past a print that the signal may have interrupted; the terminal may
     be gone."""
-    if LEADS:
+    if leads():
         with contextlib.suppress(OSError):
             os.write(2, text.encode())
 

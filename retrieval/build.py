@@ -43,12 +43,15 @@ def encode_corpus(corpus: Corpus, encoders: list[Encoder], path: Path) -> np.nda
         return encoder.passages([corpus[row]["contents"] for row in rows])
 
     with open(path, "ab") as file, ThreadPoolExecutor(len(encoders)) as pool:
+        # what an earlier run has written
         done = file.tell() // (4 * d)
         file.truncate(4 * d * done)  # a kill may have cut off a vector
         if shutil.disk_usage(path.parent).free < 4 * d * (n - done):
             raise Fault(
                 f"{path.parent}: no room for {4 * d * n / 1e9:.2f} GB of vectors; name another --index"
             )
+
+        # the rest
         with tqdm(total=n, initial=done, desc="encoding", unit=" passages") as bar:
             while done < n:
                 for vectors in pool.map(encode_chunk, encoders, range(done, n, CHUNK)):
@@ -82,6 +85,7 @@ def build_dense(corpus: Corpus, encoders: list[Encoder], folder: Path, kind: str
 
 def main(argv: list[str] | None = None) -> None:
     """Builds the index that the command line describes; raises Fault if it cannot."""
+    # the command line
     parser = argparse.ArgumentParser(
         description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False
     )
@@ -106,6 +110,8 @@ def main(argv: list[str] | None = None) -> None:
     out = Path(args.index)
     if out.exists():
         raise Fault(f"--index {out}: already exists; remove it or name another directory")
+
+    # what the index is of
     corpus = Corpus(args.corpus)
     manifest: dict[str, Any] = {"passages": len(corpus), "digest": corpus.digest}
     encoders = []
@@ -117,6 +123,8 @@ def main(argv: list[str] | None = None) -> None:
         manifest |= {"encoder": first.name, "family": first.family, "max_length": first.max_length}
         devices = " ".join(encoder.device for encoder in encoders)
         print(f"{len(corpus):,} passages, {first.name} on {devices} -> {args.type}", flush=True)
+
+    # the work
     build_index(corpus, manifest, encoders, out, args.type)
     open_index(args.index, corpus)  # compares some vectors with their passages
     print(f"made {out}: {sum(path.stat().st_size for path in out.iterdir()) / 1e9:.3f} GB")
@@ -147,6 +155,8 @@ def build_index(
                 f"{partial}: begun with another encoder, --family, --max_length or corpus; remove it"
             )
         write_file(kept, text)
+
+        # its files
         if encoders:
             build_dense(corpus, encoders, partial, kind)
         else:

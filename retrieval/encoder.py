@@ -40,6 +40,7 @@ class Encoder:
             config = AutoConfig.from_pretrained(model, trust_remote_code=False)
             if config.is_encoder_decoder or type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
                 raise ValueError(f"a {config.model_type} is not a BERT-type encoder")
+            # the model as it was published
             self._tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
             dtype = torch.float16 if self.device.startswith("cuda") else torch.float32
             loaded = AutoModel.from_pretrained(model, dtype=dtype, trust_remote_code=False)

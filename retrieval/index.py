@@ -111,6 +111,7 @@ def open_index(
     # here: torch takes seconds to import, and BM25 does not need it
     from retrieval.encoder import Encoder
 
+    # the vectors, and who makes those of queries
     index = read_faiss(file)
     if index.ntotal != len(corpus):
         mismatch = f"{index.ntotal:,} vectors, {corpus.path} has {len(corpus):,} passages"

@@ -109,12 +109,9 @@ class Tags:
             names += [tool.tag, tool.result_tag]
         return tuple(names)
 
-    def result_tag(self, tool: Tool) -> str:
-        """Returns the name of the tag around a tool's results."""
-        return tool.result_tag
-
     def result_tags(self) -> list[str]:
-        return [self.result_tag(tool) for tool in self.task.tools]
+        """Returns the names of the tags around tools' results."""
+        return [tool.result_tag for tool in self.task.tools]
 
     def adapt_instruction(self, instruction: str) -> str:
         """Returns the first instruction of a run as it evolves. Raises Fault if the policy could

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import unicodedata
 from collections import Counter
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 from config import PRESETS, Config
 from plumbing.faults import Fault, together
 from plumbing.outside import JOINERS, printable, without_secrets
+from plumbing.stop import leads
 from tasks.plugs import find_plug, import_named
 from tasks.task import Task
 from tasks.tools import Tool, check_words
@@ -27,6 +27,7 @@ def load_task(cfg: Config, given: Any = None) -> Task:
     `given`: from Python, a class in place of that name, or a task, of which it returns a copy.
     """
     where = f"--task {cfg.task}"
+    # the class, with the reward of --reward
     kind = given if isinstance(given, type) else type(given)
     if given is None or kind is str:
         word, _, rest = cfg.task.partition(":")
@@ -50,6 +51,8 @@ def load_task(cfg: Config, given: Any = None) -> Task:
     if specs:
         others = [word for word in words if ":" not in word]
         cfg = replace(cfg, tools=",".join(others) or "none")
+
+    # an object of it, which reads its questions once
     task: Task
     if isinstance(given, Task):
         task = copy.copy(given)
@@ -67,9 +70,12 @@ def load_task(cfg: Config, given: Any = None) -> Task:
 def add_tools(task: Task, spec: str) -> None:
     """Adds the tools that a part of --tools names, module:function or those of a plug-in. Raises
     Fault if none fits."""
+    # who makes them
     word, _, rest = spec.partition(":")
     plug = find_plug(f"--tools {word}")
     loader = import_named("--tools", plug or "tasks.functions:load_tools", "function")
+
+    # those that the policy can call
     fitting, faults = list[Tool](), list[Fault]()
     for tool in loader(rest.strip() if plug else spec, f"--tools {spec}"):
         try:
@@ -79,11 +85,13 @@ def add_tools(task: Task, spec: str) -> None:
             fitting.append(tool)
         except Fault as e:
             faults.append(e)
+
+    # what is left out is told
     if not fitting:
         raise faults[0]
-    leads = os.environ.get("RANK", "0") == "0"
-    for fault in faults if leads else ():
-        print(printable(f"note: {fault}; it is left out"), flush=True)
+    if leads():
+        for fault in faults:
+            print(printable(f"note: {fault}; it is left out"), flush=True)
     task.tools = [*task.tools, *fitting]
 
 

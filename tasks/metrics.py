@@ -19,6 +19,8 @@ def set_rewards(task: Task, taus: Sequence[Trajectory]) -> None:
     for each."""
     with may_stop():  # a judge may take minutes
         rewards = task.reward(list(taus))  # its own, to sort or filter
+
+    # a number for each?
     where = f"--task {task.cfg.task}: its reward"
     if task.cfg.reward:
         where = f"--reward {task.cfg.reward}: the reward"
@@ -33,6 +35,8 @@ def set_rewards(task: Task, taus: Sequence[Trajectory]) -> None:
         raise Fault(
             f"{where} returned {count} for {len(taus)} trajectories; return a number for each"
         )
+
+    # finite ones
     for tau, r in zip(taus, rewards, strict=True):
         if not is_finite(r):
             raise Fault(f"{where} of question {tau.question.id} is {r!r}; return a finite number")

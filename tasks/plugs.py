@@ -1,11 +1,8 @@
 """Code that a flag names: `module:name`, or a plug-in, which is known by a word."""
 
-import asyncio
 import importlib
-import inspect
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from config import HERE
@@ -47,15 +44,3 @@ def find_plug(word: str) -> str:
             if word in plugs:
                 return plugs[word]
     return ""
-
-
-def wait_for(result: Any) -> Any:
-    """Returns the result of a user's function, `async` or not."""
-    if not inspect.iscoroutine(result):
-        return result
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(result)
-    with ThreadPoolExecutor(1) as thread:  # in a notebook this one has a loop already
-        return thread.submit(asyncio.run, result).result()

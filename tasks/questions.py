@@ -43,6 +43,7 @@ def load_questions(path: str | Path, rows: bool = False) -> list[Question]:
     An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes
     `{source}-{id}`. `rows`: the row of each, with all its columns, is its `data`.
     """
+    # the rows
     path = fetch_file(str(path))
     read_table = partial(read_parquet, columns=None) if rows else read_parquet
     read = {".jsonl": read_json_lines, ".parquet": read_table}.get(path.suffix)
@@ -58,6 +59,8 @@ def load_questions(path: str | Path, rows: bool = False) -> list[Question]:
         notes.update(_doubts(row, questions[-1]))
     if not questions:
         raise Fault(f"{path}: no question in it; give a file with at least one row")
+
+    # what is doubtful, and ids
     for note, count in notes.items():
         print(f"note: {path}: {count} {note}", flush=True)
     n = Counter(q.id for q in questions)
@@ -125,6 +128,7 @@ def _read_question(row: object, line: int) -> Question:
     do."""
     if not isinstance(row, dict):
         raise ValueError("not a JSON object; write one JSON object a line")
+    # whose it is, and what it asks
     source = str(look_up(row, "data_source", default="data"))
     id = str(
         look_up(row, "id", default=look_up(row, "extra_info", "index", default=f"{source}-{line}"))
@@ -134,6 +138,8 @@ def _read_question(row: object, line: int) -> Question:
         text = _find_question(look_up(row, "prompt"))
     if not isinstance(text, str) or not text.strip():
         raise ValueError("no question; fill `question`, or `prompt` with a user message")
+
+    # the right answers, as texts
     truth = look_up(row, "reward_model", "ground_truth", default=())
     golds = look_up(row, "golden_answers", default=look_up(truth, "target", default=truth))
     if isinstance(golds, str):
@@ -150,6 +156,8 @@ def _read_question(row: object, line: int) -> Question:
     golds = [gold.strip() for gold in golds if gold.strip()]
     if not golds:
         raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth`")
+
+    # as data
     id, source, text, *golds = clean([id, source, text.strip(), *golds])
     return Question(
         id, text if text.endswith(("?", "？", "؟")) else text + "?", tuple(golds), source

@@ -122,10 +122,8 @@ def choose_source(cfg: C) -> C:
     That is the server on port 8000 of this machine, if one answers there, else Search-R1's corpus
     and index in DATA. Nothing is searched that some node of a torchrun job cannot reach.
     """
-    nodes = (
-        int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1 << 30))
-        or 1
-    )
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    nodes = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if nodes > 1 and (not cfg.retriever or re.search("//(127\\.|localhost)", cfg.retriever)):
         raise Fault(f"{nodes} nodes: give --retriever with an address that all of them can reach")
     if cfg.corpus and not cfg.retriever and not Path(cfg.corpus).is_file():
@@ -158,7 +156,8 @@ def start_server(cfg: TaskKnobs, serve: Callable[..., str]) -> tuple[str, Callab
     """Returns the URLs of --retriever, which answers, or of a server over --corpus; and what
     restarts that."""
     if cfg.retriever:
-        if fault := probe(cfg.retriever, cfg.topk):
+        fault = probe(cfg.retriever, cfg.topk)
+        if fault:
             raise Fault(
                 f"--retriever: {fault}; start it (at http://...), or serve --corpus with --retriever ''"
             )
@@ -175,11 +174,10 @@ def start_server(cfg: TaskKnobs, serve: Callable[..., str]) -> tuple[str, Callab
 def describe(search: Search, cfg: TaskKnobs, questions: Sequence[Question]) -> str:
     """Returns where a run searches, and what that server finds for some questions, if there are
     any."""
-    how = Path(index).name if (index := find_index(cfg.corpus)) else "BM25"
-    where = (
-        without_secrets(cfg.retriever)
-        or f"{search.urls[0]} ({how} over {cfg.corpus}, started by this run)"
-    )
+    how = Path(find_index(cfg.corpus)).name or "BM25"
+    where = f"{search.urls[0]} ({how} over {cfg.corpus}, started by this run)"
+    if cfg.retriever:
+        where = without_secrets(cfg.retriever)
     return f"{where}\n        {try_search(search, questions)}" if questions else where
 
 
@@ -194,15 +192,13 @@ def try_search(search: Search, questions: Sequence[Question]) -> str:
             f"{without_secrets(search.urls[0])} found no passage for any of {n} questions: check its index, and that it"
             " answers as Search-R1's server does"
         )
-    hits = sum(
-        holds_gold(passages, q.golds) for passages, q in zip(results, questions, strict=True)
-    )
-    return (
+    hits = 0
+    for passages, q in zip(results, questions, strict=True):
+        hits += holds_gold(passages, q.golds)
+    said = (
         f"{n} questions took {seconds:.2f} s, 1,000 searches would take {1000 * seconds / n:,.1f} s;"
         f" a gold answer was in the passages of {hits} of them"
-        + (
-            ": nearly none; check that index, corpus and questions belong together"
-            if hits < n / 20
-            else ""
-        )
     )
+    if hits < n / 20:
+        said += ": nearly none; check that index, corpus and questions belong together"
+    return said

@@ -65,6 +65,24 @@ def test_a_request_sends_json_or_nothing_and_returns_what_its_reader_makes_of_th
     assert (json.loads(body), empty, none) == ({"é": [1]}, b"{}", b"")
 
 
+@pytest.mark.parametrize(
+    "base, asked",
+    [
+        ("", ""),
+        ("//", ""),
+        ("/v1/ \n", "/v1"),
+        ("?k=1", ""),
+        ("/path", ""),
+        ("/v1/path/?k=1", "/v1"),
+    ],
+)
+def test_a_base_may_end_in_slashes_have_a_query_or_name_what_is_asked(serve, base, asked):
+    """Search-R1's own URL ends in /retrieve, Azure's in /chat/completions."""
+    server = serve(OK)
+    assert client(server.url + base).ask("/path", {}, value) == 1
+    assert server.requests[0][0] == f"{asked}/path" + "?k=1" * ("?" in base)
+
+
 def test_threads_may_share_a_client(serve, waits):
     server = serve(hang_up, BUSY, *[OK] * 32)
     asker = client(server.url)

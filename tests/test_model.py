@@ -238,6 +238,7 @@ SHAPES = dict(
 EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2)
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "factor": 16.0,
         "original_max_position_embeddings": 32}  # fmt: skip
+PER_LAYER = dict(vocab_size_per_layer_input=600, hidden_size_per_layer_input=16, sliding_window=8)
 MLA = {  # values narrower than keys; and a buffer that is part of the weights
     "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 32,
     "v_head_dim": 24, "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "first_k_dense_replace": 1,
@@ -257,6 +258,7 @@ SUPPORTED = {  # family -> settings, logit scale
         {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
         1.0,
     ),
+    "Gemma4Text": (PER_LAYER, 1.0),
     "Starcoder2": ({"sliding_window": 8, "residual_dropout": 0.3}, 1.0),
     # dropout, as the published ones have
     "GPT2": ({"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}, 1.0),

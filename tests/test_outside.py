@@ -11,11 +11,9 @@ from tokenizers_like import MAKERS, control_ids, made
 
 import ask
 from config import WORLD, Config
-from journal.rows import make_proposal_row
 from journal.screen import Screen
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, plain, printable
-from population import Instruction
 from reflect import Call
 from tasks import Question, Trajectory, Turn
 from tasks.formats import encode, encode_observation
@@ -186,17 +184,16 @@ def test_what_the_agent_and_its_passages_say_moves_no_cursor(capsys):
 
 
 def test_a_run_s_notes_move_no_cursor(capsys):
-    screen, parent = Screen(9), Instruction(3, "x")
+    screen, row = Screen(9), {"t": 15, "round": 0, "parent": 3}
     rejected = [{"k": 1, "reason": "lost \x1b[2J"}, {"k": 2, "reason": "empty"}]
     capsys.readouterr()
     for accepted, refused in [([], []), ([], rejected), ([2], rejected)]:
-        row = make_proposal_row(15, 0, parent, accepted=accepted, rejected=refused)
-        screen.show_row("reflections", row)
+        screen.show_row("reflections", row | dict(accepted=accepted, rejected=refused))
     for call in [
         Call("k", "p", "r", 1, 1, 0.0, False, cut=True),
         Call("k", "p", "r", 1, 1, 0.0, False),
     ]:
-        screen.show_row("reflections", make_proposal_row(15, 0, parent, call=asdict(call)))
+        screen.show_row("reflections", row | dict(call=asdict(call)))
     begin = "step  15  the optimizer's reply"
     assert capsys.readouterr().out.splitlines() == [
         f"{begin} has no candidate, 0 were rejected; it has no <ins_k> block",

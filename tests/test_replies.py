@@ -257,6 +257,7 @@ def test_drafts_in_thoughts_never_count_however_they_are_marked(opening, closing
             for cut in (True, False):
                 assert read_blocks(f"{A}\n{begin}{D} or", cut) == ["one"]
                 assert read_blocks(f"{begin}{D}{closing}{A}", cut) == ["one"]
+                assert read_blocks(f"{begin}{D}{closing} Sorry, I cannot.", cut) == []
     assert read_blocks(f"<ins_1>Use {opening} x {closing}.</ins_1>") == [
         f"Use {opening} x {closing}."
     ]

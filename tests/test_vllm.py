@@ -22,7 +22,7 @@ import urllib3
 from json_server import json_servers
 from test_engine import contexts_of, plain_logprobs
 from test_lora import trained
-from test_model import EXPERTS, make_family, own_logps
+from test_model import EXPERTS, PER_LAYER, make_family, own_logps
 from tiny_model import STOP
 
 import engines.vllm_engine as vllm_engine
@@ -353,6 +353,7 @@ def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeyp
 @pytest.mark.parametrize("family, settings", [
     ("Granite", {"logits_scaling": 0.3}), ("Cohere", {"logit_scale": 3.0}), ("Glm4", {}), ("Phi3", {}),
     ("Cohere2", {"sliding_window": 8, "logit_scale": 3.0}), ("Mistral", {"sliding_window": 8}),
+    ("Gemma4Text", PER_LAYER),  # with buffers that are weights
 ])  # fmt: skip
 def test_a_family_with_a_logit_scale_weights_that_it_packs_itself_or_windows(
     family, settings, tiny_path, tmp_path

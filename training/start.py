@@ -15,7 +15,6 @@ What is missing is told before anything is loaded, in the order in which it can 
 """
 
 import importlib
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,6 +24,7 @@ from config import PRESETS, Config, check_settings, configure, find_endpoint
 from plumbing.faults import together
 from plumbing.hub import check_model
 from plumbing.status import status
+from plumbing.stop import leads
 from tasks import Task
 from tasks.loading import check_questions, choose_instruction, load_task
 
@@ -46,8 +46,7 @@ def prepare(
     )
     task = load_task(cfg, settings.get("task"))
     task.instruction = choose_instruction(task)
-    leads = os.environ.get("RANK", "0") == "0"
-    if leads and not cfg.dry_run:
+    if leads() and not cfg.dry_run:
         status("reading the questions")
         together(
             lambda: check_questions(task),
@@ -68,13 +67,13 @@ def prepare(
     from training.ranks import Ranks
 
     if cfg.dry_run:
-        if leads:
+        if leads():
             print_memory(cfg)
         return None
     if torch.get_num_threads() != cfg.threads:  # it was imported before the run was configured
         torch.set_num_threads(cfg.threads)
     fitted, why, device = cfg, "", device_of(cfg)
-    if leads:
+    if leads():
         # a resumed run and an export take the run's, on any machine
         cfg = replace(cfg, dtype=dtype_of(cfg, device))
         fitted, why = check_machine(cfg, device, task)

@@ -36,19 +36,20 @@ def find_inside(tag: str, text: str) -> list[str]:
     return re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.S)
 
 
-def read_actions(acted: str) -> tuple[list[str], str, str]:
+def read_actions(actions: str) -> tuple[list[str], str, str]:
     """Returns the queries, all results, and the last answer ("" without one)."""
-    answers = find_inside("answer", acted) or [""]
-    return find_inside("search", acted), " ".join(find_inside("information", acted)), answers[-1]
+    answers = find_inside("answer", actions) or [""]
+    results = " ".join(find_inside("information", actions))
+    return find_inside("search", actions), results, answers[-1]
 
 
 def diagnose(response: str) -> dict[str, str]:
     """Returns {clause: reason to add it}, read from one failed response (question, actions and
     results as text)."""
-    question, _, acted = response.partition("?")
+    question, _, actions = response.partition("?")
     hops = question.count(" of ")
-    queries, results, answer = read_actions(acted)
-    thoughts = [thought.strip() for thought in find_inside("think", acted)]
+    queries, results, answer = read_actions(actions)
+    thoughts = [thought.strip() for thought in find_inside("think", actions)]
     answer = answer.strip()
     lacking = {}
     if not queries:
@@ -73,8 +74,8 @@ def diagnose(response: str) -> dict[str, str]:
 def diagnose_by_gold(response: str, golds: str) -> dict[str, str]:
     """The same for questions that are not the world's: what was asked, found and said, with the
     right answers."""
-    question, _, acted = response.partition("\n")
-    queries, results, answer = read_actions(acted)
+    question, _, actions = response.partition("\n")
+    queries, results, answer = read_actions(actions)
     right = [as_words(gold) for gold in golds.split(" or ")]
     if any(gold in as_words(answer) for gold in right):
         return {"exact": SENTENCE}

@@ -159,13 +159,15 @@ def read_result(out: Path) -> dict[str, object]:
     }
 
 
-def check_end(code: int, output: str, out: Path) -> str:
+def check_end(code: int, output: str, out: Path, ranks: int) -> str:
     """Names what is wrong with the end of a run that was not killed; "" if nothing is."""
     # torchrun has tracebacks of its own
     frames = re.findall(r'^ *File "(.*?)", line', output, re.M)
     if any(frame.startswith(str(ROOT)) and "/.venv/" not in frame for frame in frames):
         return "a traceback"
-    if code and not ("--resume" in output or "stopped by" in output):
+    # torchrun that is stopped while it starts says nothing of the run
+    began = ranks == 1 or "everything goes to" in output
+    if code and began and not ("--resume" in output or "stopped by" in output):
         return "it does not say how to resume"
     return "files are left half written" if list(out.rglob("*.tmp")) else ""
 
@@ -206,7 +208,7 @@ def disturb(out: Path, ranks: int, flags: list[str], row: dict, rng: random.Rand
         (out.parent / "filler").unlink(missing_ok=True)
         row["ends"].append("stopped" if code else "ended")
         if not row["scenario"].startswith("SIGKILL"):
-            row["fault"] = row["fault"] or check_end(code, output, out)
+            row["fault"] = row["fault"] or check_end(code, output, out, ranks)
         if not code:
             return output
     code, output = Run(out, ranks, flags).end()

@@ -19,11 +19,11 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from config import PRESETS, Config
+from extras.plugs.rewards import wait_for
 from plumbing.faults import Fault, first_line
 from plumbing.outside import without_secrets
 from tasks import Message, Question, Task, Trajectory
 from tasks.functions import TypedFunction
-from tasks.plugs import wait_for
 from tasks.questions import read_json_lines
 from tasks.tools import Failure, Tool
 

@@ -70,8 +70,8 @@ class Hermes(Tags):
     def reserved_tags(self) -> tuple[str, ...]:
         return "think", ANSWER, *OURS
 
-    def result_tag(self, tool: Tool) -> str:
-        return "tool_response"
+    def result_tags(self) -> list[str]:
+        return ["tool_response"]
 
     def adapt_instruction(self, instruction: str) -> str:
         """Says the paper's instruction without tags. With --format hermes_tools the tools'
@@ -207,6 +207,10 @@ def call_of(text: str, tools: Sequence[Tool]) -> tuple[Tool, str]:
     form = 'write {"name": ..., "arguments": {...}}'
     try:
         call = clean(decoded(text))
+        if isinstance(call, dict) and isinstance(call.get("arguments"), str):
+            call["arguments"] = decoded(
+                call["arguments"] or "{}"
+            )  # Granite 4 writes their JSON text
     except ValueError as e:
         raise ValueError(f"it is no JSON ({str(e)[:100]}); {form}") from None
     if not isinstance(call, dict) or not isinstance(call.get("arguments"), dict):

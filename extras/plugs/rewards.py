@@ -14,6 +14,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from plumbing.faults import Fault
 from plumbing.outside import decoded
 from tasks import Question, Task, Trajectory
 from tasks.metrics import is_finite
-from tasks.plugs import import_named, wait_for
+from tasks.plugs import import_named
 from tasks.questions import look_up, unpacked
 
 Columns = dict[str, Any]
@@ -233,3 +234,15 @@ def rewarded(kind: type[Task], spec: str) -> type[Task]:
     least = next((r for r in best if r is not None), kind.passing_reward)
     own = {"scores": scores, "passing_reward": least, "__module__": kind.__module__}
     return type(kind.__name__, (Rewarded, kind), own)
+
+
+def wait_for(result: Any) -> Any:
+    """Returns the result of a user's function, `async` or not."""
+    if not inspect.iscoroutine(result):
+        return result
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(result)
+    with ThreadPoolExecutor(1) as thread:  # in a notebook this one has a loop already
+        return thread.submit(asyncio.run, result).result()

@@ -277,7 +277,9 @@ def test_a_turn_without_a_call_is_the_answer(turn, says):
         ("I think that ...", "was cut off"), ('<tool_call>{"name": "sea...', "no JSON"),
         ("<tool_call>search(a)</tool_call>", "no JSON"), ("<tool_call>[1]</tool_call>", "no object of arguments"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "no JSON"),
-        ('<tool_call>{"name": "search", "arguments": "{}"}</tool_call>', "no object of arguments"),
+        ('<tool_call>{"name": "search", "arguments": "{}"}</tool_call>', "the arguments of search are"),
+        ('<tool_call>{"name": "search", "arguments": "a"}</tool_call>', "no JSON"),
+        ('<tool_call>{"name": "search", "arguments": "[1]"}</tool_call>', "no object of arguments"),
         (call("browse", query="a"), "there is no tool 'browse'; there are search, forecast"),
         (call("search", q="a"), 'the arguments of search are {"query": a text}'),
         (call("search", query="a", n=3), 'the arguments of search are {"query": a text}'),
@@ -358,7 +360,7 @@ def test_what_the_optimizer_reads_has_no_control_tokens_and_results_that_can_be_
             f"I look. {call('search', query='a')} <tool_response> {shown} </tool_response> Utzon"
         ).split()
     )
-    assert Chat().make_format().result_tag(Found()) == "tool_response"
+    assert Chat().make_format().result_tags() == ["tool_response"]
 
 
 def test_a_schema_has_what_an_openai_client_sends_and_no_more():
@@ -606,7 +608,10 @@ def test_an_optional_text_may_be_left_out():
         """
 
     tools = [TypedFunction(greet, ""), TypedFunction(shout, "")]
-    tool, argument = call_of('{"name": "greet", "arguments": {}}', tools)
-    assert tool.submit(argument).result(9) == ["hello 'Bern'"]
+    for arguments in ("{}", '""', '"{}"'):
+        tool, argument = call_of(f'{{"name": "greet", "arguments": {arguments}}}', tools)
+        assert tool.submit(argument).result(9) == ["hello 'Bern'"]
+    as_text = json.dumps({"name": "shout", "arguments": json.dumps({"text": "hi"})})
+    assert call_of(as_text, tools)[1] == "hi"
     with pytest.raises(ValueError, match="the arguments of shout are"):
         call_of('{"name": "shout", "arguments": {}}', tools)

@@ -90,7 +90,7 @@ def test_every_row_of_table_1_has_a_name_and_ends_its_turns_as_it_plays():
     for name, method in TABLE_1.items():
         task = SearchQA(Config(**method.knobs))
         assert bool(task.tools) == (name not in ("direct", "sft", "grpo"))
-        ends = method.stop(task) if method.stop else task.make_format().stop_strings()
+        ends = method.stop(task)
         assert ("</search>" in ends) == (name in ("sft_reject", "search_r1", "inspo")) and 1 <= len(
             ends
         ) <= 4
