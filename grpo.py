@@ -159,8 +159,8 @@ class Learner:
             self.reference = model if cfg.lora_rank else reference.requires_grad_(False).eval()
         small = sum(p.numel() for p in model.parameters()) < SMALL
         # adapters are switched off for all threads at once
-        alone = cfg.lora_rank or self.sharded or self.device.type != "cpu" or not small
-        self.threads = 1 if alone else torch.get_num_threads()
+        shareable = small and not self.sharded and not cfg.lora_rank
+        self.threads = torch.get_num_threads() if shareable else 1
         self.optimizer = torch.optim.AdamW(  # CHOICE-17
             [p for p in model.parameters() if p.requires_grad],
             lr=cfg.lr,
@@ -297,25 +297,23 @@ class Learner:
         order, so that the sum does not depend on how many threads there are.
         """
         trained = self.optimizer.param_groups[0]["params"]
-
-        def differentiate_alone(micro_batch: tuple[list[Trajectory], Indices]) -> Any:
-            loss, extras = self.loss(*micro_batch, terms)
-            extras["loss"] = loss.detach()
-            return torch.autograd.grad(loss, trained, allow_unused=True), extras
-
         share = list(self.share(part))
-        if self.threads == 1:
-            for done, (batch, tokens) in enumerate(share, 1):
-                if self.sharded and self.cfg.gather == 1:
-                    hold(self.model, done < len(share))
-                loss, extras = self.loss(batch, tokens, terms)
-                loss.backward()
-                yield batch, extras | {"loss": loss.detach()}
-            return
+
+        def compute(k: int) -> tuple[list[Trajectory], dict[str, Tensor], Sequence[Tensor | None]]:
+            batch, tokens = share[k]
+            if self.sharded and self.cfg.gather == 1:
+                hold(self.model, k + 1 < len(share))
+            loss, extras = self.loss(batch, tokens, terms)
+            extras["loss"] = loss.detach()
+            if self.threads > 1:
+                return batch, extras, torch.autograd.grad(loss, trained, allow_unused=True)
+            loss.backward()
+            return batch, extras, ()
+
         with ThreadPoolExecutor(self.threads, initializer=compute_alone) as pool:
-            results = pool.map(differentiate_alone, share)
-            for (batch, _), (gradients, extras) in zip(share, results, strict=True):
-                for p, gradient in zip(trained, gradients, strict=True):
+            run = pool.map if self.threads > 1 else map
+            for batch, extras, gradients in run(compute, range(len(share))):
+                for p, gradient in zip(trained, gradients, strict=False):
                     if p.grad is None:
                         p.grad = gradient
                     elif gradient is not None:
