@@ -301,13 +301,9 @@ class Learner:
 
         def compute(k: int) -> tuple[list[Trajectory], dict[str, Tensor], Sequence[Tensor | None]]:
             batch, tokens = share[k]
-            of_batch = dict(terms)
-            for name, x in terms.items():
-                if isinstance(x, np.ndarray):
-                    of_batch[name] = x[tokens]
             if self.sharded and self.cfg.gather == 1:
                 hold(self.model, k + 1 < len(share))
-            loss, extras = self.loss(batch, of_batch)
+            loss, extras = self.loss(batch, tokens, terms)
             extras["loss"] = loss.detach()
             if self.threads > 1:
                 return batch, extras, torch.autograd.grad(loss, trained, allow_unused=True)
@@ -355,17 +351,21 @@ class Learner:
         out: Array = scores.cpu().numpy()
         return out
 
-    def loss(self, batch: list[Trajectory], terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns (loss, extras) of a micro-batch, of whose N action tokens `terms` speaks.
+    def loss(
+        self, batch: list[Trajectory], tokens: Indices | slice, terms: Terms
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns (loss, extras) of a micro-batch; `tokens`: which of the action tokens that
+        `terms` speaks of are its N.
 
-        extras["old_logp"] (N,): log-probs under pi_old; extras["gap"] (N,): their distance to the
-        engine's; extras["depth"] (N,): tokens before each in its trajectory.
+        Besides what `grpo_head` returns, extras have "old_logp" (N,), log-probs under pi_old, "gap"
+        (N,), their distance to the engine's, and "depth" (N,), how many tokens are before each in
+        its trajectory.
         """
         packed, T = pack(batch, self.device), self.cfg.temperature
-        tokens = dict(terms)
+        terms = dict(terms)
         for name, x in terms.items():
             if isinstance(x, np.ndarray):
-                tokens[name] = send(torch.from_numpy(x), self.device)
+                terms[name] = send(torch.from_numpy(x[tokens]), self.device)
         ref_logp = None
         if self.reference is not None:
             with torch.no_grad(), lora.off(self.reference):
@@ -377,7 +377,7 @@ class Learner:
             objective=None if in_one_launch else partial(objective, surrogate=self.surrogate),
             ref_logp=ref_logp,
             beta=self.cfg.beta,
-            **tokens,
+            **terms,
         )
 
         # what the engine said of the same tokens
@@ -388,7 +388,7 @@ class Learner:
         depth = send(torch.from_numpy(depths[sampled]), self.device)
         old = extras["logp"]
         if terms["old_logp"] is not None:
-            old = tokens["old_logp"].to(old.dtype)
+            old = terms["old_logp"].to(old.dtype)
         return loss, extras | {"old_logp": old, "gap": (old - engine).abs(), "depth": depth}
 
     def state_dict(self) -> dict[str, Any]:
