@@ -381,6 +381,7 @@ def test_a_reward_may_do_what_it_likes_with_its_list(change):
 
 DRAWN = """
 import random
+import numpy as np
 from tasks import Question, Task
 from tasks.search_qa import SearchQA
 
@@ -400,6 +401,11 @@ class Shuffling(Drawn):
         random.shuffle(self.rows)
         return self.rows
 
+class Tabled(Drawn):
+    def questions(self, split):
+        golds = np.array(["Ann"], dtype=object)
+        return [Question(k, "Who?", golds) for k in np.arange(20)]
+
 class Untested(Drawn):
     def questions(self, split):
         return None if split == "valid" else super().questions(split)
@@ -413,7 +419,7 @@ class Odd(Drawn):
 def test_questions_are_asked_once_a_split_in_whatever_holds_them(tmp_path, monkeypatch):
     (tmp_path / "drawn.py").write_text(DRAWN)
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("Drawn", "Yielding", "Shuffling", "Untested"):
+    for name in ("Drawn", "Yielding", "Shuffling", "Tabled", "Untested"):
         task = load_task(Config(task=f"drawn:{name}"))
         first = {
             split: [q.id for q in task.questions(split)] for split in ("train", "valid", "test")
