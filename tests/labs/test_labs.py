@@ -218,10 +218,6 @@ MISTAKES = {
             "refuses",
         ),
     ],
-    (7, "shuffled"): [
-        (lambda r, rng: list(rng.random(len(r))), "other rewards"),
-        (lambda r, rng: (rng.shuffle(r), r)[1], "Copy"),
-    ],
     (7, "unmasked"): [
         (lambda mask, k: [1] * len(mask), "prompt"),
         (lambda mask, k: list(mask), "as it is"),
