@@ -304,7 +304,7 @@ def test_settings(setting, chunk):
 
 SHAPES = [
     (1, 16, 1187),
-    (9, 32, 151_936),
+    (3, 32, 151_936),
     (2, 32, 152_064),
     (65, 64, 1187),
     (5, 3, 2),
@@ -352,9 +352,9 @@ def test_eq2_token_by_token(old, beta, rows):
         (0.5, 0.899, 0.901, 1, 1.279, 1.281, 2),
         (-3, -0.11, -0.09, -1e-3, 0, 1e-4, 0.09, 0.11, 2),
     )
-    rho, d, adv = (
-        torch.cartesian_prod(*map(torch.tensor, (ratios, distances, (1.5, 0.0, -0.75)))).float().T
-    )
+    grid = torch.cartesian_prod(*map(torch.tensor, (ratios, distances, (1.5, 0.0, -0.75)))).float()
+    # in the slow interpreter every ratio and every distance with every adv
+    rho, d, adv = grid[:: 1 if rows is rows_torch else 4].T
     N, low, high = len(rho), 0.1, 0.28
     p = torch.linspace(0.05, 0.9, N)
     args = torch.stack([p, 1 - p], 1).log(), torch.eye(2), torch.zeros(N, dtype=torch.long)
@@ -614,8 +614,8 @@ def test_no_rows(kind):
 
 @pytest.mark.parametrize("kind", [None, "clip"])
 def test_repeats_bit_for_bit(kind):
-    args, kw = batch(N=129, H=64)
-    a, b = (differentiate(head, *args, beta=0.04, chunk=50, kind=kind, **kw) for _ in range(2))
+    args, kw = batch(N=49, H=64)
+    a, b = (differentiate(head, *args, beta=0.04, chunk=20, kind=kind, **kw) for _ in range(2))
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
@@ -682,7 +682,7 @@ def test_three_products_and_none_without_need(kind):
 
 @pytest.mark.parametrize("kind", [None, "clip"])
 def test_the_logits_matrix_is_never_whole(kind):
-    args, kw = batch(N=129, H=4)
+    args, kw = batch(N=33, H=4)
     with Watch() as seen:
         differentiate(head, *args, chunk=8, kind=kind, **kw)
     assert seen.largest == 8 * 1187 * 4
@@ -733,13 +733,13 @@ def test_extras_have_no_graph(kind):
 
 
 def test_token_logprobs():
-    (hidden, weight, targets), _ = batch(N=129, H=64)
+    (hidden, weight, targets), _ = batch(N=49, H=64)
     logp, entropy = token_logprobs(
-        hidden.requires_grad_(), weight, targets, temperature=0.7, chunk=50
+        hidden.requires_grad_(), weight, targets, temperature=0.7, chunk=20
     )
     want = torch.log_softmax(hidden.double() @ weight.double().T / 0.7, 1)
     assert logp.dtype == torch.float32 and not logp.requires_grad
-    assert same(logp, want[torch.arange(129), targets], rtol=0)
+    assert same(logp, want[torch.arange(49), targets], rtol=0)
     assert same(entropy, -(want.exp() * want).sum(1))
 
 

@@ -488,7 +488,9 @@ class Policy:
         return f"{sum(p.numel() for p in parameters) / 1e6:,.2f}M parameters{adapters}, {devices}, {ranks.dtype}"
 
     def close(self) -> None:
-        """Ends all ranks, unless one is inside a collective: then torchrun ends them."""
+        """Ends all ranks, unless one is inside a collective: then torchrun ends them. A checkpoint that
+        is being written is waited for."""
+        self.writer.shutdown()
         if self.in_step:
             if self.ranks.rank == 0:
                 self.ranks.broadcast(None)

@@ -40,6 +40,7 @@ def test_a_row_holds_whole_trajectories_or_five_shorter_ones():
     assert (whole.prompt_tokens, sum(whole.mask), len(whole.ids)) == (300, 600, 2900)
 
 
+@pytest.mark.slow
 def test_micro_batches_are_measured_one_at_a_time():
     command = [sys.executable, "-m", "extras.bench.update", "--micro", "100", "300"]
     command += ["--shape", "toy", "--device", "cpu"]
