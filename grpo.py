@@ -381,14 +381,14 @@ class Learner:
         )
 
         # what the engine said of the same tokens
-        sampled = torch.tensor([m for tau in batch for m in tau.mask]).bool()
-        logps = torch.tensor([logp for tau in batch for logp in tau.logps])
-        depths = torch.tensor([k for tau in batch for k in range(len(tau.ids))])
-        engine = send(logps[sampled], self.device)
+        sampled = np.array([m for tau in batch for m in tau.mask], dtype=bool)
+        logps = np.array([logp for tau in batch for logp in tau.logps], dtype=np.float32)
+        depths = np.array([k for tau in batch for k in range(len(tau.ids))])
+        engine = send(torch.from_numpy(logps[sampled]), self.device)
+        depth = send(torch.from_numpy(depths[sampled]), self.device)
         old = extras["logp"]
         if terms["old_logp"] is not None:
             old = tokens["old_logp"].to(old.dtype)
-        depth = send(depths[sampled], self.device)
         return loss, extras | {"old_logp": old, "gap": (old - engine).abs(), "depth": depth}
 
     def state_dict(self) -> dict[str, Any]:

@@ -83,15 +83,19 @@ def describe(
 def find_code(modules: Collection[str]) -> dict[str, Path]:
     """Returns the files of modules, and of what is imported from the same folders outside of this
     project."""
-    places = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
-    theirs = {name for name in places if name.partition(".")[0] not in sys.stdlib_module_names}
-    files = {name: Path(file) for name, file in places.items() if file and name in theirs}
-    outside = {name: file for name, file in files.items() if not file.is_relative_to(HERE)}
+    files, outside = {}, {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and name.partition(".")[0] not in sys.stdlib_module_names:
+            files[name] = file
+            # of thousands: a Path of each takes longer than the rest of a run's start
+            if "site-packages" not in file and "dist-packages" not in file:
+                outside[name] = Path(file)
+    outside = {name: file for name, file in outside.items() if not file.is_relative_to(HERE)}
     folders = {outside[name].parents[name.count(".")] for name in modules if name in outside}
-    code = {name: files[name] for name in modules if name in files}
+    code = {name: Path(files[name]) for name in modules if name in files}
     for name, file in outside.items():
-        installed = {"site-packages", "dist-packages"} & {*file.parts}
-        if not installed and not folders.isdisjoint(file.parents):
+        if not folders.isdisjoint(file.parents):
             code[name] = file
     return code
 

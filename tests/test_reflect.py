@@ -655,6 +655,13 @@ def test_an_optimizer_that_was_killed_is_revived(endpoint):
     assert Optimizer(gone, "m", revive=lambda: base(new)).ask("p", "t0 r0").reply == "back"
 
 
+def test_a_reply_that_cannot_be_read_counts_before_it_is_asked_for_again(endpoint):
+    server = endpoint({"usage": {"prompt_tokens": 80, "completion_tokens": 40}}, completion("late"))
+    with pytest.raises(OptimizerDown, match="100 is used up: 120 tokens"):
+        Optimizer(base(server), "m", max_tokens=100).ask("p", "t1 r0")
+    assert len(server.requests) == 1
+
+
 def test_after_max_tokens_no_call_is_made_and_an_earlier_process_s_count(endpoint):
     """--max_optimizer_tokens: a call may go beyond it, the next one is not made."""
     server = endpoint(completion(usage={"prompt_tokens": 60, "completion_tokens": 30}))

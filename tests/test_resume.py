@@ -219,7 +219,7 @@ def left(out: Path) -> dict[str, object]:
 @pytest.fixture(scope="module", autouse=True)
 def no_page():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("page.html.write_page", lambda runs, out: out)
+        patch.setattr("report.write_page", lambda runs, out: out)
         yield
 
 
@@ -472,7 +472,7 @@ class Deaths(Calls):
 
 def deaths_of(tmp_path, monkeypatch, **kind) -> Deaths:
     """Returns the Deaths of runs in which no clock and no thread makes a difference."""
-    monkeypatch.setattr("page.html.write_page", lambda runs, out: out)
+    monkeypatch.setattr("report.write_page", lambda runs, out: out)
     monkeypatch.setattr(
         "journal.log.time", SimpleNamespace(perf_counter=lambda: 0.0, time=lambda: 0.0)
     )
