@@ -50,8 +50,7 @@ def show(tau: Any) -> None:
         for text in turn.result or []:
             lines.append(f"  {turn.tool:8}{' '.join(text.split())[:160]}")
     lines.append(f"\n  answer  {tau.prediction}" if tau.prediction else f"\n  the end ({tau.stop})")
-    for line in lines:
-        print(printable(line))
+    print(printable("\n".join(lines)))
 
 
 def ask(args: argparse.Namespace) -> None:

@@ -159,8 +159,8 @@ class Learner:
             self.reference = model if cfg.lora_rank else reference.requires_grad_(False).eval()
         small = sum(p.numel() for p in model.parameters()) < SMALL
         # adapters are switched off for all threads at once
-        alone = cfg.lora_rank or self.sharded or self.device.type != "cpu" or not small
-        self.threads = 1 if alone else torch.get_num_threads()
+        shareable = small and not self.sharded and not cfg.lora_rank
+        self.threads = torch.get_num_threads() if shareable else 1
         self.optimizer = torch.optim.AdamW(  # CHOICE-17
             [p for p in model.parameters() if p.requires_grad],
             lr=cfg.lr,
@@ -297,35 +297,23 @@ class Learner:
         order, so that the sum does not depend on how many threads there are.
         """
         trained = self.optimizer.param_groups[0]["params"]
-
-        def compute(
-            micro_batch: tuple[list[Trajectory], Indices],
-        ) -> tuple[Tensor, dict[str, Tensor]]:
-            batch, tokens = micro_batch
-            of_batch = dict(terms)
-            for name, x in terms.items():
-                if isinstance(x, np.ndarray):
-                    of_batch[name] = x[tokens]
-            loss, extras = self.loss(batch, of_batch)
-            return loss, extras | {"loss": loss.detach()}
-
-        def differentiate_alone(micro_batch: tuple[list[Trajectory], Indices]) -> Any:
-            loss, extras = compute(micro_batch)
-            return torch.autograd.grad(loss, trained, allow_unused=True), extras
-
         share = list(self.share(part))
-        if self.threads == 1:
-            for done, micro_batch in enumerate(share, 1):
-                if self.sharded and self.cfg.gather == 1:
-                    hold(self.model, done < len(share))
-                loss, extras = compute(micro_batch)
-                loss.backward()
-                yield micro_batch[0], extras
-            return
+
+        def compute(k: int) -> tuple[list[Trajectory], dict[str, Tensor], Sequence[Tensor | None]]:
+            batch, tokens = share[k]
+            if self.sharded and self.cfg.gather == 1:
+                hold(self.model, k + 1 < len(share))
+            loss, extras = self.loss(batch, tokens, terms)
+            extras["loss"] = loss.detach()
+            if self.threads > 1:
+                return batch, extras, torch.autograd.grad(loss, trained, allow_unused=True)
+            loss.backward()
+            return batch, extras, ()
+
         with ThreadPoolExecutor(self.threads, initializer=compute_alone) as pool:
-            results = pool.map(differentiate_alone, share)
-            for (batch, _), (gradients, extras) in zip(share, results, strict=True):
-                for p, gradient in zip(trained, gradients, strict=True):
+            run = pool.map if self.threads > 1 else map
+            for batch, extras, gradients in run(compute, range(len(share))):
+                for p, gradient in zip(trained, gradients, strict=False):
                     if p.grad is None:
                         p.grad = gradient
                     elif gradient is not None:
@@ -363,17 +351,21 @@ class Learner:
         out: Array = scores.cpu().numpy()
         return out
 
-    def loss(self, batch: list[Trajectory], terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns (loss, extras) of a micro-batch, of whose N action tokens `terms` speaks.
+    def loss(
+        self, batch: list[Trajectory], tokens: Indices | slice, terms: Terms
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns (loss, extras) of a micro-batch; `tokens`: which of the action tokens that
+        `terms` speaks of are its N.
 
-        extras["old_logp"] (N,): log-probs under pi_old; extras["gap"] (N,): their distance to the
-        engine's; extras["depth"] (N,): tokens before each in its trajectory.
+        Besides what `grpo_head` returns, extras have "old_logp" (N,), log-probs under pi_old, "gap"
+        (N,), their distance to the engine's, and "depth" (N,), how many tokens are before each in
+        its trajectory.
         """
         packed, T = pack(batch, self.device), self.cfg.temperature
-        tokens = dict(terms)
+        terms = dict(terms)
         for name, x in terms.items():
             if isinstance(x, np.ndarray):
-                tokens[name] = send(torch.from_numpy(x), self.device)
+                terms[name] = send(torch.from_numpy(x[tokens]), self.device)
         ref_logp = None
         if self.reference is not None:
             with torch.no_grad(), lora.off(self.reference):
@@ -385,18 +377,18 @@ class Learner:
             objective=None if in_one_launch else partial(objective, surrogate=self.surrogate),
             ref_logp=ref_logp,
             beta=self.cfg.beta,
-            **tokens,
+            **terms,
         )
 
         # what the engine said of the same tokens
-        sampled = torch.tensor([m for tau in batch for m in tau.mask]).bool()
-        logps = torch.tensor([logp for tau in batch for logp in tau.logps])
-        depths = torch.tensor([k for tau in batch for k in range(len(tau.ids))])
-        engine = send(logps[sampled], self.device)
+        sampled = np.array([m for tau in batch for m in tau.mask], dtype=bool)
+        logps = np.array([logp for tau in batch for logp in tau.logps], dtype=np.float32)
+        depths = np.array([k for tau in batch for k in range(len(tau.ids))])
+        engine = send(torch.from_numpy(logps[sampled]), self.device)
+        depth = send(torch.from_numpy(depths[sampled]), self.device)
         old = extras["logp"]
         if terms["old_logp"] is not None:
-            old = tokens["old_logp"].to(old.dtype)
-        depth = send(depths[sampled], self.device)
+            old = terms["old_logp"].to(old.dtype)
         return loss, extras | {"old_logp": old, "gap": (old - engine).abs(), "depth": depth}
 
     def state_dict(self) -> dict[str, Any]:

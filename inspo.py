@@ -34,6 +34,7 @@ from population import Candidate, Experience, Instruction, Population, ReplayBuf
 from reflect import (
     Optimizer,
     connect_optimizer,
+    describe_optimizer,
     fold_words,
     history_prompt,
     paraphrase_prompt,
@@ -326,7 +327,7 @@ def train(
             ranks.broadcast((fitted, task.address()))
             policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, task, learner)))
         log = Log(cfg, run, task, policy, began)
-        log.introduce(why, tools, optimizer)
+        log.introduce(why, tools, describe_optimizer(optimizer))
         evolving = evolution(cfg, task, optimizer, population(cfg), log)
         checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
         with checkpoints.rescued():

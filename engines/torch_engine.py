@@ -134,8 +134,7 @@ class TorchEngine:
         """As Engine; the samples that follow depend on nothing but `seed` and the calls."""
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.cache = RowCache(torch.zeros(0))
-        self.order: list[int] = []  # the caller's keys of `cache`'s contexts
-        self._rows = torch.empty(0)  # position in the batch -> context of `cache`
+        self.order: list[int] = []  # context of `cache` -> the caller's key
         self.cached: dict[int, int] = {}  # key -> how many tokens of its context are cached
 
     @torch.inference_mode()
@@ -149,45 +148,50 @@ class TorchEngine:
         training = self.model.training
         self.model.eval()
         h = self._prefill(contexts, max_new)  # (B, H)
-        # active: the row at each position of the batch
-        cache, active = self.cache, list(range(len(self.order)))
-        ids: list[list[int]] = [[] for _ in active]
-        logps: list[list[float]] = [[] for _ in active]
-        lengths = starts = torch.tensor(
-            [len(contexts[key]) for key in self.order], device=self.device
-        )
-        capacity = int(lengths.max()) + max_new
+
+        # A context has a row in the batch: at first its place among the keys. `cache` is that of
+        # the batch.
+        cache = self.cache
+        contexts_of_rows = torch.arange(len(self.order), device=self.device)
+        ids: list[list[int]] = [[] for _ in self.order]
+        logps: list[list[float]] = [[] for _ in self.order]
+        starts = torch.tensor([len(contexts[key]) for key in self.order], device=self.device)
+        lengths, finished = starts, set[int]()
+        capacity = int(starts.max()) + max_new
         while True:
+            # a token for each context; one that has finished is computed, but ignored
             sampled, logp = self._sample(h, temperature)
-            unfinished = []  # positions in the batch
-            for b, (row, token, lp) in enumerate(
-                zip(active, sampled.tolist(), logp.tolist(), strict=True)
-            ):
-                if row < 0:
+            unfinished = []  # rows
+            samples = zip(contexts_of_rows.tolist(), sampled.tolist(), logp.tolist(), strict=True)
+            for row, (context, token, lp) in enumerate(samples):
+                if context in finished:
                     continue
-                ids[row].append(token)
-                logps[row].append(lp)
-                if self.ended(ids[row]) or len(ids[row]) == max_new:
-                    active[b] = -1  # computed but ignored until half of the batch has finished
-                    self.cached[self.order[row]] = int(lengths[b])
-                    yield FinishedTurn(self.order[row], ids[row], logps[row])
+                ids[context].append(token)
+                logps[context].append(lp)
+                if self.ended(ids[context]) or len(ids[context]) == max_new:
+                    finished.add(context)
+                    self.cached[self.order[context]] = int(lengths[row])
+                    yield FinishedTurn(self.order[context], ids[context], logps[context])
                 else:
-                    unfinished.append(b)
-            if 2 * len(unfinished) <= len(active):
+                    unfinished.append(row)
+
+            # once half of the batch has finished it goes on without them
+            if 2 * len(unfinished) <= len(lengths):
                 if cache is not self.cache:  # from which the next turn starts
                     # the last token is not in it yet
                     added = torch.arange(max(map(len, ids)) - 1, device=self.device)
-                    self.cache.write(self._rows, cache, starts[self._rows, None] + added)
+                    places = starts[contexts_of_rows, None] + added
+                    self.cache.write(contexts_of_rows, cache, places)
                 if not unfinished:
                     break
                 keep = torch.tensor(unfinished, device=self.device)
                 cache = cache.copy(keep, capacity)
-                active = [active[b] for b in unfinished]
+                contexts_of_rows = contexts_of_rows[keep]
                 lengths = lengths[keep]
                 sampled = sampled[keep]
-                self._rows = self._rows[keep]
-            tokens, places = sampled.view(-1, cache.M), lengths.view(-1, cache.M)
-            h = self._forward(cache, tokens, places).flatten(0, 1)
+
+            tokens, positions = sampled.view(-1, cache.M), lengths.view(-1, cache.M)
+            h = self._forward(cache, tokens, positions).flatten(0, 1)
             lengths = lengths + 1
         self.model.train(training)
 
@@ -195,28 +199,31 @@ class TorchEngine:
         """Caches the uncached part of every context; returns the last hidden state of each row, (B,
         H)."""
         order = list(contexts)
-        if not self.order:  # a new batch: compute equal prompts (those of a group) once
-            prompts = list(dict.fromkeys(map(tuple, contexts.values())))
-            of = torch.tensor(
-                [prompts.index(tuple(ids)) for ids in contexts.values()], device=self.device
-            )
-            lengths = torch.tensor(list(map(len, prompts)), device=self.device)
-            longest = max(map(len, prompts))
-            self.cache = RowCache(torch.zeros_like(lengths))
-            h = self._extend([0] * len(prompts), list(map(list, prompts)))[of]
-            M = len(of) // len(prompts)
-            # Groups of one size, one after the other, share a prompt's row, unless what they add
-            # may be longer.
-            if room > longest or of.tolist() != [k // M for k in range(len(of))]:
-                M = 1
-            self.cache = self.cache.copy(of[::M], longest + M * room, lengths[of[::M]], M)
-        else:
-            rows = torch.tensor([self.order.index(key) for key in order], device=self.device)
+        if self.order:  # turns that go on
             starts = [self.cached[key] for key in order]
             new = [contexts[key][n:] for key, n in zip(order, starts, strict=True)]
-            self.cache = self.cache.copy(rows, max(starts) + max(map(len, new)) + room)
-            h = self._extend(starts, new)
-        self.order, self._rows = order, torch.arange(len(order), device=self.device)
+            kept = torch.tensor([self.order.index(key) for key in order], device=self.device)
+            self.cache = self.cache.copy(kept, max(starts) + max(map(len, new)) + room)
+            self.order = order
+            return self._extend(starts, new)
+
+        # a new batch: equal prompts, those of a group, are computed once
+        self.order = order
+        prompts = list(dict.fromkeys(map(tuple, contexts.values())))
+        of = torch.tensor(
+            [prompts.index(tuple(ids)) for ids in contexts.values()], device=self.device
+        )
+        lengths = torch.tensor(list(map(len, prompts)), device=self.device)
+        longest = max(map(len, prompts))
+        self.cache = RowCache(torch.zeros_like(lengths))
+        h = self._extend([0] * len(prompts), list(map(list, prompts)))[of]
+
+        # groups of one size, one after the other, share a prompt's row, unless what they add may
+        # be longer
+        M = len(of) // len(prompts)
+        if room > longest or of.tolist() != [k // M for k in range(len(of))]:
+            M = 1
+        self.cache = self.cache.copy(of[::M], longest + M * room, lengths[of[::M]], M)
         return h
 
     def _extend(self, starts: list[int], new: list[list[int]]) -> torch.Tensor:

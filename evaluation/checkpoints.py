@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from config import Config, read_config
-from journal.card import card
+from journal.card import make_card
 from journal.checkpoints import best_of_mark
 from journal.directory import RunDirectory, step_of
 from models import lora
@@ -63,7 +63,7 @@ def export_checkpoint(
             export(config, model, load_tokenizer(cfg.model), new, computed)
         write_file(new / "I_star.txt", I.text + "\n")
         library = "peft" if adapters else "transformers"
-        write_file(new / "README.md", card(run, cfg, step_of(chosen), I.text, library))
+        write_file(new / "README.md", make_card(run, cfg, step_of(chosen), I.text, library))
     return out, step_of(chosen), I.id
 
 

@@ -60,17 +60,17 @@ def read_evaluation(path: Path) -> Evaluation:
     try:
         summary = decoded((path / "summary.json").read_bytes())
         setting, metric = summary["setting"], summary["metrics"][0]
-        values: dict[str, list[float]] = {data: [] for data in summary["benchmarks"]}
-        for row in read_jsonl(path / "results.jsonl"):
-            values[row["data"]].append(float(row[metric]))
-        finished = all(
-            len(values[data]) == part["questions"] for data, part in summary["benchmarks"].items()
-        )
+        rows = read_jsonl(path / "results.jsonl")
+        values = {}
+        for data, part in summary["benchmarks"].items():
+            values[data] = np.array([float(row[metric]) for row in rows if row["data"] == data])
+            if len(values[data]) != part["questions"]:
+                raise ValueError("it has not finished")
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        finished = False
-    if not finished:
-        raise Fault(f"--compare {path}: no finished evaluation is in it; evaluate.py writes one")
-    return Evaluation(path, setting, metric, {data: np.array(x) for data, x in values.items()})
+        raise Fault(
+            f"--compare {path}: no finished evaluation is in it; evaluate.py writes one"
+        ) from None
+    return Evaluation(path, setting, metric, values)
 
 
 def check_comparable(one: Evaluation, other: Evaluation) -> dict[str, str]:

@@ -68,7 +68,7 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
         "commit": commit(),
         "content": describe(task, questions, instruction, weights),
     }
-    opened = partial(
+    open_player = partial(
         open_agent, chosen, task, instruction, args.temperature, stop=method.stop(task)
     )
 
@@ -79,7 +79,7 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
         files.lock()
-        metrics, rows = play_what_is_left(files, setting, questions, method, opened)
+        metrics, rows = play_what_is_left(files, setting, questions, method, open_player)
         tools = [tool.plural for tool in list_counted_tools(task)]
         summary = summarize_sets(setting, metrics, tools, rows)
         table = tabulate(summary)
@@ -124,11 +124,11 @@ def play_what_is_left(
     setting: Row,
     questions: Mapping[str, list[Question]],
     method: Method,
-    opened: Callable[[], Agent],
+    open_player: Callable[[], Agent],
 ) -> tuple[list[str], list[Row]]:
     """Plays what no earlier call has played; returns the names of the metrics and all rows.
 
-    `setting` then has the commit of the first call. `opened` opens the agent.
+    `setting` then has the commit of the first call. `open_player` returns the agent.
     """
     # what an earlier call has played
     rows, metrics, since = read_earlier(files, setting)
@@ -147,7 +147,7 @@ def play_what_is_left(
     if not left:
         return metrics, rows
     try:
-        with opened() as agent:
+        with open_player() as agent:
             return play(files, setting, agent, method, left, rows), rows
     except (Outage, stop.Stopped) as e:
         kept = f"{len(rows)} of {total} rows are kept in {files.path}"

@@ -2,9 +2,8 @@
 what they cost.
 
     python extras/selection.py --gate lower_bound --rounds 2         # a revision must almost surely be hardly worse
-    python extras/selection.py --gate fill                           # places left go to revisions not shown to be worse
     python extras/selection.py --groups question                     # Eq. 3 compares a question's rollouts under all
-    python extras/selection.py --gate fill --objective gspo          # any of objectives.py, and the flags of inspo.py
+    python extras/selection.py --groups question --objective gspo     # any of objectives.py, and the flags of inspo.py
 
 A rule is a subclass of Population with the methods in which it differs from Algorithm 1;
 `population_of` combines them.
@@ -19,13 +18,13 @@ from itertools import islice
 
 import numpy as np
 
-# P(X <= k), quantiles of Student's t; scipy.stats is slow to import
-from scipy.special import bdtr, stdtrit
+# quantiles of Student's t; scipy.stats is slow to import
+from scipy.special import stdtrit
 
 import inspo
 from config import knob
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
-from population import Candidate, Instruction, Population
+from population import Candidate, Population
 from tasks import Job, Question
 
 # of the lower bound: certainty, and the loss of mean reward that does not matter
@@ -38,9 +37,8 @@ class SelectionConfig(ObjectiveConfig):
 
     gate: str = knob(
         "paper",
-        "who joins: paper; lower_bound: at most .01 below its parent, with 80 % confidence; fill: where places"
-        " are left, also those not significantly below",
-        of=("paper", "lower_bound", "fill"),
+        "who joins: paper; lower_bound: at most .01 below its parent, with 80 % confidence",
+        of=("paper", "lower_bound"),
     )
     groups: str = knob(
         "pair",
@@ -70,41 +68,6 @@ class ByQuestion(Population):
         ]
 
 
-class Fill(Population):
-    """Places that are left after the rounds go to candidates that a sign test does not find worse
-    than their parent.
-
-    Those with the smallest loss against their own parent come first, since raw rewards of different
-    rounds do not compare.
-    """
-
-    def __init__(self, cfg: SelectionConfig):
-        super().__init__(cfg)
-        self.spare: list[Candidate] = []  # of the evolution under way
-
-    def select_top(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
-        joining = super().select_top(verified, room)
-        others = (c for c in verified if c not in joining)
-        self.spare += [c for c in others if not significantly_worse(c.rewards, c.parent_rewards)]
-        return joining
-
-    def replace_by(
-        self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int
-    ) -> list[Instruction]:
-        spare, self.spare = sorted(self.spare, key=lambda c: c.r_parent - c.r), []
-        return super().replace_by(
-            parents, [*new, *spare[: self.cfg.N_P - len(parents) - len(new)]], t
-        )
-
-
-def significantly_worse(r: Sequence[float], r_parent: Sequence[float]) -> bool:
-    """Tests whether r (n,) is below r_parent (n,) on the same n questions: exact sign test,
-    one-sided, 5 %."""
-    wins = sum(a > b for a, b in zip(r, r_parent, strict=True))
-    losses = sum(a < b for a, b in zip(r, r_parent, strict=True))
-    return bool(bdtr(wins, wins + losses, 0.5) < 0.05)  # ties say nothing
-
-
 class LowerBound(Population):
     """A candidate joins if it loses at most TOLERANCE against its parent, with confidence SURE."""
 
@@ -129,7 +92,7 @@ def lower_bound(r: Sequence[float], r_parent: Sequence[float]) -> float:
     return sum(r) / n - float(stdtrit(n - 1, SURE)) * float(difference.std(ddof=1)) / math.sqrt(n)
 
 
-RULES = {"question": ByQuestion, "lower_bound": LowerBound, "fill": Fill}
+RULES = {"question": ByQuestion, "lower_bound": LowerBound}
 
 
 def population_of(cfg: SelectionConfig) -> Population:

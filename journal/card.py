@@ -18,7 +18,7 @@ from tasks.sampling import space_evenly
 POINTS = 12  # of the curve, at most
 
 
-def card(run: RunDirectory, cfg: Config, step: int, instruction: str, library: str) -> str:
+def make_card(run: RunDirectory, cfg: Config, step: int, instruction: str, library: str) -> str:
     """Returns the README.md of the policy after a step, with the base model's license."""
     from huggingface_hub import ModelCardData  # here: few runs are exported
 
@@ -59,19 +59,19 @@ It was trained to act under this one, `I_star.txt`:
 
 ## Curve
 
-{chr(10).join(curve(read_jsonl(run.path / "metrics.jsonl")))}
+{chr(10).join(tabulate_curve(read_jsonl(run.path / "metrics.jsonl")))}
 
 ## Command
 
 ```sh
-{command(run.record)}
+{write_command(run.record)}
 ```
 
 Commit {run.record["commit"]}.
 """
 
 
-def license_of(model: str) -> dict[str, str]:
+def license_of(model: str) -> Row:
     """Returns what the card of a model, in its folder or on the hub, says of its license; nothing
     where it cannot be read."""
     from huggingface_hub import ModelCard
@@ -88,7 +88,7 @@ def license_of(model: str) -> dict[str, str]:
     return {}
 
 
-def curve(rows: list[Row]) -> Iterator[str]:
+def tabulate_curve(rows: list[Row]) -> Iterator[str]:
     """Yields a table of the reward and the first metric on held-out questions, by step."""
     first = next(row["metrics"][0] for row in rows if "metrics" in row)
     names = ("t", "reward", f"test/{first}", f"valid/{first}")
@@ -100,7 +100,7 @@ def curve(rows: list[Row]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def command(record: Row) -> str:
+def write_command(record: Row) -> str:
     """Returns the command of a run by its config.json: what its preset does not say, of files
     their names."""
     name = preset_of(record["model"])

@@ -57,7 +57,7 @@ class Checkpoints:
         self.log.screen.note(f"resumed {'after' if ended else 'inside'} step {t}")
         self.policy.load(path.absolute(), t)
         self.last = self.saved = mark
-        return t + ended, t
+        return (t + 1 if ended else t), t
 
     def mark(self, t: int, ended: bool = False) -> None:
         """Keeps a copy of what a run can go on from: here step t has been trained, and evolves and
@@ -104,7 +104,8 @@ class Checkpoints:
         one replaces."""
         with stack:
             digests = self.policy.written.result()
-            torch.save(mark, content := io.BytesIO())
+            content = io.BytesIO()  # of a full disk torch would not raise OSError
+            torch.save(mark, content)
             (path / "state.pt").write_bytes(content.getvalue())
             digests["state.pt"] = checkpoint.digest(path / "state.pt")
             (path / checkpoint.DIGESTS).write_text(json.dumps(digests, indent=1), "utf-8")

@@ -35,7 +35,6 @@ from plumbing.files import Row
 from plumbing.outside import printable
 from plumbing.versions import versions
 from population import Instruction, Population
-from reflect import Optimizer, describe_optimizer
 from tasks import Task, Trajectory
 from tasks.metrics import compute_metrics
 from tasks.sampling import STORED, space_evenly, take_subset
@@ -73,7 +72,7 @@ class Log:
         for row in self.run.rows("metrics"):
             self.silence.hear(row)
 
-    def introduce(self, why: str, tools: str, optimizer: Optimizer | None) -> None:
+    def introduce(self, why: str, tools: str, optimizer: str) -> None:
         """Prints what is about to be trained, and with what."""
         cfg, task = self.cfg, self.task
         train, test = task.questions("train"), take_subset(task.questions("test"), cfg.eval_n)
@@ -81,10 +80,7 @@ class Log:
         steps = f"{many(cfg.T, 'step')} of {many(cfg.batch, 'question')} x {cfg.G}, seed {cfg.seed}"
         policy = f"{self.policy.describe()}, {self.policy.cfg.engine} engine: {why}"
         lines = [f"{cfg.mode}: {preset_of(cfg.model)} ({policy}) on {asked}", tools]
-        lines += [
-            f"optimizer: {describe_optimizer(optimizer)}",
-            f"{steps}; everything goes to {self.run.path}",
-        ]
+        lines += [f"optimizer: {optimizer}", f"{steps}; everything goes to {self.run.path}"]
         if evolves(cfg):
             lines.append(
                 "P: the instructions in use; w: mean reward of one; D_B: questions that verify a revision"

@@ -95,32 +95,6 @@ def check_again(again):
 @app.cell(hide_code=True)
 def _():
     right_again = desk.verdict(check_again, again)
-    return (right_again,)
-
-
-@app.function
-def first_difference(a, b):
-    """Returns the first place at which two lists of ids differ, -1 if they are the same."""
-    ...
-
-
-@app.function(hide_code=True)
-def check_first_difference(first_difference):
-    for a, b, place in (([1, 2], [1, 2], -1), ([1, 2, 3], [1, 4, 3], 1)):
-        if (got := first_difference(a, b)) != place:
-            return f"for {a} and {b} it returns {got}, not {place}."
-    for a, b in (([1, 2], [1, 2, 3]), ([1, 2, 3], [1, 2])):
-        if says := desk.judge(
-            f"for {a} and {b}, which differ at place 2, where one has ended,", first_difference(a, b), 2,
-            (-1, f"it takes {a} and {b} for the same and returns -1: zip ends with the shorter one."),
-        ):  # fmt: skip
-            return says
-    return ""
-
-
-@app.cell(hide_code=True)
-def _():
-    right_difference = desk.verdict(check_first_difference, first_difference)
     desk.say(r"""
     ## What it costs
 
@@ -128,7 +102,7 @@ def _():
     even their number may differ. What can be compared is the whole turn, whose probability is the product of its
     tokens'. The trainer believes that it scores what was sampled.
     """)
-    return (right_difference,)
+    return (right_again,)
 
 
 @app.function
@@ -164,8 +138,8 @@ def _():
 
 
 @app.cell
-def _(right_again, right_difference, right_rho):
-    desk.need("The run", right_again, right_difference, right_rho)
+def _(right_again, right_rho):
+    desk.need("The run", right_again, right_rho)
     with tempfile.TemporaryDirectory() as _folder:
         model, tokenizer = load_policy(small.train(_folder, steps=150), ("</search>",))
     learner = Learner(model, None, play.config(beta=0.0))
@@ -183,7 +157,7 @@ def _(right_again, right_difference, right_rho):
     sampled = [played(ids, logps) for _, ids, logps, _ in _engine.generate(dict.fromkeys(range(400), prompt), 40, 1.0)]
     _ids = [again(tokenizer, tau.ids)[len(prompt) :] for tau in sampled]
     encoded = [played(ids, [0.0] * len(ids)) for ids in _ids]
-    changed = [first_difference(a.ids, b.ids) >= 0 for a, b in zip(sampled, encoded, strict=True)]
+    changed = [a.ids != b.ids for a, b in zip(sampled, encoded, strict=True)]
     taught = np.mean([again(tokenizer, ids) != ids for ids in (encode(tokenizer, text) for text in small.calls())])
 
     def rhos(taus):
@@ -201,7 +175,8 @@ def _(changed, encoded, sampled, tokenizer):
         return " ".join(f"`{tokenizer.decode([k])}`" for k in tau.ids)
 
     _k = min(np.flatnonzero(changed), key=lambda k: len(sampled[k].ids))
-    _place = first_difference(sampled[_k].ids, encoded[_k].ids)
+    _pairs = enumerate(zip(sampled[_k].ids, encoded[_k].ids, strict=False))
+    _place = next(place for place, (a, b) in _pairs if a != b)
     mo.md(f"""
     One of them, token by token. They differ from token {_place} on; the text is the same, letter for letter.
 

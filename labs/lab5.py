@@ -132,40 +132,6 @@ def check_drop_probability(drop_probability):
 @app.cell(hide_code=True)
 def _():
     right_drop = desk.verdict(check_drop_probability, drop_probability)
-    return (right_drop,)
-
-
-@app.function
-def rewards_needed(best, other, N, keep, at_most):
-    """Returns the smallest n with which the best is pruned at most in a share `at_most` of cases.
-
-    Use `drop_probability`.
-    """
-    ...
-
-
-@app.function(hide_code=True)
-def check_rewards_needed(rewards_needed):
-    def drop(n):
-        x = np.arange(n + 1)
-        return float(binom.pmf(x, n, 0.5) @ binom.sf(1, 3, binom.sf(x - 1, n, 0.2)))
-
-    for at_most in (0.1, 0.2):
-        want = next(n for n in range(1, 999) if drop(n) <= at_most)
-        got = rewards_needed(0.5, 0.2, 4, 2, at_most)
-        if got > want:
-            return f"{got} rewards are enough, but so are fewer."
-        if says := desk.judge(
-            f"for 0.5 against 0.2, 2 of 4 kept and at most {at_most}", got, want,
-            (want - 1, f"{got} is the last n that is not enough; return the first that is."),
-        ):  # fmt: skip
-            return says
-    return ""
-
-
-@app.cell(hide_code=True)
-def _(right_drop):
-    right_needed = desk.verdict(check_rewards_needed, rewards_needed, right_drop)
     desk.say(r"""
     ## The run
 
@@ -174,12 +140,12 @@ def _(right_drop):
     five. Three simulations with the project's `Population`, which add one thing after the other, next to your formula.
     A question's difficulty is drawn from a Beta distribution around the instruction's true reward.
     """)
-    return (right_needed,)
+    return (right_drop,)
 
 
 @app.cell
-def _(best, cfg, other, right_drop, right_needed, right_survivors):
-    desk.need("The run", right_survivors, right_drop, right_needed)
+def _(best, cfg, other, right_drop, right_survivors):
+    desk.need("The run", right_survivors, right_drop)
     keep, trials, batches = survivors(cfg.N_P, cfg.N_parent), 600, (6, 12, 24, 48, 96)
     true = np.array([other] * (cfg.N_P - 1) + [best])  # the best one is the last newcomer
 
@@ -210,29 +176,17 @@ def _(best, cfg, other, right_drop, right_needed, right_survivors):
         ("equal shares, independent rewards", batches, equal, "o"), ("drawn by Eq. 4", batches, drawn_by_weight, "s--"),
         ("and questions differ in difficulty", batches, alike, "^--"), ylim=(0, 0.6),
     )
-    return alike, batches, computed, drawn_by_weight, equal, keep
+    return alike, batches, computed, drawn_by_weight, equal
 
 
 @app.cell(hide_code=True)
-def _(
-    alike,
-    batches,
-    best,
-    cfg,
-    computed,
-    drawn_by_weight,
-    equal,
-    keep,
-    other,
-    predicted,
-):
+def _(alike, batches, cfg, computed, drawn_by_weight, equal, predicted):
     _k = batches.index(cfg.batch)
     found = {
         "computed": computed[_k],
         "equal shares": equal[_k],
         "drawn by Eq. 4": drawn_by_weight[_k],
         "and questions that differ": alike[_k],
-        "rewards needed for 0.05": rewards_needed(best, other, cfg.N_P, keep, 0.05),
     }
     desk.conclude(
         "The best one is pruned", predicted, found, "and questions that differ",

@@ -111,7 +111,8 @@ class Rotation(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> Any:
-        return *rotate(dq.contiguous(), dk.contiguous(), *ctx.tables, back=True), None, None
+        cos, sin = ctx.tables
+        return *rotate(dq.contiguous(), dk.contiguous(), cos, sin, back=True), None, None
 
 
 def rotate(

@@ -67,7 +67,8 @@ def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
         ids = tokenizer(f"x {tag}", add_special_tokens=False)["input_ids"]
         if tag not in tokenizer.decode(ids, skip_special_tokens=False):
             raise Fault(
-                f"--model {path}: its tokenizer cannot write {tag}, so no turn would end; choose another model"
+                f"--model {path}: its tokenizer cannot write {tag}, so no turn would end; choose another,"
+                " such as smollm2-135m"
             )
     tags = " ".join(
         f"<{tag}> a </{tag}>" for tag in ("think", "answer", "search", "information", "x")

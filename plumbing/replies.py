@@ -71,7 +71,7 @@ def usage_of(answer: Any) -> tuple[int, int]:
         usage = {**answer["usage"]}
     except (LookupError, TypeError):
         return 0, 0
-    counts = map(usage.get, ("prompt_tokens", "completion_tokens", "total_tokens"))
+    counts: Any = map(usage.get, ("prompt_tokens", "completion_tokens", "total_tokens"))
     prompt, completion, total = (
         int(n) if type(n) in (int, float) and 0 < n < 10**9 else 0 for n in counts
     )

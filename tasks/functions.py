@@ -16,7 +16,7 @@ import json
 import re
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, MappingView
+from collections.abc import Callable, Iterator, KeysView, Mapping, ValuesView
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import fields, is_dataclass
 from functools import wraps
@@ -243,7 +243,7 @@ def _cut(value: Any) -> Any:
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         return {key: _cut(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, range, MappingView, Iterator)):
+    if isinstance(value, (list, tuple, range, KeysView, ValuesView, Iterator)):
         return [_cut(item) for item in islice(value, MAX_RESULT)]
     return value
 

@@ -43,7 +43,10 @@ def load_task(cfg: Config, given: Any = None) -> Task:
         kind = import_named(where, plug, "function")(kind, where)
     if cfg.reward:
         flag = f"--reward {cfg.reward}"
-        kind = import_named(flag, find_plug("--reward"), "function")(kind, cfg.reward)
+        plug = find_plug("--reward")
+        if not plug:
+            raise Fault(f"{flag}: it needs a plug-in that is not here; take the whole project")
+        kind = import_named(flag, plug, "function")(kind, cfg.reward)
 
     # The task itself gets those of --tools that have no module.
     words = cfg.tools.split(",")
@@ -53,6 +56,8 @@ def load_task(cfg: Config, given: Any = None) -> Task:
         cfg = replace(cfg, tools=",".join(others) or "none")
 
     # an object of it, which reads its questions once
+    if kind.__abstractmethods__:
+        raise Fault(f"{where}: it does not define {', '.join(sorted(kind.__abstractmethods__))}")
     task: Task
     if isinstance(given, Task):
         task = copy.copy(given)

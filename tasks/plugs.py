@@ -12,8 +12,6 @@ from plumbing.faults import Fault, first_line
 def import_named(where: str, spec: str, kind: str) -> Any:
     """Returns the "class" or "function" of "module:name"; the working directory is searched last.
     Raises Fault."""
-    if not spec:  # `find_plug` found none
-        raise Fault(f"{where}: it needs a plug-in that is not here; take the whole project")
     module, _, name = spec.partition(":")
     if not module or module.startswith(".") or not name:
         raise Fault(f"{where}: give it as module:name, for a {kind} in module.py")
@@ -22,11 +20,14 @@ def import_named(where: str, spec: str, kind: str) -> Any:
     try:
         target = getattr(importlib.import_module(module), name, None)
     except ImportError as e:
-        remedy = "run in the directory that it is in"
+        itself = f"{module}.".startswith(f"{e.name}.")
+        remedy = "run in the directory that it is in" if itself else "install what it imports"
         raise Fault(f"{where}: {module} cannot be imported ({first_line(e)}); {remedy}") from None
     if not callable(target) or isinstance(target, type) != (kind == "class"):
         remedy = "; give the module that it is in" * (module == "__main__")
-        raise Fault(f"{where}: {name} is not a {kind} in {module}{remedy}")
+        file = getattr(sys.modules[module], "__file__", None) or ""
+        found = "" if file.startswith(os.getcwd()) else f" ({file})"  # perhaps another of that name
+        raise Fault(f"{where}: {name} is not a {kind} in {module}{remedy or found}")
     return target
 
 

@@ -184,7 +184,7 @@ def look_up(row: object, *keys: str, default: Any = None) -> Any:
     return default if row is None else row
 
 
-def unpacked(value: object) -> object:
+def unpacked(value: object) -> Any:
     """Returns what a JSON text of an object, or of a list of texts or objects, says: exports write
     columns so."""
     if isinstance(value, str) and JSON_TEXT.match(value):

@@ -37,7 +37,7 @@ class Task(ABC):
 
     waited = 0.0  # seconds in which all trajectories waited for tools
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config = Config()):  # noqa: B008 (it is frozen)
         self.cfg = cfg
 
     def tools_of(self, question: Question) -> Sequence[Tool]:

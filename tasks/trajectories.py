@@ -23,9 +23,11 @@ class Question:
     data: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "id", str(self.id))  # a table's may be a number
-        if self.golds is None or isinstance(self.golds, list):
-            object.__setattr__(self, "golds", tuple(self.golds or ()))
+        # in a table ids may be numbers, and lists arrays
+        object.__setattr__(self, "id", str(self.id))
+        golds = self.golds.tolist() if hasattr(self.golds, "tolist") else self.golds
+        if golds is None or isinstance(golds, list):
+            object.__setattr__(self, "golds", tuple(golds or ()))
 
 
 @dataclass(frozen=True)

@@ -296,12 +296,12 @@ def test_threads_that_share_micro_batches_compute_the_same_bits(world, monkeypat
         learner = learner_of(policy, None if rank else world[0], **settings)
         inner, seen, both = learner.loss, set(), threading.Barrier(2, timeout=60)
 
-        def loss(batch, terms, inner=inner, seen=seen, both=both, threads=threads):
+        def loss(batch, tokens, terms, inner=inner, seen=seen, both=both, threads=threads):
             first = threading.get_ident() not in seen
             seen.add(threading.get_ident())
             if first and threads == 2 and not rank:
                 both.wait()  # it would raise if one thread had all of the work
-            return inner(batch, terms)
+            return inner(batch, tokens, terms)
 
         learner.loss = loss
         metrics = [learner.update(t, minibatches(batch_of(6, seed=t), learner.cfg)) for t in (1, 2)]
@@ -438,8 +438,8 @@ def spoil(learner, how, part):
         return
     inner, bad = learner.loss, {id(tau) for tau in part}
 
-    def loss(batch, terms):
-        loss, extras = inner(batch, terms)
+    def loss(batch, *args):
+        loss, extras = inner(batch, *args)
         if not {id(tau) for tau in batch} & bad:
             return loss, extras
         if how == "the loss":

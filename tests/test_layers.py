@@ -80,7 +80,8 @@ def logps_and_gradients(model):
         [i for i in range(len(ids)) if i + 1 not in torch.tensor(LENGTHS).cumsum(0)]
     )
     g = torch.Generator().manual_seed(1)
-    weights = dict(adv=torch.randn(len(where), generator=g), w=torch.rand(len(where), generator=g))
+    weights = {"adv": torch.randn(len(where), generator=g)}
+    weights["token_weight"] = torch.rand(len(where), generator=g)
     ids, where = ids.to(DEVICE), where.to(DEVICE)
     weights = {name: x.to(DEVICE) for name, x in weights.items()} | {"objective": objective}
     loss, extras = forward_packed(

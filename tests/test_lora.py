@@ -63,7 +63,7 @@ def learner_of(model, **settings):
 
 def loss_of(learner, taus):
     """Returns (loss, extras) of one on-policy mini-batch."""
-    return learner.loss(taus, learner.terms(taus, None))
+    return learner.loss(taus, slice(None), learner.terms(taus, None))
 
 
 def logps_of(model, taus):

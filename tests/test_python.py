@@ -57,6 +57,14 @@ class Echo(Task):
         return [self.prize * bool(tau.prediction) for tau in taus]
 
 
+class Made(Echo):
+    """An object knows its run's configuration once it is in one."""
+
+    def __init__(self, prize):
+        Task.__init__(self)
+        self.prize = prize
+
+
 def test_the_page_and_the_readme_show_what_runs(tmp_path):
     """As a script, in a folder of the user's; only the sizes in the README are made smaller."""
     [page] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.S)
@@ -158,6 +166,8 @@ def test_a_task_is_a_class_an_object_or_a_name():
         assert type(task) is Echo and (task.prize, task.cfg) == (prize, cfg)
         assert configure(task=given).task == f"{__name__}:Echo"
     assert kept.cfg == Config()  # a run gets a copy
+    made = Made("a prize")
+    assert (load_task(cfg, made).cfg, load_task(cfg, made).prize) == (cfg, "a prize")
     assert type(load_task(cfg, cfg.task)) is SearchQA
     scored = load_task(configure(model="world", reward=f"{__name__}:seven"), kept)
     assert scored.reward([None]) == [7.0] and isinstance(scored, Echo) and scored.prize == 0.5

@@ -1,6 +1,7 @@
 """The seam between a task and all else: what a task may be and return, the questions of a step, a
 fair sample."""
 
+import json
 import math
 import random
 import sys
@@ -111,6 +112,8 @@ def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch)
         ("my_game:Chess", "Chess is not a class in my_game"),
         ("my_game:Stranger", "it "),
         ("my_game:function", "function is not a class in my_game"),
+        ("json:Nothing", f"Nothing is not a class in json ({json.__file__}"),
+        ("tasks.game:Game", "it does not define questions"),
         ("my_game:Twice", "its tool <calculate> has the tag 'calculate'; tags are"),
     ],
 )
@@ -378,6 +381,7 @@ def test_a_reward_may_do_what_it_likes_with_its_list(change):
 
 DRAWN = """
 import random
+import numpy as np
 from tasks import Question, Task
 from tasks.search_qa import SearchQA
 
@@ -397,6 +401,11 @@ class Shuffling(Drawn):
         random.shuffle(self.rows)
         return self.rows
 
+class Tabled(Drawn):
+    def questions(self, split):
+        golds = np.array(["Ann"], dtype=object)
+        return [Question(k, "Who?", golds) for k in np.arange(20)]
+
 class Untested(Drawn):
     def questions(self, split):
         return None if split == "valid" else super().questions(split)
@@ -410,7 +419,7 @@ class Odd(Drawn):
 def test_questions_are_asked_once_a_split_in_whatever_holds_them(tmp_path, monkeypatch):
     (tmp_path / "drawn.py").write_text(DRAWN)
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("Drawn", "Yielding", "Shuffling", "Untested"):
+    for name in ("Drawn", "Yielding", "Shuffling", "Tabled", "Untested"):
         task = load_task(Config(task=f"drawn:{name}"))
         first = {
             split: [q.id for q in task.questions(split)] for split in ("train", "valid", "test")

@@ -25,7 +25,7 @@ from reflect import Optimizer, connect_optimizer, describe_optimizer, reflection
 from tasks import Question
 from tasks.search import Search, try_search
 from tasks.search_qa import SEARCH_R1, SearchQA
-from training import checks
+from training import checks, fit
 from training.checks import check_device, check_disk, check_machine, disk
 from world.optimizer import reply_to
 
@@ -136,7 +136,7 @@ def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start
             check_machine(replace(cfg, max_prompt=1000), "cpu", task)
 
 
-def test_small_micro_batches_are_a_cpu_s_alone_unless_the_user_asks(monkeypatch):
+def test_small_micro_batches_are_a_cpu_s_alone_unless_the_user_asks(monkeypatch, capsys):
     cfg = parse_flags(["--mode", "static", "--engine", "torch"])
     task = SearchQA(cfg)
 
@@ -152,6 +152,12 @@ def test_small_micro_batches_are_a_cpu_s_alone_unless_the_user_asks(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
     assert decided("cuda")[0] == 32768
+    assert "--gather" not in capsys.readouterr().out
+    monkeypatch.setattr(fit, "SURE", 0.0)  # as if nothing had room
+    decided("cuda", gather=0)
+    assert "--gather" not in capsys.readouterr().out
+    decided("cuda")
+    assert capsys.readouterr().out.count("--gather") == 1
 
 
 def test_a_large_model_is_not_trained_on_a_cpu_that_nobody_asked_for():

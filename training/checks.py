@@ -140,6 +140,8 @@ def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
         used, fit = decide(used, *place, flops_of(torch.cuda.get_device_name()))
         if fault := fit.fault():
             raise Fault(f"{fault}; {find_flags(used, *place)}")
+        if cfg.gather < 0 and not used.gather:
+            print(f"note: {fit.notes[-1]}", flush=True)
         cfg = dataclasses.replace(
             cfg, recompute=used.recompute, micro_tokens=used.micro_tokens, gather=used.gather
         )

@@ -219,6 +219,10 @@ def gather_with_room(
         larger = estimate(kept, config, engine, gpus, gpu_mem)
         if larger.update < SURE * larger.usable:
             return kept, larger
+        fit.notes.append(
+            "Each micro-batch gathers its weights a block at a time: with all of them, once an update"
+            f" (--gather 1), it needs {larger.update / 1e9:.1f} GB."
+        )
     return replace(cfg, gather=max(cfg.gather, 0)), fit
 
 

@@ -78,7 +78,8 @@ def on_all_ranks(
     def mark(method: Callable[Concatenate[Policy, S], A]) -> Callable[Concatenate[Policy, S], R]:
         @functools.wraps(method)
         def run(self: Policy, /, *args: S.args, **kwargs: S.kwargs) -> R:
-            began, self.in_step = time.perf_counter(), self.ranks.size == 1
+            began = time.perf_counter()
+            self.in_step = self.ranks.size == 1
             if self.ranks.rank == 0:
                 self.ranks.broadcast((run, args, kwargs))
             answer: A | BaseException
@@ -100,7 +101,8 @@ def on_all_ranks(
                 # of a task or a tool: the ranks can go on, too
                 answer = RuntimeError(traceback.format_exc())
             answers = self.ranks.gather(answer)  # [] on the other ranks
-            self.in_step, self.seconds[method.__name__] = True, time.perf_counter() - began
+            self.in_step = True
+            self.seconds[method.__name__] = time.perf_counter() - began
             for answer in answers:
                 if isinstance(answer, BaseException):
                     raise answer
@@ -219,7 +221,8 @@ class Policy:
         engine = vllm if cfg.engine == "vllm" else plain_torch
         self.cfg, self.ranks, self.task = cfg, ranks, task
         self.ends = task.make_format().stop_strings()  # strings that end a turn
-        self.tokenizer, first = load_tokenizer(cfg.model, self.ends), first_policy(cfg, ranks)
+        self.tokenizer = load_tokenizer(cfg.model, self.ends)
+        first = first_policy(cfg, ranks)
         model, reference = models(first, cfg, ranks)
         if cfg.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -317,10 +320,11 @@ class Policy:
         for noted in self.ranks.gather({k: tau.tokens for k, tau in enumerate(taus) if tau.tokens}):
             for k, tokens in noted.items():
                 taus[k].tokens = tokens
-        if (n := self.learner.remembered.get("skipped", 0)) >= MAX_SKIPPED:
+        skipped = self.learner.remembered.get("skipped", 0)
+        if skipped >= MAX_SKIPPED:
             raise Diverged(
-                f"\nstep {t}: loss or gradient were not finite in {n} optimizer steps in a row, all of them skipped;"
-                " start a new run with a lower --lr, or look at the rewards of this one (trajectories/)"
+                f"\nstep {t}: loss or gradient were not finite in {skipped} optimizer steps in a row, all of them"
+                " skipped; start a new run with a lower --lr, or look at the rewards of this one (trajectories/)"
             )
         return metrics
 
@@ -461,12 +465,14 @@ class Policy:
     @on_all_ranks(of_rank_0)
     def reset(self) -> None:
         """Restores the first policy, for evaluation alone: the optimizer keeps its moments."""
-        self.t, first, fault = -1, None, None
+        self.t = -1
+        first = fault = None
         try:
             first = first_policy(self.cfg, self.ranks)
         except Fault as e:  # on rank 0, while the others would wait for its weights
             fault = e
-        if fault := self.ranks.broadcast(fault):
+        fault = self.ranks.broadcast(fault)
+        if fault:
             raise fault
         fill(self.learner.model, first)  # what is computed is the same without dither
         self.synced = self.shared

@@ -75,13 +75,18 @@ SCALED = dict(
 KINDS = {  # settings, transformers' classes
     "": (
         {},
-        "Llama Qwen2 Qwen3 Gemma Phi Phi3 Olmo2 Granite Cohere Glm4 StableLm SmolLM3 GPT2 GPTNeoX OPT",
+        "Llama Qwen2 Qwen3 Gemma Phi Phi3 Olmo Olmo2 Granite Cohere Glm4 StableLm SmolLM3 GPT2 GPTNeoX OPT"
+        " Apertus Arcee Ernie4_5 HunYuanDenseV1 SeedOss",
     ),
     ", windows": (
         {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1},
         "Qwen2 Phi3 Mistral Ministral Gemma2 Gemma3Text Cohere2 Olmo3 Starcoder2 Exaone4",
     ),
-    ", experts": (EXPERTS, "Mixtral Qwen2Moe Qwen3Moe Olmoe GraniteMoe GptOss"),
+    ", experts": (EXPERTS, "Mixtral Qwen2Moe Qwen3Moe Olmoe GraniteMoe GptOss JetMoe Phimoe"),
+    ", an embedding a layer": (
+        {"vocab_size_per_layer_input": 675, "hidden_size_per_layer_input": 16},
+        "Gemma4Text",
+    ),
     ", latent attention": (EXPERTS | LATENT, "DeepseekV3"),
     ", a state": (EXPERTS | STATE, "Mamba Bamba Jamba Qwen3Next"),
     ", a state and attention": (STATE | {"mamba_d_ssm": 128}, "FalconH1"),

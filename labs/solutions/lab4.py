@@ -1,6 +1,6 @@
 import numpy as np
 
-__all__ = ["again", "first_difference", "predicted", "rho"]
+__all__ = ["again", "predicted", "rho"]
 
 predicted = 0.02  # a guess: it was trained on properly encoded text
 
@@ -11,15 +11,6 @@ def again(tokenizer, ids):
     return tokenizer(tokenizer.decode(ids, skip_special_tokens=False), add_special_tokens=False)[
         "input_ids"
     ]
-
-
-def first_difference(a, b):
-    """Where one list is the beginning of the other, they differ where the shorter one ends."""
-    if a == b:
-        return -1
-    return next(
-        (k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
 
 
 def rho(new, old):

@@ -1,7 +1,7 @@
 import numpy as np
 from scipy.stats import binom
 
-__all__ = ["drop_probability", "predicted", "rewards_needed", "survivors"]
+__all__ = ["drop_probability", "predicted", "survivors"]
 
 predicted = 0.1  # a guess
 
@@ -16,11 +16,3 @@ def drop_probability(n, best, other, N, keep):
     x = np.arange(n + 1)
     ahead = binom.sf(x - 1, n, other)
     return float(np.sum(binom.pmf(x, n, best) * binom.sf(keep - 1, N - 1, ahead)))
-
-
-def rewards_needed(best, other, N, keep, at_most):
-    """One after the other, since the first that is enough is asked for."""
-    n = 1
-    while drop_probability(n, best, other, N, keep) > at_most:
-        n += 1
-    return n

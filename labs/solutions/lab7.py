@@ -1,4 +1,4 @@
-__all__ = ["flags", "predicted", "shuffled", "unmasked"]
+__all__ = ["flags", "predicted", "unmasked"]
 
 # guesses
 predicted = {
@@ -13,12 +13,6 @@ def flags():
     """A learning rate of 0 keeps the weights; the static mode is Search-R1, whose instruction never
     changes."""
     return {"frozen policy": ["--lr", "0"], "frozen instruction": ["--mode", "static"]}
-
-
-def shuffled(rewards, rng):
-    """A permutation leaves mean and spread of the step alone: nothing is lost but whose reward it
-    was."""
-    return [rewards[k] for k in rng.permutation(len(rewards))]
 
 
 def unmasked(mask, prompt_tokens):

@@ -9,14 +9,7 @@ from scipy import stats
 from test_algorithm import Evolved, questions
 
 from config import PRESETS, validate
-from extras.selection import (
-    ByQuestion,
-    Fill,
-    LowerBound,
-    SelectionConfig,
-    lower_bound,
-    population_of,
-)
+from extras.selection import ByQuestion, LowerBound, SelectionConfig, lower_bound, population_of
 from population import Candidate
 
 
@@ -71,32 +64,10 @@ def evolved(gate, right, *replies, **knobs):
 @pytest.mark.parametrize("gate, right, replies, knobs, joined, texts", [
     # at most .01 below the parent for certain
     ("lower_bound", dict(above=10, equal=5, near=4), ["near equal above"], {}, "above equal", "old above equal"),
-    # places left go to candidates below their parent, of any round, and to a good one beyond top_n
-    # first
-    ("fill", dict(good=6, near=4, far=3), ["far good", "near"], dict(N_P=3), "good", "old good near"),
-    ("fill", dict(near=4, far=3), ["near", "far"], dict(N_P=3), "", "old near far"),
-    ("fill", dict(a=8, b=7, c=4), ["c b a"], dict(top_n=1, rounds=1), "a", "old a b c"),
-    # but to none that is significantly worse: 4 lost of 4 is no proof at 5 %, 5 of 5 is
-    ("fill", dict(old=9, four=5, five=4), ["five four"], {}, "", "old four"),
-    ("fill", dict(old=9, five=4), ["five"], {}, "", "old"),
 ])  # fmt: skip
 def test_who_joins_an_evolution_by_the_gate(gate, right, replies, knobs, joined, texts):
     found = evolved(gate, dict(old=5) | right, *map(str.split, replies), **dict(N_P=4) | knobs)
     assert found == (joined.split(), texts.split())
-
-
-def test_the_smallest_loss_against_its_own_parent_fills_a_place_first():
-    """Parents differ in how much they know: raw rewards of different rounds do not compare."""
-    P = Fill(SelectionConfig(N_P=4))
-    parents = [P.join(text, None, 0) for text in ("strong", "weak")]
-    right = {"x": (5, 8), "y": (2, 3), "z": (1, 3)}  # of 10 questions, and its parent's
-    for text, known in right.items():
-        assert (
-            P.select_top([Candidate(text, 0, *([1.0] * n + [0.0] * (10 - n) for n in known))], 2)
-            == []
-        )
-    assert [I.text for I in P.replace_by(parents, [], 9)] == ["y", "z"]
-    assert P.replace_by(parents, [], 20) == []  # those of an earlier evolution are forgotten
 
 
 # ---- the rules together
@@ -108,15 +79,15 @@ def test_rules_combine():
         for knobs in (dict(gate="lower_bound", groups="question"), {})
     )
     assert isinstance(P, LowerBound) and isinstance(P, ByQuestion)
-    assert not isinstance(paper, (Fill, LowerBound, ByQuestion))
+    assert not isinstance(paper, (LowerBound, ByQuestion))
 
 
 @pytest.mark.parametrize(
     "flags, says",
     [
-        (dict(gate="upper"), "--gate upper: choose paper, lower_bound or fill"),
+        (dict(gate="upper"), "--gate upper: choose paper or lower_bound"),
         (dict(groups="pairs"), "--groups pairs: choose pair or question"),
-        (dict(gate="fill", mode="static"), "--gate fill: --mode static"),
+        (dict(gate="lower_bound", mode="static"), "--gate lower_bound: --mode static"),
         (
             dict(objective="consistent"),
             "--objective consistent: compares a question's instructions",

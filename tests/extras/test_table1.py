@@ -279,7 +279,7 @@ def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(wo
         f"<think></think><answer>{g}</answer>" for g in ("Trebak", "a b")
     ]
     learner = Demonstrated(model, None, cfg)
-    loss, _ = learner.loss(taus, learner.terms(taus, None))
+    loss, _ = learner.loss(taus, slice(None), learner.terms(taus, None))
     losses = []
     for tau in taus:
         ids, mask = torch.tensor(tau.ids), torch.tensor(tau.mask[1:]).bool()

@@ -175,20 +175,6 @@ MISTAKES = {
         ),
         (lambda tokenizer, ids: ids, "as they came"),
     ],
-    (4, "first_difference"): [
-        (
-            lambda a, b: next(
-                (k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), -1
-            ),
-            "zip",
-        ),
-        (
-            lambda a, b: next(
-                (k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a)
-            ),
-            "-1",
-        ),
-    ],
     (4, "rho"): [
         (lambda new, old: float(np.sum(new) - np.sum(old)), "log of rho"),
         (lambda new, old: np.exp(np.asarray(new) - np.asarray(old)), "ValueError"),
@@ -200,10 +186,6 @@ MISTAKES = {
     (5, "drop_probability"): [
         (lambda *a: pruned(*a, ties=0), "ties"),
         (lambda *a: pruned(*a, others=0), "among the others"),
-    ],
-    (5, "rewards_needed"): [
-        (lambda *a: of(5, "rewards_needed")(*a) - 1, "last n"),
-        (lambda *a: of(5, "rewards_needed")(*a) + 40, "fewer"),
     ],
     (6, "diagnose"): [
         (lambda text: {"entity"} if text.count(" of ") > 1 else set(), "queries alone"),
@@ -235,10 +217,6 @@ MISTAKES = {
             lambda: {"frozen policy": ["--freeze"], "frozen instruction": ["--mode", "static"]},
             "refuses",
         ),
-    ],
-    (7, "shuffled"): [
-        (lambda r, rng: list(rng.random(len(r))), "other rewards"),
-        (lambda r, rng: (rng.shuffle(r), r)[1], "Copy"),
     ],
     (7, "unmasked"): [
         (lambda mask, k: [1] * len(mask), "prompt"),
