@@ -49,7 +49,6 @@ from training.start import prepare
 Prompt = tuple[int | None, str]  # an instruction's id, None of one that is not in P, and its text
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
-    from grpo import Learner
     from journal.checkpoints import Checkpoints
     from journal.log import Log
     from training.policy import Policy
@@ -277,6 +276,14 @@ def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: 
         log.add_result("first policy, I_star", policy.evaluate(T, I_star, "test"))
 
 
+def list_own(*parts: Any) -> list[Any]:
+    """Returns the parts of a run that are not the usual ones, which its record names."""
+    from grpo import Learner
+
+    usual = None, Learner, Population, Evolution, inspo
+    return [part for part in parts if part not in usual]
+
+
 class Result(NamedTuple):
     """What a run leaves: its directory, the best instruction, and summary.json."""
 
@@ -306,20 +313,18 @@ def train(
     started = prepare(cfg, settings)
     if not started:
         return None
-    from grpo import Learner
     from journal.checkpoints import Checkpoints
     from journal.directory import RunDirectory
     from journal.log import Log
     from training.policy import Policy, follow
 
-    usual = None, Learner, Population, Evolution, inspo
-    own = [part for part in (learner, population, evolution, algorithm) if part not in usual]
     cfg, fitted, why, task, ranks = started
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:
             follow(ranks, task, learner)
             return None
         with stop.may_stop():
+            own = list_own(learner, population, evolution, algorithm)
             run = stack.enter_context(RunDirectory.opened(cfg, task, *own))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
