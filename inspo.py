@@ -49,6 +49,7 @@ from training.start import prepare
 Prompt = tuple[int | None, str]  # an instruction's id, None of one that is not in P, and its text
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
+    from grpo import Learner
     from journal.checkpoints import Checkpoints
     from journal.log import Log
     from training.policy import Policy
@@ -278,9 +279,9 @@ def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: 
 
 def list_own(*parts: Any) -> list[Any]:
     """Returns the parts of a run that are not the usual ones, which its record names."""
-    from grpo import Learner
+    import grpo
 
-    usual = None, Learner, Population, Evolution, inspo
+    usual = None, grpo.Learner, Population, Evolution, inspo
     return [part for part in parts if part not in usual]
 
 
