@@ -19,6 +19,7 @@ OUTSIDE = {"tests", "runs", "mutants"}
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {"OMP_NUM_THREADS": "1"}
 
 
+@cache
 def code() -> list[Path]:
     found = [path.relative_to(ROOT) for path in ROOT.rglob("*.py")]
     return [
@@ -32,27 +33,37 @@ def room(path: Path) -> str:
 
 
 @cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text("utf-8"))
+
+
+@cache
+def imported(path: Path) -> list[str]:
+    """What a file imports: wherever the import stands, also in a function or for types alone."""
+    names = []
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+@cache
 def arrows(room: Callable[[Path], str] = room) -> dict[str, set[str]]:
-    """Who imports whom, by room: wherever the import stands, also in a function or for types
-    alone."""
+    """Who imports whom, by room."""
     known = {
         path.with_suffix("").as_posix().removesuffix("/__init__").replace("/", "."): path
         for path in code()
     }
     out: dict[str, set[str]] = {room(path): set() for path in code()}
     for path in code():
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                assert not node.level, f"{path}: relative import"
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            for name in names:
-                while name and name not in known:
-                    name = name.rpartition(".")[0]
-                if name and room(known[name]) != room(path):
-                    out[room(path)].add(room(known[name]))
+        for name in imported(path):
+            while name and name not in known:
+                name = name.rpartition(".")[0]
+            if name and room(known[name]) != room(path):
+                out[room(path)].add(room(known[name]))
     return out
 
 
@@ -114,8 +125,7 @@ def test_the_readme_names_the_size_of_what_a_run_imports():
         if path in reached:
             continue
         reached.add(path)
-        tree = ast.parse((ROOT / path).read_text())
-        for node in ast.walk(tree):
+        for node in ast.walk(tree(path)):
             docstring = isinstance(node, ast.Expr) and isinstance(
                 getattr(node.value, "value", None), str
             )
@@ -159,8 +169,7 @@ def opened_as_text(node: ast.AST) -> bool:
 
 @pytest.mark.parametrize("path", code(), ids=str)
 def test_text_is_utf_8_whatever_the_locale(path):
-    tree = ast.parse((ROOT / path).read_text("utf-8"))
-    assert [node.lineno for node in ast.walk(tree) if opened_as_text(node)] == []
+    assert [node.lineno for node in ast.walk(tree(path)) if opened_as_text(node)] == []
 
 
 # ---- the wings can go
@@ -253,6 +262,7 @@ def test_a_suite_that_is_killed_ends_the_servers_that_it_started(tmp_path):
 # ---- marks of the paper
 
 
+@cache
 def marks(path: Path) -> list[str]:
     """The marks in a file's comments, in their order: L5, Eq.3, CHOICE-7."""
     found = []

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 from packaging.requirements import Requirement
@@ -46,6 +47,7 @@ def plain(name):
     return name.lower().replace("_", "-")
 
 
+@cache
 def imports():
     """The packages that each file imports, by their names on PyPI; none of ours or of Python's."""
     files = [path.relative_to(HERE) for path in HERE.rglob("*.py")]

