@@ -57,8 +57,7 @@ def objective(
     surrogate: Callable[..., Tensor] = clipped_surrogate,
     **tokens: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what n tokens add to Eq. 2 but for their weight (`terms`), their S and their KL, (n,)
-    each.
+    """Returns J / w (Eq. 2 without the weights of `terms`), S and KL of n tokens, (n,) each.
 
     kernels/head.py differentiates it. On a GPU kernels/rows_triton.py computes the same in one
     launch, unless the surrogate is another one.
@@ -142,11 +141,11 @@ class Learner:
     """
 
     surrogate: Callable[..., Tensor] = staticmethod(clipped_surrogate)
-    # mean nat a token, engine to trainer
+    # mean nats per token, engine to trainer
     MAX_GAP: ClassVar[dict[str, float]] = {"float32": 1e-3, "bfloat16": 0.1}
 
     def __init__(self, model: Any, reference: Any, cfg: GRPOKnobs, max_gap: float = math.inf):
-        """`max_gap`: mean nat a token by which engine and trainer may differ."""
+        """`max_gap`: mean nats per token by which engine and trainer may differ."""
         self.model, self.cfg, self.max_gap = model, cfg, max_gap
         # what rank 0 remembers from step to step, in subclasses too: plain data
         self.remembered: dict[str, Any] = {}
@@ -210,13 +209,13 @@ class Learner:
             yield [part[k] for k in batch], np.concatenate(tokens or [np.arange(0)])
 
     def update(self, t: int, minibatches: list[list[Trajectory]]) -> dict[str, float]:
-        """Takes one optimizer step a mini-batch; returns the metrics of step t.
+        """Takes one optimizer step per mini-batch; returns the metrics of step t.
 
         All ranks skip one whose loss or gradient is not finite. "skipped_updates" counts these and
         the other metrics leave them out; remembered["skipped"] is how many there have been in a row.
 
-        Raises EngineFault, before anything is changed, if the engine's log-probs of the sampled
-        tokens are on average further than `max_gap` from the trainer's.
+        Raises EngineFault, before any weight changes, if in the first mini-batch the log-probs of
+        engine and trainer differ by more than `max_gap` on average.
         """
         lr = lr_at(t, self.cfg)
         for group in self.optimizer.param_groups:
@@ -291,18 +290,18 @@ class Learner:
         self, part: list[Trajectory], terms: Terms
     ) -> Iterator[tuple[list[Trajectory], dict[str, Tensor]]]:
         """Adds the gradients of this rank's micro-batches to those of the parameters; yields each
-        with its `extras` and its loss.
+        with its `extras`, the loss among them.
 
         CPU threads share the micro-batches of a small model. The gradients are added in the same
         order, so that the sum does not depend on how many threads there are.
         """
         trained = self.optimizer.param_groups[0]["params"]
-        share = list(self.share(part))
+        mine = list(self.share(part))
 
         def compute(k: int) -> tuple[list[Trajectory], dict[str, Tensor], Sequence[Tensor | None]]:
-            batch, tokens = share[k]
+            batch, tokens = mine[k]
             if self.sharded and self.cfg.gather == 1:
-                hold(self.model, k + 1 < len(share))
+                hold(self.model, k + 1 < len(mine))
             loss, extras = self.loss(batch, tokens, terms)
             extras["loss"] = loss.detach()
             if self.threads > 1:
@@ -312,7 +311,7 @@ class Learner:
 
         with ThreadPoolExecutor(self.threads, initializer=compute_alone) as pool:
             run = pool.map if self.threads > 1 else map
-            for batch, extras, gradients in run(compute, range(len(share))):
+            for batch, extras, gradients in run(compute, range(len(mine))):
                 for p, gradient in zip(trained, gradients, strict=False):
                     if p.grad is None:
                         p.grad = gradient
@@ -321,8 +320,8 @@ class Learner:
                 yield batch, extras
 
     def step(self, loss: float) -> float | None:
-        """Takes one optimizer step on the clipped gradients; returns their norm before. None: it
-        was skipped."""
+        """Takes one optimizer step on the clipped gradients; returns their norm before clipping;
+        None: it was skipped."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm)
         size = float((norm.full_tensor() if self.sharded else norm).item())  # the same on all ranks
         if not (math.isfinite(size) and math.isfinite(loss)):
@@ -361,7 +360,7 @@ class Learner:
         (N,), their distance to the engine's, and "depth" (N,), how many tokens are before each in
         its trajectory.
         """
-        packed, T = pack(batch, self.device), self.cfg.temperature
+        packed, temperature = pack(batch, self.device), self.cfg.temperature
         terms = dict(terms)
         for name, x in terms.items():
             if isinstance(x, np.ndarray):
@@ -369,11 +368,11 @@ class Learner:
         ref_logp = None
         if self.reference is not None:
             with torch.no_grad(), lora.off(self.reference):
-                ref_logp, _ = self.reference.forward_packed(*packed, T)
+                ref_logp, _ = self.reference.forward_packed(*packed, temperature)
         in_one_launch = self.device.type == "cuda" and self.surrogate is clipped_surrogate
         loss, extras = self.model.forward_packed(
             *packed,
-            T,
+            temperature,
             objective=None if in_one_launch else partial(objective, surrogate=self.surrogate),
             ref_logp=ref_logp,
             beta=self.cfg.beta,

@@ -46,7 +46,7 @@ from tasks.metrics import set_rewards
 from tasks.sampling import draw_questions, rng_of
 from training.start import prepare
 
-Prompt = tuple[int | None, str]  # an instruction's id, None of one that is not in P, and its text
+Trial = tuple[int | None, str]  # an instruction's id (None: it is not in P) and its text
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from grpo import Learner
@@ -66,7 +66,7 @@ def inspo(
     """Trains `policy` on a task while its instructions, P, evolve; returns it with the best
     instruction."""
     D, P, B = evolution.D, evolution.P, evolution.B
-    start, trained = checkpoints.restore()  # 1 and 0, or those of the run that is resumed
+    start, trained = checkpoints.restore()  # (1, 0) unless a run is resumed
     if not P.family:
         evolution.fill_population()  # Alg.1 L2
         log.write_start(policy.evaluate(0, P.family[0], "test"))
@@ -80,7 +80,7 @@ def inspo(
             with log.timing("reward"):
                 set_rewards(task, taus)  # Alg.1 L7
             policy.learner.set_advantages(taus)  # Eq.3
-            # a task's own code fails here, and not after the update
+            # the task's own code runs before the update, where a fault of it costs nothing
             row = log.measure(taus)
             texts = list(map(task.shown, taus))
             update = policy.update(t, taus)  # Alg.1 L8 Eq.5
@@ -98,7 +98,7 @@ def inspo(
             with log.timing("evolve"):
                 evolution.evolve(t, policy)
 
-        # `compare` evaluates the last one
+        # `compare` evaluates step T
         evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T
         if evaluated:
             with log.timing("evaluate"):
@@ -146,8 +146,8 @@ class Evolution:
         self.log.write_row("population", make_start_row(self.P))
 
     def evolve(self, t: int, policy: Policy) -> None:
-        """Replaces P by its parents and verified revisions of them; without a revision P and W stay
-        as they are."""
+        """Replaces P by its parents and verified revisions of them; if none is verified, P and W
+        stay as they are."""
         cfg, P, B = self.cfg, self.P, self.B
         P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
         P_new = list[Candidate]()
@@ -155,15 +155,15 @@ class Evolution:
         self.t = t
         self.used = {fold_words(I.text) for I in P_parent}
         reason = "too few revisions verified"
-        for round in range(cfg.rounds):
+        for round in range(cfg.rounds):  # Alg.1 L18 CHOICE-6
             room = cfg.N_P - len(P_parent) - len(P_new)
-            if not room:  # Alg.1 L18 CHOICE-6
+            if not room:
                 break
             self.round = round
             rng = rng_of(cfg.seed, t, f"evolve {round}")
             I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
             tau_fail = B.failures(rng, cfg.failures, I_parent.id)
-            D_B = [self.D[q] for q in B.questions(rng, cfg.D_B, tau_fail)]
+            D_B = [self.D[id] for id in B.questions(rng, cfg.D_B, tau_fail)]
             if not tau_fail:
                 reason = "no failure to learn from"
                 break
@@ -176,10 +176,10 @@ class Evolution:
                 reason = f"the optimizer gave no reply ({e})"
                 break
             if I_new:
-                verified = self.verify(policy, I_parent, I_new, D_B)  # Alg.1 L21
-                joining = P.select_top(verified, min(room, cfg.top_n))
+                tested = self.verify(policy, I_parent, I_new, D_B)  # Alg.1 L21
+                joining = P.select_top(tested, min(room, cfg.top_n))
                 P_new += joining
-                row = make_verification_row(t, round, D_B, verified, joining)
+                row = make_verification_row(t, round, D_B, tested, joining)
                 self.log.write_row("reflections", row)
         P.replace_by(P_parent, P_new, t)  # Alg.1 L23
         outcome = tell_succession(P_parent, P_new, cfg.N_P - len(P), reason)
@@ -213,7 +213,7 @@ class Evolution:
             if e.call:  # what could not be read was billed, too
                 self.note(I_parent, call=vars(e.call))
             raise
-        # before anything else can fail; a reply that is paid for is there already
+        # before anything else can fail; one that an earlier process paid for is there already
         if not call.paid_before:
             self.note(I_parent, call=vars(call))
         accepted, rejected = read_candidates(
@@ -246,19 +246,19 @@ class Evolution:
         self.log.run.write_trajectories(f"verify-{self.t:06d}-{self.round}", sample)
         n = len(D_B)
         rewards = [tau.reward for tau in taus]
-        verified = list[Candidate]()
+        tested = list[Candidate]()
         for k, text in enumerate(I_new, 1):
             r = rewards[k * n : (k + 1) * n]
-            verified.append(Candidate(text, I_parent.id, r, rewards[:n]))
+            tested.append(Candidate(text, I_parent.id, r, rewards[:n]))
         # --D_B 0 asks nothing: all join, in the optimizer's order
-        return sorted(verified, key=lambda c: -c.r)
+        return sorted(tested, key=lambda c: -c.r)
 
     def play(
-        self, policy: Policy, purpose: str, prompts: list[Prompt], D_B: list[Question]
+        self, policy: Policy, purpose: str, trials: list[Trial], D_B: list[Question]
     ) -> list[Trajectory]:
-        """Plays and rewards D_B under the first prompt, then under the next, and so on."""
+        """Plays and rewards D_B under the first instruction, then under the next, and so on."""
         jobs = list[Job]()
-        for id, text in prompts:
+        for id, text in trials:
             for q in D_B:
                 jobs.append(Job(id, text, q, len(jobs)))  # CHOICE-13
         with self.log.timing("verify"):

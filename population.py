@@ -89,7 +89,7 @@ class Population:
         return jobs
 
     def update_weights(self, taus: Iterable[Trajectory]) -> None:
-        """Credits every instruction with the mean reward of its trajectories in this step."""  # CHOICE-8
+        """Credits each sampled instruction with the mean reward of its trajectories in this step."""  # CHOICE-8
         for j, r_bar in mean_rewards(taus).items():
             I = self.family[j]
             I.rewards = [*I.rewards, r_bar][-self.cfg.window :]  # Eq.6 CHOICE-18
@@ -99,15 +99,15 @@ class Population:
         return sorted(self.active, key=lambda I: -I.w)
 
     def prune(self, ranked: Sequence[Instruction], N_parent: int, t: int) -> list[Instruction]:
-        """Drops the bottom floor(|P|/2) of `ranked`, never below N_parent; returns the dropped
+        """Drops the bottom floor(|P|/2) of `ranked`, keeping at least N_parent; returns the dropped
         ones."""
         kept = max(N_parent, len(ranked) - len(ranked) // 2)  # CHOICE-3
         return self._drop(ranked[kept:], t)
 
-    def select_top(self, verified: Sequence[Candidate], n: int) -> list[Candidate]:
+    def select_top(self, tested: Sequence[Candidate], n: int) -> list[Candidate]:
         """Returns which of a round's candidates, best first, join: at most `n`, none below its
         parent."""
-        return [c for c in verified if c.r >= c.r_parent][:n]  # CHOICE-12
+        return [c for c in tested if c.r >= c.r_parent][:n]  # CHOICE-12
 
     def replace_by(
         self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int
@@ -117,7 +117,7 @@ class Population:
         if not new:  # CHOICE-26
             return []
         self._drop([I for I in self.active if I not in parents], t)
-        self.ids = [I.id for I in parents]
+        self.ids = [I.id for I in parents]  # by rank
         for I in parents:
             I.rewards = []  # W <- 0
         return [self.join(c.text, c.parent, t, c.r) for c in new]
@@ -201,10 +201,10 @@ class ReplayBuffer:
         self.items = self.items[-self.capacity :]  # CHOICE-29
 
     def failures(self, rng: np.random.Generator, n: int, parent: int) -> list[Experience]:
-        """Returns up to `n` failures of as many questions, for the optimizer to learn from.
+        """Returns up to `n` failures, one per question, for the optimizer to learn from.
 
         Those under the parent come first, since it is what the optimizer is asked to revise. Within
-        both halves the latest step comes first, and within a step the lowest reward.
+        both parts the latest step comes first, and within a step the lowest reward.
         """  # CHOICE-14
         order = rng.permutation(len(self.items))
         failed = [self.items[k] for k in order if self.items[k].failed]
@@ -223,7 +223,7 @@ class ReplayBuffer:
         return [q for q in questions if q not in excluded][:n]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"items": [vars(e) for e in self.items]}  # as they are frozen
+        return {"items": [vars(e) for e in self.items]}  # not copied: they are frozen
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.items = [

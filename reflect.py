@@ -316,7 +316,7 @@ class Optimizer:
         billed = [0, 0]  # tokens of prompt and reply, of all tries
 
         def read(answer: Any) -> Reply:
-            # every try's, before anything can be wrong with it
+            # count every try before parsing can fail
             for k, tokens in enumerate(usage_of(answer)):
                 billed[k] += tokens
                 self.tokens += tokens
@@ -328,7 +328,7 @@ class Optimizer:
                 reply = self._client.ask("/chat/completions", body, read)
         except Outage as e:  # also from `before_retry`
             down = OptimizerDown(str(e))
-            key += f", unread at {self.tokens} tokens"  # no key of a call that is looked up
+            key += f", unread at {self.tokens} tokens"  # a resumed run must not find it
         call = Call(
             key=key,
             prompt=prompt,

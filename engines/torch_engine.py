@@ -141,7 +141,7 @@ class TorchEngine:
     def generate(
         self, contexts: dict[int, list[int]], max_new: int, temperature: float
     ) -> Iterator[FinishedTurn]:
-        """As Engine: yields every turn before it ends, and forgets the rows that `contexts` leaves
+        """As Engine: yields all turns before it returns, and forgets the rows that `contexts` leaves
         out."""
         if not contexts:
             return
@@ -210,20 +210,20 @@ class TorchEngine:
         # a new batch: equal prompts, those of a group, are computed once
         self.order = order
         prompts = list(dict.fromkeys(map(tuple, contexts.values())))
-        of = torch.tensor(
+        prompt_of = torch.tensor(
             [prompts.index(tuple(ids)) for ids in contexts.values()], device=self.device
         )
         lengths = torch.tensor(list(map(len, prompts)), device=self.device)
         longest = max(map(len, prompts))
         self.cache = RowCache(torch.zeros_like(lengths))
-        h = self._extend([0] * len(prompts), list(map(list, prompts)))[of]
+        h = self._extend([0] * len(prompts), list(map(list, prompts)))[prompt_of]
 
         # groups of one size, one after the other, share a prompt's row, unless what they add may
         # be longer
-        M = len(of) // len(prompts)
-        if room > longest or of.tolist() != [k // M for k in range(len(of))]:
+        M = len(prompt_of) // len(prompts)
+        if room > longest or prompt_of.tolist() != [k // M for k in range(len(prompt_of))]:
             M = 1
-        self.cache = self.cache.copy(of[::M], longest + M * room, lengths[of[::M]], M)
+        self.cache = self.cache.copy(prompt_of[::M], longest + M * room, lengths[prompt_of[::M]], M)
         return h
 
     def _extend(self, starts: list[int], new: list[list[int]]) -> torch.Tensor:
@@ -264,16 +264,16 @@ class TorchEngine:
         """Returns next tokens (B,) and their log-probabilities (B,) from hidden states (B, H)."""
         logps = F.log_softmax(self.head(h) / ((temperature or 1.0) / self.scale), dim=-1)
         if temperature:
-            # One uniform number a row, looked up in the distribution function: multinomial draws
-            # one a word.
-            total = logps.double().exp().cumsum(-1)
+            # One uniform number a row, inverted through the CDF: multinomial draws one per word of
+            # the vocabulary.
+            cdf = logps.double().exp().cumsum(-1)
             u = (
                 torch.rand(
                     len(h), 1, generator=self.generator, dtype=torch.float64, device=self.device
                 )
-                * total[:, -1:]
+                * cdf[:, -1:]
             )
-            tokens = torch.searchsorted(total, u, right=True).clamp_(max=total.shape[1] - 1)
+            tokens = torch.searchsorted(cdf, u, right=True).clamp_(max=cdf.shape[1] - 1)
         else:
             tokens = logps.argmax(-1, keepdim=True)
         return tokens[:, 0], logps.gather(1, tokens)[:, 0]

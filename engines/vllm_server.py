@@ -19,7 +19,7 @@ import torch.distributed as dist
 from engines import FinishedTurn
 from engines.remote import RemoteTurns
 from engines.vllm_engine import VERSION, StaleWeights, probed
-from models.model import held, load_config, skeleton
+from models.model import load_config, named_weights, skeleton
 from plumbing.chat import turn_ends
 from plumbing.client import Client
 from plumbing.faults import Fault, Outage
@@ -319,7 +319,7 @@ class WeightSource:
     def __init__(self, model: str, dtype: torch.dtype):
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        shapes = held(skeleton(load_config(model)))
+        shapes = named_weights(skeleton(load_config(model)))
         self.dtype = dtype
         self.weights: Iterator[tuple[str, torch.Tensor]] = iter(())
         self.sample = Sample()  # of what was yielded last

@@ -71,11 +71,9 @@ class ByQuestion(Population):
 class LowerBound(Population):
     """A candidate joins if it loses at most TOLERANCE against its parent, with confidence SURE."""
 
-    def select_top(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
+    def select_top(self, tested: Sequence[Candidate], room: int) -> list[Candidate]:
         return [
-            c
-            for c in verified
-            if lower_bound(c.rewards, c.parent_rewards) + TOLERANCE >= c.r_parent
+            c for c in tested if lower_bound(c.rewards, c.parent_rewards) + TOLERANCE >= c.r_parent
         ][:room]
 
 

@@ -33,7 +33,7 @@ def best_of_mark(mark: Row, cfg: Config) -> Instruction:
 class Checkpoints:
     def __init__(self, run: RunDirectory, policy: Policy, P: Population, B: ReplayBuffer, log: Log):
         self.run, self.policy, self.P, self.B, self.log = run, policy, P, B, log
-        self.last: Row = {"t": 0}  # mark
+        self.last: Row = {"t": 0}  # the last mark
         # the mark of the newest checkpoint; before there is one, nothing is to be saved
         self.saved = self.last
         self.saving: Future[None] = Future()  # of the newest checkpoint
@@ -41,9 +41,9 @@ class Checkpoints:
 
     def restore(self) -> tuple[int, int]:
         """Restores a run that is resumed; returns the step to play, and the last step that has been
-        trained: (1, 0).
+        trained; (1, 0) of a new run.
 
-        They are one step where the checkpoint lacks its evolution and evaluation.
+        They are equal if the checkpoint was taken before its step's evolution and evaluation.
         """
         resumed = self.run.rewind(self.policy.damage, self.log.screen.note)
         if not resumed:
@@ -104,7 +104,7 @@ class Checkpoints:
         one replaces."""
         with stack:
             digests = self.policy.written.result()
-            content = io.BytesIO()  # of a full disk torch would not raise OSError
+            content = io.BytesIO()  # on a full disk torch would not raise OSError
             torch.save(mark, content)
             (path / "state.pt").write_bytes(content.getvalue())
             digests["state.pt"] = checkpoint.digest(path / "state.pt")

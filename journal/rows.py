@@ -140,16 +140,16 @@ def make_verification_row(
     t: int,
     round: int,
     D_B: Sequence[Question],
-    verified: Sequence[Candidate],
+    tested: Sequence[Candidate],
     joining: Sequence[Candidate],
 ) -> Row:
     """Returns the rewards of revisions and of their parent on D_B, and who joins."""
-    parent = {"parent": verified[0].parent, "r_parent": verified[0].r_parent}
+    parent = {"parent": tested[0].parent, "r_parent": tested[0].r_parent}
     rows = [
         {"text": c.text, "parent": c.parent, "r": c.r, "r_parent": c.r_parent, "joined": c in joining}
-        for c in verified
+        for c in tested
     ]  # fmt: skip
-    rollouts = (1 + len(verified)) * len(D_B)
+    rollouts = (1 + len(tested)) * len(D_B)
     asked = {"D_B": [q.id for q in D_B], "rollouts": rollouts}
     return {"t": t, "round": round} | parent | asked | {"verified": rows}
 

@@ -84,7 +84,7 @@ def grpo_head(
         dW = None  # (V, D)
         J, logp, entropy, kl = torch.empty(4, N, **like)
         clipped = torch.empty(N, dtype=torch.bool, device=hidden.device)
-        for rows, x, z in _chunks(hidden, W, chunk):
+        for rows, h, z in _chunks(hidden, W, chunk):
             J[rows], logp[rows], entropy[rows], kl[rows], clipped[rows], dz = loss_rows(
                 z,
                 targets[rows],
@@ -96,7 +96,7 @@ def grpo_head(
             if need_grad:
                 dX[rows] = _product_over_vocabulary(dz, W)
             if need_dW:
-                dW = _product(dz.T, x) if dW is None else _add_product(dW, dz.T, x)
+                dW = _product(dz.T, h) if dW is None else _add_product(dW, dz.T, h)
             del z, dz  # before the next chunk allocates its logits
         if need_dW and dW is None:  # no tokens
             dW = torch.zeros(weight.shape, **like)
@@ -208,8 +208,8 @@ def _chunks(hidden, W, chunk):
     """Yields the slice, the hidden states (n, D) and the logits (n, V) of each chunk of n rows."""
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
-        x = hidden[rows].to(W.dtype)
-        yield rows, x, _product(x, W.T)
+        h = hidden[rows].to(W.dtype)
+        yield rows, h, _product(h, W.T)
 
 
 def _product(a, b):

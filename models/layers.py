@@ -83,7 +83,7 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """The forward pass of a family's attention module on a packed row, (1, T, H) -> (1, T, H).
 
-    Written out, since without the batch's dimension torch dispatches a quarter fewer operations.
+    Written out, since without the batch dimension torch dispatches a quarter fewer operations.
     """
     rows = hidden_states.squeeze(0)
     heads = len(rows), -1, self.head_dim

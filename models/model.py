@@ -440,7 +440,7 @@ def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """
     reshard(model)  # what is gathered is in bfloat16
     adapted = lora.layers(model)
-    for name, p in held(model):
+    for name, p in named_weights(model):
         if layer := adapted.get(name):
             A, B = whole(layer.lora_A), whole(layer.lora_B)
             yield name, lora.merge(whole(p), A, B, layer.scale, layer.dither)
@@ -448,7 +448,7 @@ def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, whole(p)
 
 
-def held(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields what a model's files hold, by name: parameters, of tied ones the first, and buffers."""
     kept = model.state_dict().keys()
     yield from model.named_parameters()
@@ -494,9 +494,9 @@ def forward_packed(
     places: torch.Tensor,
     targets: torch.Tensor,
     temperature: float,
-    **loss: Any,
+    **terms: Any,
 ) -> Any:
-    """Returns `grpo_head`'s result for the given `loss` arguments; without them, `token_logprobs`'.
+    """Returns `grpo_head`'s result for these `terms`; without them, `token_logprobs`'.
 
     ids (T,): the row of a `packing`; places (N,): those in it whose next token is scored;
     targets (N,): those tokens.
@@ -506,8 +506,8 @@ def forward_packed(
     ).last_hidden_state[0, places]  # (N, H)
     weight = model.get_output_embeddings().weight
     temperature = temperature / logit_scale(model.config)
-    if loss:
-        return grpo_head(hidden, weight, targets, temperature=temperature, **loss)
+    if terms:
+        return grpo_head(hidden, weight, targets, temperature=temperature, **terms)
     return token_logprobs(hidden, weight, targets, temperature)
 
 

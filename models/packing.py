@@ -87,7 +87,7 @@ class Packing:
 
     def mask(self, before: int, n: int, window: int, like: torch.Tensor) -> torch.Tensor:
         """Returns what is added to a piece's scores, (n - before, n) in the dtype of `like`: 0
-        where a token looks."""
+        where a token may attend."""
         if (before, n, window) not in self.masks:
             place = torch.arange(n, device=like.device)
             distance = place[before:, None] - place
@@ -135,9 +135,9 @@ def grouped_attention(
     and a copy of the keys for each head costs more than the product.
     """
     B, heads, T, dim = query.shape
-    groups = heads // key.shape[1]
-    if groups > 1:
-        query, mask = query.reshape(B, -1, groups * T, dim), torch.cat([mask] * groups, -2)
+    repeats = heads // key.shape[1]
+    if repeats > 1:
+        query, mask = query.reshape(B, -1, repeats * T, dim), torch.cat([mask] * repeats, -2)
     return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling).reshape(
         B, heads, T, -1
     )
@@ -186,14 +186,14 @@ def attend(
 ) -> torch.Tensor:
     """Causal attention of a packed row, q, k, v (T, heads, dim) -> (T, heads, dim), in which a token
     sees at most `window` tokens."""
-    queries, longest = packing.longest
-    window = window or longest
+    max_q, max_k = packing.longest
+    window = window or max_k
     if q.dtype != torch.bfloat16 or not q.is_cuda:
         return attend_piece_by_piece(q, k, v, packing, window, scaling)
     if any(packing.before):
         k, v = KeysOfPieces.apply(k, v, *packing.places)
     # -1: no window, for which the kernel has a faster variant
-    reach = window - 1 if window < longest else -1
+    reach = window - 1 if window < max_k else -1
     # FlashAttention-2, whose causal mask ends at a piece's last query and last key
     out: torch.Tensor = varlen_attn(
         q,
@@ -201,8 +201,8 @@ def attend(
         v,
         packing.query_ends,
         packing.key_ends,
-        queries,
-        longest,
+        max_q,
+        max_k,
         scale=scaling,
         window_size=(reach, 0),
         enable_gqa=True,
@@ -256,17 +256,18 @@ def prefix_of(tau: Any) -> tuple[int, ...]:
 
 def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> list[list[int]]:
     """Returns the places of the trajectories, cut in their order into batches of at most
-    `micro_tokens` (a longer one is alone), whose largest is as small as it can be. A prompt counts
-    once in a batch.
+    `micro_tokens` (a longer one is alone), the largest as small as possible. A prompt counts once
+    in a batch.
 
     Their number is a multiple of `ranks`, since all ranks must work in step; some may then be
-    empty. The largest come first, so that batches of one size are computed at the same time.
+    empty. The largest come first, so that ranks compute similar sizes together.
     """
     prefixes = [prefix_of(tau) for tau in taus]
 
     def cut(most: int) -> list[tuple[int, list[int]]]:
         """Returns (tokens, places) of batches of at most `most` tokens."""
         batches: list[tuple[int, list[int]]] = []
+        # as if full: the first trajectory opens a batch
         tokens, places, begun = most, list[int](), set[tuple[int, ...]]()
         for place, (tau, prefix) in enumerate(zip(taus, prefixes, strict=True)):
             tokens += len(tau.ids)
@@ -298,7 +299,7 @@ def pack(
     places that predict them (N,) and their ids (N,)."""
     sharing = Counter(map(prefix_of, batch))
     begun: dict[tuple[int, ...], int] = {}  # the piece of each prompt that is in the row already
-    ids, rows, targets = list[int](), list[int](), list[int]()
+    ids, places, targets = list[int](), list[int](), list[int]()
     lengths, parents = list[int](), list[int]()
     for tau in batch:
         # a prompt that no other trajectory has is part of its own piece
@@ -321,12 +322,12 @@ def pack(
         # an action token is predicted by the one before it
         for k, sampled in enumerate(tau.mask):
             if sampled:
-                rows.append(origin + k - 1)
+                places.append(origin + k - 1)
                 targets.append(tau.ids[k])
 
     # a batch without trajectories, which other ranks may have, is one token without an action
     packing = Packing(lengths or [1], parents, device)
     row, where, predicted = (
-        send(torch.tensor(x, dtype=torch.long), device) for x in (ids or [0], rows, targets)
+        send(torch.tensor(x, dtype=torch.long), device) for x in (ids or [0], places, targets)
     )
     return row, packing, where, predicted

@@ -15,10 +15,10 @@ from tasks.trajectories import Trajectory
 
 
 def set_rewards(task: Task, taus: Sequence[Trajectory]) -> None:
-    """Sets `reward` and `failed` of the trajectories; Fault if the task's rewards are not a number
-    for each."""
+    """Sets `reward` and `failed` of the trajectories; raises Fault unless the task returns a
+    number for each."""
     with may_stop():  # a judge may take minutes
-        rewards = task.reward(list(taus))  # its own, to sort or filter
+        rewards = task.reward(list(taus))  # a copy, which it may sort or filter
 
     # a number for each?
     where = f"--task {task.cfg.task}: its reward"

@@ -111,7 +111,7 @@ class Task(ABC):
         return tau.reward < self.passing_reward
 
     def shown(self, tau: Trajectory) -> str:
-        """Returns a failure as the optimizer reads it (App. E); right answers, if there are any,
+        """Returns a trajectory as the optimizer reads it (App. E); right answers, if there are any,
         follow it there."""
         return f"Question: {tau.question.text}\n{tau.response.strip()}"
 

@@ -59,7 +59,7 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 WATCHED = 10  # trajectories of a step, rounded up to whole groups, whose tokens the run stores
-# what saves memory in it
+# what saves memory in each
 UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens, --offload_reference or more GPUs"
 ROLLOUT = "a smaller --vllm_memory, or --max_rows of the torch engine"
 
@@ -232,7 +232,7 @@ class Policy:
             vars(first).pop("forward_packed", None)
         self.engine: Engine = engine(self, first)
         self.t = 0  # the last step whose update has begun; -1: the weights are those of no step
-        self.seconds: dict[str, float] = {}  # of each method's last call
+        self.seconds: dict[str, float] = {}  # of each method's last call, and "tools"
         self.in_step = True  # whether all ranks wait for the next call
         # told of rollouts under way
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None
@@ -246,8 +246,8 @@ class Policy:
     def rollout(
         self, t: int, purpose: str, jobs: Sequence[Job], temperature: float | None = None
     ) -> dict[int, Trajectory]:
-        """Returns a trajectory for each job, in their order; `purpose` tells the random draws of
-        one step apart.
+        """Plays this rank's share of the jobs; on rank 0 returns all trajectories, in the jobs' order.
+        `purpose` tells the random draws of one step apart.
 
         A rank plays whole groups, which compute their prompt once.
         """

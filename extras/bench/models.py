@@ -27,10 +27,10 @@ from models.model import (
     empty,
     export,
     fill,
+    forward_packed,
     load_config,
     load_model,
     load_tokenizer,
-    score,
     weights,
 )
 from models.packing import Packing
@@ -137,9 +137,8 @@ def measure(folder: str) -> list[str]:
     following, rows = ids.roll(-1), ids.split(LENGTHS)
 
     def logps(model: object) -> torch.Tensor:
-        return score(model.train(), ids, Packing(LENGTHS), torch.arange(len(ids)), following, 1.0)[
-            0
-        ]
+        places = torch.arange(len(ids))
+        return forward_packed(model.train(), ids, Packing(LENGTHS), places, following, 1.0)[0]
 
     packed, logits = logps(model), torch.cat([own(row[None]).logits[0] for row in rows])
     alone = logits.log_softmax(-1).gather(1, following[:, None])[:, 0]
