@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, text in FLAGS.items():
         parser.add_argument(f"--{name}", help=f"{text}; default: as in training")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of what is sampled")
     args = parser.parse_args(argv)
     if args.temperature < 0 or args.seed < 0:
         parser.error("--temperature and --seed must not be negative")

@@ -174,7 +174,7 @@ class GRPOKnobs(RolloutKnobs):
     )
     micro_tokens: int = knob(
         32768,
-        "tokens per forward pass on a rank (of a small model on a CPU 1024); affects only speed and memory",
+        "tokens per forward pass on a rank (1024 for a small model on a CPU); affects only speed and memory",
         least=1,
         more=True,
     )

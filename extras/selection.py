@@ -1,5 +1,4 @@
-"""Other rules for choosing instructions, singly or combined; docs/selection.md has the formulas and
-what they cost.
+"""Other rules for choosing instructions, singly or combined; docs/selection.md has the formulas.
 
     python extras/selection.py --gate lower_bound --rounds 2         # a revision must almost surely be hardly worse
     python extras/selection.py --groups question                     # Eq. 3 compares a question's rollouts under all
@@ -42,7 +41,7 @@ class SelectionConfig(ObjectiveConfig):
     )
     groups: str = knob(
         "pair",
-        "pair: trajectories of an instruction and question are compared; question: of a question under any",
+        "Eq. 3 compares trajectories of, pair: one instruction and question; question: one question under any",
         of=("pair", "question"),
     )
 

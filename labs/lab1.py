@@ -232,7 +232,7 @@ def _(greedy, tau_s):
     The weights are averages of few, noisy rewards. Early on, when nobody knows anything, a greedy draw is
     overconfident; late, a soft draw wastes questions on instructions known to be bad. A bandit algorithm would count
     how often each was tried; the paper does not. **Would you change Eq. 4? The policy learns from the same
-    trajectories: what would your change do to it?** (`extras/selection.py` and docs/selection.md try some answers.)
+    trajectories: what would your change do to it?** (`extras/examples/ucb.py` is one answer.)
     """)
     return
 

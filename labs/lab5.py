@@ -204,7 +204,7 @@ def _():
     In the paper a step has {Config().batch} questions, and the fog is thinner; here it has {play.config().batch}.
     Then again, a pruned instruction is not gone: its parent lives, and the optimizer may propose it again. And a policy
     that trains under the survivors gets better at *them*. **Is it worse to prune the best one, or to keep four mediocre
-    ones for another ten steps? What would you measure to decide?** (docs/selection.md has other rules.)
+    ones for another ten steps? What would you measure to decide?** (`extras/examples/margin.py` is another rule.)
     """)
     return
 

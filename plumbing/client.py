@@ -147,7 +147,7 @@ class Client:
             self.refused.add(named[1])
             if named[1] == "max_tokens":
                 self.refused.remove("max_completion_tokens")
-            print(f"{body['model']} refuses {named[1]}: it is asked without", flush=True)
+            print(f"{body['model']} refuses {named[1]}: asking without it", flush=True)
         return self.chat(body, read, retries)
 
     def _ask(self, path: str, body: Any, read: Callable[[Any], T]) -> T:

@@ -2,7 +2,7 @@
 on the command line.
 
 A run directory may come from anybody. Its weights are safetensors and its logs are text, but
-`--task`, `--tools`, `--reward` and `--format` name modules and commands, and `--retriever` and
+`--task`, `--tools`, `--reward`, `--format` and `--parts` name modules and commands, and `--retriever` and
 `--vllm` name servers that would be sent prompts or weights. Runs started by this user are
 remembered by the digest of their config.json, which has a random id.
 """
