@@ -382,7 +382,7 @@ class Learner:
         # what the engine said of the same tokens
         sampled = np.array([m for tau in batch for m in tau.mask], dtype=bool)
         logps = np.array([logp for tau in batch for logp in tau.logps], dtype=np.float32)
-        depths = np.array([k for tau in batch for k in range(len(tau.ids))])
+        depths = np.array([k for tau in batch for k in range(len(tau.ids))], dtype=np.int64)
         engine = send(torch.from_numpy(logps[sampled]), self.device)
         depth = send(torch.from_numpy(depths[sampled]), self.device)
         old = extras["logp"]

@@ -476,6 +476,16 @@ def test_a_step_that_is_not_finite_is_skipped(model, reference, how, bad):
         assert all(torch.equal(x, moments[k][name]) for name, x in state.items())
 
 
+def test_what_ranks_reduce_has_one_dtype_also_without_trajectories(model, reference):
+    learner, taus = learner_of(model, reference), batch_of(1)
+    terms = learner.terms(taus, None)
+    _, some = learner.loss(taus, slice(None), terms)
+    _, none = learner.loss([], np.arange(0), terms)
+    assert {name: x.dtype for name, x in none.items()} == {
+        name: x.dtype for name, x in some.items()
+    }
+
+
 def test_saving_before_the_first_update_changes_nothing(model):
     """torch makes AdamW's state for it by a step, which must not count."""
     saved, other = (learner_of(model, beta=0.0) for _ in range(2))
