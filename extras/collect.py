@@ -130,7 +130,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--out", required=True, type=Path, help="file of demonstrations, .jsonl; rows are added"
     )
     parser.add_argument(
-        "--least", type=float, help="lowest reward of what is kept; default: the task's passing_reward"
+        "--least",
+        type=float,
+        help="lowest reward of what is kept; default: the task's passing_reward",
     )
     parser.add_argument(
         "--n", type=int, default=0, help="questions to play, a fixed sample by --seed; 0: all"
