@@ -528,6 +528,6 @@ def check_deaths(deaths: Deaths, every: int) -> None:
             shutil.rmtree(copy)
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_after_any_two_deaths_a_run_ends_the_same(tmp_path, monkeypatch, every):
     check_deaths(deaths_of(tmp_path, monkeypatch, **STEPS), every)
