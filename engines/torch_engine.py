@@ -58,24 +58,24 @@ class RowCache:
     def get_seq_length(self, *args: Any) -> int:
         return 0  # the model gets positions and mask explicitly
 
-    def place(self, contexts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Returns the columns (n, T) of tokens at positions, (n, T) or (T,), of n contexts; m of
-        row b is b M + m."""
-        shared = self.shared[contexts // self.M, None]
+    def place(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the columns (n, T) of tokens at positions, (n, T) or (T,), of n slots;
+        slot b M + m is context m of row b."""
+        shared = self.shared[slots // self.M, None]
         behind = positions - shared
         return torch.where(
-            behind < 0, positions, shared + behind * self.M + contexts[:, None] % self.M
+            behind < 0, positions, shared + behind * self.M + slots[:, None] % self.M
         )
 
     def copy(
-        self, contexts: torch.Tensor, capacity: int, shared: torch.Tensor | None = None, M: int = 1
+        self, slots: torch.Tensor, capacity: int, shared: torch.Tensor | None = None, M: int = 1
     ) -> "RowCache":
-        """Returns a cache with a row for each of these contexts; one may be named twice.
+        """Returns a cache with a row for each of these slots; one may be named twice.
 
         With `shared` M contexts that begin with these tokens will share each row.
         """
-        rows = (contexts // self.M)[:, None, None]
-        columns = self.place(contexts, torch.arange(capacity, device=contexts.device))[:, None]
+        rows = (slots // self.M)[:, None, None]
+        columns = self.place(slots, torch.arange(capacity, device=slots.device))[:, None]
 
         def gather(x: torch.Tensor) -> torch.Tensor:
             heads = torch.arange(x.shape[1], device=x.device)[:, None]
@@ -83,17 +83,17 @@ class RowCache:
             # it is read.
             return x[rows, heads, columns.clamp(max=x.shape[2] - 1)]
 
-        other = RowCache(torch.zeros_like(contexts) if shared is None else shared, M, capacity)
+        other = RowCache(torch.zeros_like(slots) if shared is None else shared, M, capacity)
         other.layers = {
             i: (gather(keys), gather(values)) for i, (keys, values) in self.layers.items()
         }
         return other
 
-    def write(self, contexts: torch.Tensor, other: "RowCache", positions: torch.Tensor) -> None:
+    def write(self, slots: torch.Tensor, other: "RowCache", positions: torch.Tensor) -> None:
         """Copies the tokens at `positions` (n, T) of the n rows of another cache to these n
-        contexts."""
-        rows, columns = (contexts // self.M)[:, None], self.place(contexts, positions)
-        others = torch.arange(len(contexts), device=contexts.device)[:, None]
+        slots."""
+        rows, columns = (slots // self.M)[:, None], self.place(slots, positions)
+        others = torch.arange(len(slots), device=slots.device)[:, None]
         for i, pair in self.layers.items():
             for mine, theirs in zip(pair, other.layers[i], strict=True):
                 mine[rows, :, columns] = theirs[others, :, positions]
@@ -134,7 +134,7 @@ class TorchEngine:
         """As Engine; the samples that follow depend on nothing but `seed` and the calls."""
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.cache = RowCache(torch.zeros(0))
-        self.order: list[int] = []  # context of `cache` -> the caller's key
+        self.order: list[int] = []  # slot of `cache` -> the caller's key
         self.cached: dict[int, int] = {}  # key -> how many tokens of its context are cached
 
     @torch.inference_mode()
@@ -149,29 +149,28 @@ class TorchEngine:
         self.model.eval()
         h = self._prefill(contexts, max_new)  # (B, H)
 
-        # A context has a row in the batch: at first its place among the keys. `cache` is that of
-        # the batch.
+        # A slot of the kept cache has a row in the batch, at first its own. `cache` is the batch's.
         cache = self.cache
-        contexts_of_rows = torch.arange(len(self.order), device=self.device)
+        slots = torch.arange(len(self.order), device=self.device)
         ids: list[list[int]] = [[] for _ in self.order]
         logps: list[list[float]] = [[] for _ in self.order]
         starts = torch.tensor([len(contexts[key]) for key in self.order], device=self.device)
         lengths, finished = starts, set[int]()
         capacity = int(starts.max()) + max_new
         while True:
-            # a token for each context; one that has finished is computed, but ignored
+            # a token for each slot; one that has finished is computed, but ignored
             sampled, logp = self._sample(h, temperature)
             unfinished = []  # rows
-            samples = zip(contexts_of_rows.tolist(), sampled.tolist(), logp.tolist(), strict=True)
-            for row, (context, token, lp) in enumerate(samples):
-                if context in finished:
+            samples = zip(slots.tolist(), sampled.tolist(), logp.tolist(), strict=True)
+            for row, (slot, token, lp) in enumerate(samples):
+                if slot in finished:
                     continue
-                ids[context].append(token)
-                logps[context].append(lp)
-                if self.ended(ids[context]) or len(ids[context]) == max_new:
-                    finished.add(context)
-                    self.cached[self.order[context]] = int(lengths[row])
-                    yield FinishedTurn(self.order[context], ids[context], logps[context])
+                ids[slot].append(token)
+                logps[slot].append(lp)
+                if self.ended(ids[slot]) or len(ids[slot]) == max_new:
+                    finished.add(slot)
+                    self.cached[self.order[slot]] = int(lengths[row])
+                    yield FinishedTurn(self.order[slot], ids[slot], logps[slot])
                 else:
                     unfinished.append(row)
 
@@ -180,13 +179,13 @@ class TorchEngine:
                 if cache is not self.cache:  # from which the next turn starts
                     # the last token is not in it yet
                     added = torch.arange(max(map(len, ids)) - 1, device=self.device)
-                    places = starts[contexts_of_rows, None] + added
-                    self.cache.write(contexts_of_rows, cache, places)
+                    places = starts[slots, None] + added
+                    self.cache.write(slots, cache, places)
                 if not unfinished:
                     break
                 keep = torch.tensor(unfinished, device=self.device)
                 cache = cache.copy(keep, capacity)
-                contexts_of_rows = contexts_of_rows[keep]
+                slots = slots[keep]
                 lengths = lengths[keep]
                 sampled = sampled[keep]
 
@@ -245,8 +244,8 @@ class TorchEngine:
         """Returns hidden states (B, T, H) of ids (B, T) at positions (B, T); attention is causal
         within a context."""
         cache.rows = torch.arange(len(ids), device=self.device)[:, None]
-        contexts = torch.arange(len(ids) * cache.M, device=self.device)
-        cache.columns = cache.place(contexts, positions.view(len(contexts), -1)).view_as(positions)
+        slots = torch.arange(len(ids) * cache.M, device=self.device)
+        cache.columns = cache.place(slots, positions.view(len(slots), -1)).view_as(positions)
         cache.width = int(cache.columns.max()) + 1
         # (B, T, width)
         causal = torch.arange(cache.width, device=self.device) <= cache.columns[:, :, None]

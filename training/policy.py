@@ -169,7 +169,7 @@ def fsdp(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
     return trained, fill(frozen[0], first) if frozen else None
 
 
-def whole(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
+def unsharded(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
     """Returns the policy and a copy of it as pi_ref, for one process without shares."""
     return first, copy.deepcopy(first)
 
@@ -181,14 +181,14 @@ def vllm(policy: Policy, first: Any) -> Engine:
         return VllmEngine(
             cfg.model,
             policy.tokenizer,
-            policy.ends,
+            policy.stop_strings,
             max_len=max_len,
             dtype=policy.ranks.dtype,
             memory=cfg.vllm_memory,
             rows=math.ceil(max(cfg.batch * cfg.G, cfg.eval_n) / policy.ranks.size),
         )
     remote: type[Engine] = importlib.import_module("engines.vllm_server").VllmServer
-    return remote(cfg.vllm, policy.tokenizer, policy.ends, model=cfg.model, max_len=max_len)  # type: ignore[call-arg]
+    return remote(cfg.vllm, policy.tokenizer, policy.stop_strings, model=cfg.model, max_len=max_len)  # type: ignore[call-arg]
 
 
 def plain_torch(policy: Policy, first: Any) -> Engine:
@@ -203,7 +203,7 @@ def plain_torch(policy: Policy, first: Any) -> Engine:
         model = fill(
             empty(load_config(cfg.model), getattr(torch, ranks.dtype), ranks.device), first
         )
-    return TorchEngine(model, policy.tokenizer, policy.ends, cfg.max_rows)
+    return TorchEngine(model, policy.tokenizer, policy.stop_strings, cfg.max_rows)
 
 
 class Policy:
@@ -217,11 +217,11 @@ class Policy:
     def __init__(self, cfg: Config, ranks: Ranks, task: Task, learner: type[Learner] | None = None):
         status("loading the policy")
         learner = learner or Learner
-        models = fsdp if ranks.grouped else whole
+        models = fsdp if ranks.grouped else unsharded
         engine = vllm if cfg.engine == "vllm" else plain_torch
         self.cfg, self.ranks, self.task = cfg, ranks, task
-        self.ends = task.make_format().stop_strings()  # strings that end a turn
-        self.tokenizer = load_tokenizer(cfg.model, self.ends)
+        self.stop_strings = task.make_format().stop_strings()
+        self.tokenizer = load_tokenizer(cfg.model, self.stop_strings)
         first = first_policy(cfg, ranks)
         model, reference = models(first, cfg, ranks)
         if cfg.recompute:
