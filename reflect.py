@@ -176,7 +176,8 @@ def read_candidates(
     """Returns the first `n` of a reply's candidates in which `find_flaw` finds none, {k: text}, and
     the others, {"k", "reason"}.
 
-    k counts the reply's blocks from 1. Adds the accepted texts, normalized, to `used`.
+    k counts the reply's blocks from 1. Adds the accepted texts, normalized, to `used`. `cut`: the
+    reply ended at a limit.
     """
     accepted: dict[int, str] = {}
     rejected: list[dict[str, Any]] = []

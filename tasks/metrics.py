@@ -20,7 +20,7 @@ def set_rewards(task: Task, taus: Sequence[Trajectory]) -> None:
     with may_stop():  # a judge may take minutes
         rewards = task.reward(list(taus))  # a copy, which it may sort or filter
 
-    # a number for each?
+    # one for each trajectory
     where = f"--task {task.cfg.task}: its reward"
     if task.cfg.reward:
         where = f"--reward {task.cfg.reward}: the reward"
@@ -36,7 +36,7 @@ def set_rewards(task: Task, taus: Sequence[Trajectory]) -> None:
             f"{where} returned {count} for {len(taus)} trajectories; return a number for each"
         )
 
-    # finite ones
+    # finite numbers
     for tau, r in zip(taus, rewards, strict=True):
         if not is_finite(r):
             raise Fault(f"{where} of question {tau.question.id} is {r!r}; return a finite number")

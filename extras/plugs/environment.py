@@ -24,7 +24,7 @@ from plumbing.faults import Fault, first_line
 from plumbing.outside import without_secrets
 from tasks import Message, Question, Task, Trajectory
 from tasks.functions import TypedFunction
-from tasks.questions import read_json_lines
+from tasks.questions import look_up, read_json_lines
 from tasks.tools import Failure, Tool
 
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods that the policy cannot call
@@ -173,7 +173,7 @@ class EnvironmentTask(Task):
             if self.environments and row.get("environment") not in self.environments:
                 names = ", ".join(self.environments)
                 raise Fault(f"--{split} {file}:{line}: its `environment` is none of {names}")
-            id = f"{split}-{line}" if row.get("id") is None else row["id"]
+            id = look_up(row, "id", default=f"{split}-{line}")
             questions.append(Question(id, text, source=path.stem, data=row))
         return questions
 
