@@ -535,6 +535,8 @@ def test_rows_of_what_has_been_replaced_are_not_shown_as_those_of_its_successor(
         out,
     ]
     flags += ["--retriever", server.url, "--max_response", 40, "--max_observation", 100]
+    assert "it ends at 1024 tokens; lower --max_prompt" in run(*flags)[1]
+    flags += ["--max_prompt", 480]
     assert not run(*flags)[1]
     rows, table = (out / "results.jsonl").read_bytes(), (out / "table.md").read_text()
     assert [row["id"] for row in read_jsonl(out / "results.jsonl")] == ["data-1", "data-2"]
