@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stderr
-from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -75,12 +74,6 @@ class VllmEngine:
         from vllm.v1.engine.core_client import InprocClient
         from vllm.v1.executor.abstract import Executor
 
-        unknown = engine_args.keys() - {field.name for field in fields(EngineArgs)}
-        if unknown:
-            raise Fault(
-                f"--engine vllm: vLLM {vllm_version()} has no {', '.join(sorted(unknown))};"
-                f" pip install vllm=={VERSION}.0, or use --engine torch"
-            )
         # vLLM's CPU worker replaces it for the whole process
         set_num_threads = torch.set_num_threads
         self.had_group = dist.is_initialized()

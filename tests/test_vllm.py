@@ -231,13 +231,6 @@ def test_begin_forgets_running_rows(pair, engine):
     assert list(ended) == [3] and off(pair[1], contexts, ended, 0.0) < 1e-4
 
 
-def test_a_vllm_that_lacks_a_switch_is_refused(pair, monkeypatch):
-    settings = vllm_engine.settings
-    monkeypatch.setattr(vllm_engine, "settings", lambda *a, **how: settings(*a, **how) | {"x": 1})
-    with pytest.raises(Fault, match=r"has no x; pip install vllm==0\.32\.0"):
-        VllmEngine(str(WORLD / "policy"), pair[2], (), max_len=9, dtype="float32", memory=0.02)
-
-
 # ---- its weights
 
 
