@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from engines import FinishedTurn
 from engines.remote import RemoteTurns
-from engines.vllm_engine import VERSION, StaleWeights, probed
+from engines.vllm_engine import VERSION, probed
 from models.model import load_config, named_weights, skeleton
 from plumbing.chat import turn_ends
 from plumbing.client import Client
-from plumbing.faults import Fault, Outage
+from plumbing.faults import EngineFault, Fault, Outage
 from plumbing.outside import at, without_secrets
 
 # Mean change of a weight after which a server that answers as before has not taken it: in bfloat16
@@ -36,7 +36,7 @@ class VllmServer:
     `urls`: the servers, separated by commas; a row stays with one server, which has cached its
     context. Every rank constructs its own and calls `load` together with the others; rank 0 sends.
     Raises Fault with the command to start a server that is unsuitable, Outage when one stops
-    answering, StaleWeights when one was restarted.
+    answering, EngineFault when one was restarted.
     """
 
     max_rows = sys.maxsize
@@ -168,7 +168,7 @@ class VllmServer:
         versions = {span["version"] for span in answer["weight_versions"]}
         if self.loads and versions != {str(self.loads)}:
             place = without_secrets(url)
-            raise StaleWeights(
+            raise EngineFault(
                 f"{place} has weights {versions}, not those of load {self.loads}: was it restarted?"
             )
         return FinishedTurn(
@@ -179,7 +179,7 @@ class VllmServer:
         """Does nothing: the servers have their own devices."""
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """As Engine; raises StaleWeights for a server that goes on answering as it did before.
+        """As Engine; raises EngineFault for a server that goes on answering as it did before.
 
         Nothing compares the weights themselves, as `Proof` does.
         """
@@ -227,14 +227,14 @@ class VllmServer:
         return [self.generate_turn(0, url, ids, params) for url in self.urls]
 
     def require_another_answer(self) -> None:
-        """Raises StaleWeights if a server answers as it did with weights that were clearly others
+        """Raises EngineFault if a server answers as it did with weights that were clearly others
         than those just sent."""
         answers, sent, known = self.probe(), torch.cat(self.source.sample), self.known
         ours = zip(self.urls, answers, self.answers, strict=True)
         same = [url for url, now, then in ours if now == then]
         # at first its own files may hold the same weights
         if same and known is not None and (sent - known).abs().mean() > SHOWS:
-            raise StaleWeights(
+            raise EngineFault(
                 f"{without_secrets(same[0])} answers as before, after load {self.loads}: it has not taken the weights"
             )
         if not same or known is None:

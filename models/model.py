@@ -40,15 +40,13 @@ LOGIT_SCALES = {
     "hyperclovax": ("logits_scaling", 1),
 }
 
-# settings that sound like the reason for a refusal
-LOGITS = "logits?_(scal|soft|mup)|soft_?cap|lm_head_mul"
-POSITIONS = "rope_type|original_max_pos"
 # what an error of transformers that contains this means
 REMEDIES = {
     "trust_remote_code": "it needs code of its own (auto_map), which is never run; choose another model",
     "'packed'": "its attention cannot be replaced by ours; choose a model of another family",
     "deserializing header": "its weights are incomplete; fetch them again (a git clone needs git lfs pull)",
 }
+TAGS = "<think> a </think> <answer> a </answer> <search> a </search> <information> a </information> <x> a </x>"
 PART = 2**18  # weights that are dithered at a time: they stay in a CPU's cache
 
 
@@ -77,11 +75,8 @@ def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
                 f"--model {path}: its tokenizer cannot write {tag}, so no turn would end; choose another,"
                 " such as smollm2-135m"
             )
-    tags = " ".join(
-        f"<{tag}> a </{tag}>" for tag in ("think", "answer", "search", "information", "x")
-    )
     long = "Which lake is the deepest? " * 1000
-    asked = [{"role": "user", "content": f"{long} {tags} {' '.join(stop)} {long}"}]
+    asked = [{"role": "user", "content": f"{long} {TAGS} {' '.join(stop)} {long}"}]
     ids = tokenizer(in_template(tokenizer, asked), add_special_tokens=False)["input_ids"]
     # Gemma 3's mark of an image has no row: outside text cannot spell it, and no prompt has it
     written = {*ids, *turn_ends(tokenizer)}
@@ -176,10 +171,8 @@ def _check_weights(path: str, model: Any, loaded: dict[str, Any]) -> None:
     ]
     for what, names in wrong.items():
         if names:
-            first = min(name if isinstance(name, str) else name[0] for name in names)
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise Fault(
-                f"--model {path}: weights are {what}: {first}{more}; use a complete copy of the model"
+                f"--model {path}: {len(names)} weights are {what}: {min(map(str, names))}; use a complete copy"
             )
 
 
@@ -300,8 +293,8 @@ def _differ_logits(model: Any, states: list[torch.Tensor], logits: list[torch.Te
         for z, x in zip(own.chunk(2), wanted.chunk(2), strict=True):
             if not _close(z, scale * x):
                 return (
-                    f"its logits are not {scale:.4g} times its head's output, as the loss takes them"
-                    f"{_settings(model.config, LOGITS)}"
+                    f"its logits are not {scale:.4g} times its head's output, as the loss takes them:"
+                    " they have a soft cap, or a constant that is not known here"
                 )
     return ""
 
@@ -311,7 +304,10 @@ def _differ_packed(model: Any, sequences: Any, states: list[torch.Tensor], longe
     not."""
     alone = torch.cat([h.chunk(2)[0] for h in states])
     row, packing = torch.cat([*sequences, sequences[0][:1]]), Packing([*map(len, sequences), 1])
-    rule = f"its positions depend on the longest sequence of a batch{_settings(model.config, POSITIONS)}"
+    rule = (
+        "its positions depend on the longest sequence of a batch"
+        " (beyond its original_max_position_embeddings)"
+    )
     model.train()
     for last, reason in ((longest - 1, ""), (0, rule)):
         packing.positions[-1] = last
@@ -323,15 +319,6 @@ def _differ_packed(model: Any, sequences: Any, states: list[torch.Tensor], longe
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Returns whether a equals b to 0.1 % of the largest entry; False where either has a NaN."""
     return bool((a - b).abs().max() <= 1e-3 * b.abs().max())
-
-
-def _settings(config: Any, sounding: str) -> str:
-    """Returns the settings of a config that sound like an explanation, as " (name = value,
-    ...)"."""
-    settings = config.get_text_config().to_dict()
-    settings |= settings.get("rope_parameters") or {}
-    likely = [f"{k} = {v}" for k, v in settings.items() if v and re.search(sounding, k)]
-    return f" ({', '.join(likely)})" if likely else ""
 
 
 def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
