@@ -202,7 +202,7 @@ def test_why_there_is_no_cuda_device(monkeypatch):
         )
 
     monkeypatch.setattr(torch.cuda, "init", init)
-    assert without_cuda().endswith("found version 11040))")
+    assert without_cuda().endswith("found version 11040).)")
 
 
 def test_a_full_gpu_is_told_in_one_line_that_names_a_remedy(monkeypatch, tmp_path):
