@@ -172,7 +172,7 @@ def _check_weights(path: str, model: Any, loaded: dict[str, Any]) -> None:
     for what, names in wrong.items():
         if names:
             raise Fault(
-                f"--model {path}: {len(names)} weights are {what}: {min(map(str, names))}; use a complete copy"
+                f"--model {path}: weights are {what} ({len(names)}, {min(map(str, names))}); use a complete copy"
             )
 
 
@@ -330,7 +330,7 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     try:
         with torch.device("meta"):
             # it writes dtype into the config that it is given
-            return AutoModelForCausalLM.from_config(
+            model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
                 dtype=dtype,
                 attn_implementation="packed",
@@ -338,6 +338,12 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
             )
     except Exception as e:  # a family without a causal LM, or settings that fit no model
         raise _unloadable(config.name_or_path, "causal LM", e) from e
+    # `from_config` rounds, but `from_pretrained` does not, what chooses a token's experts
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in model._keep_in_fp32_modules_strict:
+                setattr(module, name, buffer.float())
+    return model
 
 
 def empty(config: Any, dtype: torch.dtype, device: str) -> Any:

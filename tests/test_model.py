@@ -412,10 +412,10 @@ MISTAKES = {  # what is brought -> what is done to a model, and what the line sa
     "half a file": (
         lambda path: os.truncate(path / "model.safetensors", 50_000), "its weights are incomplete"),
     "zeros of a download that was broken off": (
-        lambda path: edit_weights(path, lambda name, w: w * (name != UP)), f"whole numbers: {UP};"),
+        lambda path: edit_weights(path, lambda name, w: w * (name != UP)), f"whole numbers (1, {UP})"),
     "integers without their scales": (
         lambda path: edit_weights(path, lambda name, w: (w * 99).to(torch.int8) if name == UP else w),
-        f"whole numbers: {UP};"),
+        f"whole numbers (1, {UP})"),
     "a dtype of 8 bits": (
         lambda path: edit_json(path / "config.json", dtype="float8_e4m3fn"), "its weights are quantized"),
     "a dtype that is none": (lambda path: edit_json(path / "config.json", dtype="fp16"), "no attribute 'fp16'"),
@@ -468,10 +468,17 @@ def test_a_policy_ends_where_its_positions_do(family, settings, tmp_path):
     assert "it ends at 64 tokens" in refused(load_config, str(tmp_path), 65)
 
 
-def test_rotary_frequencies_are_not_rounded_with_the_weights(tiny_path):
-    model = load_model(tiny_path)
-    narrow = fill(empty(load_config(tiny_path), torch.bfloat16, "cpu"), model)
-    assert torch.equal(narrow.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+@pytest.mark.parametrize("family", ["Qwen2", "Gemma3Text", "DeepseekV3"])
+def test_a_narrow_copy_has_the_buffers_of_transformers_model_in_bfloat16(
+    family, tiny_path, tmp_path
+):
+    path = make_family(family, SUPPORTED[family][0], tiny_path, tmp_path / family)
+    edit_weights(tmp_path / family, lambda name, w: w + 5.001 if "correction_bias" in name else w)
+    own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    narrow = fill(empty(load_config(path), torch.bfloat16, "cpu"), load_model(path))
+    for (name, want), (other, got) in zip(own.named_buffers(), narrow.named_buffers(), strict=True):
+        assert name == other and got.dtype == want.dtype
+        assert torch.equal(got, want), name
     assert narrow.dtype == torch.bfloat16
 
 
