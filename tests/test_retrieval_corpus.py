@@ -132,6 +132,14 @@ def test_without_passages_or_a_file_it_does_not_start(tmp_path, make):
     assert refusal(Corpus, path).startswith(f"{path}: ")
 
 
+def test_a_pipe_is_refused():
+    """As of `--corpus <(zcat wiki.jsonl.gz)`: it can be read once."""
+    read, write = os.pipe()
+    os.close(write)
+    assert "Illegal seek" in refusal(Corpus, f"/dev/fd/{read}")
+    os.close(read)
+
+
 # --- a changing file ---
 
 
