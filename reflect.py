@@ -373,22 +373,21 @@ def connect_optimizer(
     """
     if not evolves(cfg):
         return None
-    connect = functools.partial(
-        Optimizer,
-        model=cfg.optimizer_model,
-        retries=cfg.optimizer_retries,
-        max_tokens=cfg.max_optimizer_tokens,
-        paid=read_paid_calls(rows),
-    )
-    if not scripted(cfg):
-        url, key = find_endpoint(cfg)
-        return connect(url, api_key=key)
     control = ["--guess"] if cfg.optimizer_model == "guessing" else []
 
     def start() -> str:
         return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *control) + "/v1"
 
-    return connect(start(), revive=start)
+    url, key = (start(), "") if scripted(cfg) else find_endpoint(cfg)
+    return Optimizer(
+        url,
+        cfg.optimizer_model,
+        key,
+        retries=cfg.optimizer_retries,
+        paid=read_paid_calls(rows),
+        revive=start if scripted(cfg) else lambda: "",
+        max_tokens=cfg.max_optimizer_tokens,
+    )
 
 
 def describe_optimizer(optimizer: Optimizer | None) -> str:

@@ -5,27 +5,27 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Generic, TypeVar
-
-K, A = TypeVar("K"), TypeVar("A")
+from typing import Any
 
 
-class Batches(Generic[K, A]):
+class Batches:
     """One thread gives `answer` the keys that have queued up, `most` at once and each a single time.
 
     A lone key leaves after `wait` seconds, in which others may join it. An exception of `answer` is
     that of its whole batch; later ones are answered all the same.
     """
 
-    def __init__(self, answer: Callable[[list[K]], Mapping[K, A]], most: int, wait: float = 0.0):
+    def __init__(
+        self, answer: Callable[[list[Any]], Mapping[Any, Any]], most: int, wait: float = 0.0
+    ):
         self.answer, self.most, self.wait = answer, most, wait
         self.count = 0  # batches so far
-        self.waiting: queue.SimpleQueue[tuple[K, Future[A]]] = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[tuple[Any, Future[Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._send_batches, daemon=True).start()
 
-    def submit(self, key: K) -> Future[A]:
+    def submit(self, key: Any) -> Future[Any]:
         """Returns the Future of an answer; it cannot be cancelled."""
-        future: Future[A] = Future()
+        future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         self.waiting.put((key, future))
         return future

@@ -80,16 +80,11 @@ class Search(Tool):
 
     def _retrieve(self, queries: list[str]) -> dict[str, list[str]]:
         def read(answer: Any) -> dict[str, list[str]]:
-            rows = [
-                [
-                    contents_of(hit["document"] if "document" in hit else hit)[:MAX_PASSAGE]
-                    for hit in hits[: self.topk]
-                ]
-                for hits in answer["result"]
-            ]
-            if not all(isinstance(contents, str) for hits in rows for contents in hits):
-                raise TypeError("contents are not text")
-            return dict(zip(queries, rows, strict=True))
+            passages = {}
+            for query, hits in zip(queries, answer["result"], strict=True):
+                best = [hit["document"] if "document" in hit else hit for hit in hits[: self.topk]]
+                passages[query] = [contents_of(document)[:MAX_PASSAGE] for document in best]
+            return passages
 
         body = {"queries": queries, "topk": self.topk, "return_scores": True}
         try:
