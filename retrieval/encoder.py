@@ -73,7 +73,9 @@ class Encoder:
             places = config.max_position_embeddings - padding - 1
             self.max_length = min(max_length, self._tokenizer.model_max_length, places)
             # fails here rather than in the middle of a build
-            self._forward(["a " * self.max_length])
+            alone, beside = self._forward(["a"]), self._forward(["a", "a " * self.max_length])
+            if np.abs(alone - beside[:1]).max() > 0.01:
+                raise ValueError(f"a vector of a {config.model_type} depends on those beside it")
         except Exception as e:  # a damaged directory can raise anything
             reason = first_line(e).rstrip(".")
             if "trust_remote_code" in str(e):

@@ -32,6 +32,7 @@ from transformers import (
     DistilBertConfig,
     DistilBertModel,
     ElectraConfig,
+    FNetConfig,
     LlamaConfig,
     LongformerConfig,
     MPNetConfig,
@@ -217,6 +218,13 @@ def test_a_model_that_pools_otherwise_than_its_name_says_needs_a_family(
         else:
             assert "name its --family" in refusal(Encoder, str(folder))
         assert Encoder(str(folder), family).family == family
+
+
+def test_a_model_that_reads_the_padding_of_a_batch_is_refused(bert, tmp_path):
+    shutil.copytree(bert, tmp_path / "m")
+    config = FNetConfig(vocab_size=99, hidden_size=24, num_hidden_layers=1, intermediate_size=32)
+    AutoModel.from_config(config).save_pretrained(tmp_path / "m")
+    assert "depends on those beside it" in refusal(Encoder, str(tmp_path / "m"))
 
 
 def test_a_model_with_a_layer_behind_its_pooling_is_refused(bert, tmp_path):
