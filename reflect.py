@@ -144,22 +144,14 @@ def shorten(
     for keep in (2000, 1000, 500, 250, 100, 40, 0):
         if count(text) <= budget:
             return text
-        text = shorten_observations(text, keep, observations)
+
+        def cut(observation: re.Match[str], keep: int = keep) -> str:
+            return cut_middle(observation[0], keep)
+
+        for tag in map(re.escape, observations):
+            text = re.sub(f"(?<=<{tag}>).*?(?=</{tag}>)", cut, text, flags=re.S)
     while count(text) > budget and len(text) > 80:
         text = cut_middle(text, len(text) * 3 // 4)
-    return text
-
-
-def shorten_observations(text: str, keep: int, tags: Sequence[str]) -> str:
-    """Returns a text whose observations, by their tags, have lost their middle but for `keep`
-    characters."""
-
-    def cut(match: re.Match[str]) -> str:
-        begin, observation, end = match.groups()
-        return begin + cut_middle(observation, keep) + end
-
-    for tag in map(re.escape, tags):
-        text = re.sub(f"(<{tag}>)(.*?)(</{tag}>)", cut, text, flags=re.S)
     return text
 
 
@@ -310,7 +302,7 @@ class Optimizer:
         if key in self.paid:
             return replace(self.paid[key], paid_before=True)
         self.check_budget()
-        began, before = time.perf_counter(), self.tokens
+        began = time.perf_counter()
         messages = [{"role": "user", "content": prompt}]
         body = {"model": self.model, "messages": messages}
         billed = [0, 0]  # tokens of prompt and reply, of all tries
@@ -344,7 +336,7 @@ class Optimizer:
             down.call = call if any(billed) else None
             raise down
         # with the estimates, where the endpoint counted none
-        self.tokens = before + call.prompt_tokens + call.completion_tokens
+        self.tokens += call.prompt_tokens + call.completion_tokens - sum(billed)
         return call
 
 

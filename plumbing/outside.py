@@ -114,13 +114,12 @@ def as_data(text: str, pattern: re.Pattern[str]) -> str:
 def printable(text: str) -> str:
     """Returns the text for a terminal: control characters are escapes (`\\x1b`), but for line ends
     and tabs."""
-    return "".join(
-        c if c in "\n\t" or _harmless(c) else c.encode("unicode_escape").decode() for c in text
-    )
-
-
-def _harmless(c: str) -> bool:
-    return c.isprintable() or c in JOINERS or unicodedata.category(c) in ("Zs", "Cn", "Co")
+    shown = ""
+    for c in text:
+        harmless = c.isprintable() or c in f"\n\t{JOINERS}"
+        harmless = harmless or unicodedata.category(c) in ("Zs", "Cn", "Co")
+        shown += c if harmless else c.encode("unicode_escape").decode()
+    return shown
 
 
 def without_secrets(text: str) -> str:

@@ -47,7 +47,9 @@ class Corpus:
         try:
             fields = json.loads(os.pread(self._fd, end - start, start))
             passage = {"id": str(fields["id"]), "contents": contents_of(fields)}
-            "".join(passage.values()).encode()  # half of a surrogate pair cannot be sent
+            (
+                passage["id"] + passage["contents"]
+            ).encode()  # half of a surrogate pair cannot be sent
         except (ValueError, TypeError, LookupError, RecursionError) as e:
             raise Fault(
                 f"{self.path}, row {row + 1}: not a passage ({type(e).__name__}: {e}); {FORM}"

@@ -29,6 +29,7 @@ BROAD = (
     "One broad query mirrors the whole question and cannot find what lies behind the first fact."
 )
 STOPS_EARLY = "The agent stops searching before the last fact is found."
+WITHOUT_BLOCKS = "I would rewrite the prompt with clearer steps, fewer words and more structure."
 SENTENCE = "The answer is a sentence where a name was asked for."
 
 
@@ -135,9 +136,15 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
     if not parent or not numbers:
         return "I can only improve a prompt that is given in <ins_0> </ins_0>."
     text, candidates = propose(rng, prompt, parent[1].strip(), int(numbers[-1]), guess)
-    if not garble(rng, candidates):
-        advice = "I would rewrite the prompt with clearer steps, fewer words and more structure."
-        return f"{text}\n{advice}"
+    # malformed replies: none of the candidates, one of them twice, a tag lost
+    mishap, n = rng.random(), len(candidates)
+    if mishap < 0.05:
+        return f"{text}\n{WITHOUT_BLOCKS}"
+    if mishap < 0.12:
+        candidates[rng.randrange(n)] = candidates[rng.randrange(n)]
+    if mishap < 0.20 or rng.random() < 0.1:
+        k = rng.randrange(n)
+        candidates[k] = candidates[k].replace(rng.choice(["</answer>", "<search>", "</think>"]), "")
     blocks = [f"<ins_{k}>\n{c}\n</ins_{k}>" for k, c in enumerate(candidates, 1)]
     return "\n\n".join([text, *blocks])
 
@@ -164,20 +171,6 @@ def propose(
     for _ in range(n):
         candidates.append(write_instruction(rng, clauses, rng.randint(0, 2), frame=frame))
     return "Here are other wordings of the prompt.", candidates
-
-
-def garble(rng: random.Random, candidates: list[str]) -> bool:
-    """Makes some replies malformed: one of the candidates twice, a tag lost; returns False where there
-    are to be none at all."""
-    mishap, n = rng.random(), len(candidates)
-    if mishap < 0.05:
-        return False
-    if mishap < 0.12:
-        candidates[rng.randrange(n)] = candidates[rng.randrange(n)]
-    if mishap < 0.20 or rng.random() < 0.1:
-        k = rng.randrange(n)
-        candidates[k] = candidates[k].replace(rng.choice(["</answer>", "<search>", "</think>"]), "")
-    return True
 
 
 def analyze(
@@ -218,10 +211,9 @@ def make_app(seed: int, guess: bool = False):
         usage = {"prompt_tokens": len(prompt) // 4, "completion_tokens": len(reply) // 4}
         message = {"role": "assistant", "content": reply}
         return {
-            "object": "chat.completion",
             "model": request["model"],
-            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-            "usage": usage | {"total_tokens": sum(usage.values())},
+            "choices": [{"message": message, "finish_reason": "stop"}],
+            "usage": usage,
         }
 
     return app
