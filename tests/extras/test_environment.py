@@ -209,7 +209,7 @@ def test_resets_and_rewards_are_awaited_and_content_blocks_read(tiny, tmp_path):
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("Idle", "it has no method to call"), ("Undocumented", "its method poke: Cannot generate"),
+        ("Idle", "it has no method to call"), ("Undocumented", "its method poke: its docstring"),
         ("Locked", "it cannot be made .*'key'"), ("Unpaid", "no reward; define get_reward"),
         ("Forgetful", r"reset\(\) returned two texts for question train-1"),
         ("Lone", r"reset\(\) does not take the row of question train-1 .*'prompt'"),
