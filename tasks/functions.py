@@ -33,8 +33,6 @@ from tasks.plugs import import_named
 from tasks.tools import WORDS, Failure, Tool
 
 MAX_RESULT = 100_000  # characters of a result that are read and kept, or items of an iterator
-# keywords that `usage` needs no JSON for
-IN_WORDS = {"type", "description", "enum", "title", "default", "nullable"}
 
 
 class Failed(Exception):
@@ -54,11 +52,11 @@ class SchemaTool(Tool):
     def __init__(self, schema: dict[str, Any]):
         self.schema, self.name = schema, str(schema["name"])
         properties = schema["parameters"].get("properties", {})
-        self.bare = ""  # the only argument, where that is a text
-        if [p.get("type") for p in properties.values()] == ["string"]:
-            self.bare = next(iter(properties))
-        types = ", ".join(f'"{name}": {_name_type(p)}' for name, p in properties.items())
-        self.argument = self.bare or f"{{{types}}}"
+        kinds = [isinstance(p, dict) and p.get("type") for p in properties.values()]
+        # the only argument, where that is a text
+        self.bare = next(iter(properties)) if kinds == ["string"] else ""
+        names = ", ".join(f'"{name}": ...' for name in properties)
+        self.argument = self.bare or f"{{{names}}}"
         self.tag = re.sub(r"[^\w-]", "_", self.name)
         self.noun, self.plural = f"a call of {self.name}", f"{self.tag}_calls"
         self.result_tag = "result"
@@ -82,22 +80,11 @@ class SchemaTool(Tool):
         return f"{self.name} failed: {kind}: {why}"
 
     def usage(self) -> str:
-        about, parameters = self.schema["description"], self.schema["parameters"]
+        about, parameters = self.schema["description"], dict(self.schema["parameters"])
         lines = [f"<{self.tag}> {self.argument} </{self.tag}>: {' '.join(about.split())}"]
-        for name, p in parameters.get("properties", {}).items():
-            more = f"; one of {', '.join(map(json.dumps, p['enum']))}" if "enum" in p else ""
-            rest = {key: p[key] for key in p if key not in IN_WORDS}
-            more += f"; {json.dumps(rest)}" if rest else ""
-            more += "" if name in parameters.get("required", ()) else "; may be left out"
-            lines.append(f"  {name}: {' '.join(p.get('description', _name_type(p)).split())}{more}")
-        # What `$ref` names is shown once, not in its places: it may contain itself.
-        shared = parameters.get("definitions", {}) | parameters.get("$defs", {})
-        return "\n".join(
-            [
-                *lines,
-                *(f"  {name}: {json.dumps(p, ensure_ascii=False)}" for name, p in shared.items()),
-            ]
-        )
+        for name, p in parameters.pop("properties", {}).items():
+            lines.append(f"  {name}: {json.dumps(p, ensure_ascii=False)}")
+        return "\n".join([*lines, f"  {json.dumps(parameters, ensure_ascii=False)}"])
 
     def submit(self, argument: str) -> Future[list[str]]:
         """Returns a Future of the result.
@@ -212,6 +199,8 @@ def _describe(function: Callable[..., Any], reader: Any) -> dict[str, Any]:
 
     union = "primitive_type_array"
     parameters = reader.json_schema(schema_generator=_Schema, union_format=union)
+    for word in ("title", "additionalProperties"):
+        parameters.pop(word, None)
     properties = parameters.setdefault("properties", {})
     # transformers reads no types there: `city (str): ...`
     typed = rf"^(\s*(?:{'|'.join(properties)}))\s*\(.*?\)\s*:"
@@ -266,8 +255,3 @@ def _make_reader(function: Callable[..., Any]) -> Any:
         types[name] = hints[name] if p.default is p.empty else NotRequired[hints[name]]
     TypeAdapter(hints.get("return", Any)).json_schema(mode="serialization")
     return TypeAdapter(with_config(ConfigDict(extra="forbid"))(TypedDict("arguments", types)))  # type: ignore[operator]
-
-
-def _name_type(schema: dict[str, Any]) -> str:
-    kind = schema.get("type") or schema.get("$ref", "any").rpartition("/")[2]
-    return " or ".join(kind) if isinstance(kind, list) else str(kind)

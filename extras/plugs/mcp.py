@@ -117,11 +117,6 @@ class CheckedTool(SchemaTool):
         # check.
         refers = re.search(r'"\$\w*[rR]ef"', json.dumps(parameters))
         self.validator = None if refers else validator
-        properties = parameters.get("properties", {})
-        # true
-        parameters |= {
-            "properties": {key: p if isinstance(p, dict) else {} for key, p in properties.items()}
-        }
         super().__init__({"name": name, "description": description, "parameters": parameters})
 
     def read_arguments(self, arguments: str) -> dict[str, Any]:
