@@ -278,7 +278,7 @@ class RunDirectory:
                 " there, or choose another --out without --resume"
             )
         # without one step 0 is written again
-        mark: Row = self.load_mark(whole) if whole else {"t": -1, "lengths": {}}
+        mark: Row = self.load_mark(whole) if whole else {"t": -1, "ended": True, "lengths": {}}
 
         # nothing is changed before this line
         for path, reason in damaged.items():
@@ -290,16 +290,25 @@ class RunDirectory:
                 f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}"
             )
         for name in LOGS:
-            rows, n = self.rows(name), mark["lengths"].get(name, 0)
-            kept = [row for row in rows[:n] if row["t"] <= mark["t"] or "call" in row]
-            if lost := n - len(kept):
+            rows = self.rows(name)
+            before = [row for row in rows if is_before(row, mark) or "call" in row]
+            n = mark["lengths"].get(name, 0)
+            if len(before) < n:
+                lost = n - len(before)
                 note(
                     f"note: {self.path / name}.jsonl has lost {lost} of its first {n} lines: they were damaged"
                 )
-            kept += [row for row in rows[n:] if "call" in row]
-            self.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
-            self.lengths[name] = len(kept)
+            self.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in before))
+            self.lengths[name] = len(before)
         return (whole, mark) if whole else None
+
+
+def is_before(row: Row, mark: Row) -> bool:
+    """Returns whether a row was written before a mark. Of a mark's own step, unless it has ended,
+    pruning alone was: evolution and evaluation are played again."""
+    if row["t"] == mark["t"] and not mark["ended"]:
+        return row.get("event") == "prune"
+    return bool(row["t"] <= mark["t"])
 
 
 def remove(path: Path) -> None:

@@ -211,6 +211,25 @@ def test_a_step_that_has_not_ended_is_replaced_by_the_one_that_has_and_its_rows_
     ]
 
 
+@pytest.mark.parametrize("harm", ["{", "", "{}\n{}\n[]"], ids=repr)
+def test_no_row_of_a_step_is_there_twice_though_lines_before_it_were_damaged(run, harm):
+    """The step died after its mark, and dies again before another one: its evolution is played a
+    third time."""
+    rewind(run)
+    run.append("population", {"t": 9, "event": "evolve"})
+    run.append("population", {"t": 10, "event": "prune"})
+    save(run, 10, ended=False)
+    for _ in range(2):
+        run.append("population", {"t": 10, "event": "evolve"})
+        run.append("metrics", {"t": 10})
+        for name in ("population", "metrics"):
+            path = run.path / f"{name}.jsonl"
+            path.write_text(path.read_text().replace('{"t": 9', harm + '{"t": "9"', 1))
+        rewind(run)
+        assert run.rows("population") == [{"t": 10, "event": "prune"}]
+        assert [row["t"] for row in run.rows("metrics")] == list(range(9))
+
+
 @pytest.mark.parametrize("harm", ["{", "\x00" * 8, "", '{"t": "4"}', "[4]"])
 @pytest.mark.parametrize("place", [0, 4, 9])
 def test_a_row_that_was_lost_before_the_checkpoint_is_named(run, harm, place):
