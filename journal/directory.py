@@ -7,10 +7,8 @@ import fcntl
 import gzip
 import itertools
 import json
-import os
 import re
 import secrets
-import shutil
 import sys
 import time
 from collections import Counter
@@ -24,7 +22,7 @@ from config import Config, holds_a_run, preset_of, program_of, read_config
 from journal.record import FREE, describe_run, differences, with_absolute_paths
 from plumbing import checkpoint, stop
 from plumbing.faults import CheckpointFault, DiskFault, Diverged, Fault
-from plumbing.files import Row, read_jsonl, write_file, writing
+from plumbing.files import Row, read_jsonl, remove, write_file, writing
 from plumbing.outside import decoded, printable
 from plumbing.trust import remember_run
 from plumbing.versions import commit
@@ -176,27 +174,6 @@ class RunDirectory:
         """Writes a file atomically: a reader finds the old content or the new one."""
         write_file(self.path / name, text)
 
-    @contextlib.contextmanager
-    def directory(self, name: str) -> Iterator[Path]:
-        """Yields an empty directory, which is called `name` in the end: a reader finds the old one,
-        none or the new."""
-        path = self.path / name
-        temporary, old = (
-            path.with_name(f".{path.name}{end}.tmp").absolute() for end in ("", ".old")
-        )
-        with writing(path):
-            remove(old)
-            shutil.rmtree(temporary, ignore_errors=True)
-            try:
-                temporary.mkdir(parents=True)
-                yield temporary
-                with contextlib.suppress(FileNotFoundError):
-                    os.replace(path, old)  # at once: removing it may take seconds
-                os.replace(temporary, path)
-                remove(old)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)  # or a full disk stays full
-
     def append(self, name: str, row: Row) -> None:
         """Appends a line to `name`.jsonl; raises DiskFault."""
         with (
@@ -309,16 +286,6 @@ def is_before(row: Row, mark: Row) -> bool:
     if row["t"] == mark["t"] and not mark["ended"]:
         return row.get("event") == "prune"
     return bool(row["t"] <= mark["t"])
-
-
-def remove(path: Path) -> None:
-    """Removes a file or directory, if there is one; of a link only the link: what it points to is
-    not the run's."""
-    with writing(path):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def step_of(checkpoint: Path) -> int:

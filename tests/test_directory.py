@@ -31,7 +31,7 @@ from journal.record import with_absolute_paths
 from journal.screen import Screen
 from plumbing import checkpoint
 from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
-from plumbing.files import read_jsonl
+from plumbing.files import new_directory, read_jsonl
 from population import Population, ReplayBuffer
 from tasks.loading import load_task
 from training.policy import Policy
@@ -362,7 +362,7 @@ def test_of_a_link_to_a_directory_the_link_alone_is_removed(run, tmp_path):
     links["checkpoints/.step-000012.tmp"] = elsewhere / "nowhere"
     for name, to in links.items():
         (run.path / name).symlink_to(to)
-    with run.directory("policy") as path:
+    with new_directory(run.path / "policy") as path:
         (path / "weights").write_text("x")
     flip(run.checkpoints()[-1] / "state.pt")
     assert rewind(run)[0] == 9 and not (run.path / "policy").is_symlink()
@@ -447,6 +447,20 @@ def small_disk(tmp_path):
         pytest.skip("mounting a tmpfs takes root")
     yield path
     subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run_and_goes_with_the_next(run):
+    """As on NFS, while somebody reads it."""
+    (held := run.path / "checkpoints/step-000003/held").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", held]).returncode:
+        pytest.skip("mounting a tmpfs takes root")
+    try:
+        save(run, 10)
+        assert held.is_dir() and rewind(run) == (10, [])
+    finally:
+        subprocess.run(["umount", "-l", held], check=True)
+    save(run, 11)
+    assert [step_of(path) for path in run.checkpoints()] == [9, 10, 11]
 
 
 def test_every_trajectory_is_a_line(run):
