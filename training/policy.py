@@ -114,10 +114,6 @@ def of_rank_0(answers: list[A]) -> A:
     return answers[0]
 
 
-def joined(shares: list[list[A]]) -> list[A]:
-    return [x for share in shares for x in share]
-
-
 def in_order(shares: list[dict[int, A]]) -> list[A]:
     """Returns the values by their keys, 0, 1, ..., which the ranks share."""
     values = {k: x for share in shares for k, x in share.items()}
@@ -421,12 +417,6 @@ class Policy:
                 raise share
             digests |= share
         return digests
-
-    @on_all_ranks(joined)
-    def damage(self, path: Path) -> list[str]:
-        """Returns what is wrong with the files of a checkpoint; [] if they are as they were
-        written."""
-        return checkpoint.damage(path, self.ranks.rank, self.ranks.size)
 
     @on_all_ranks(of_rank_0)
     def load(self, path: Path, t: int) -> None:
