@@ -105,12 +105,11 @@ class RunDirectory:
             run.lock()
 
             # what it is, or was when it began
-            about = {
+            record = with_absolute_paths(cfg) | {
                 "program": program_of(type(cfg)),
                 "commit": commit() or "unknown",
                 "content": content or {},
             }
-            record = with_absolute_paths(cfg) | about
             if cfg.resume:
                 run.compare(record)
             elif (run.path / "config.json").exists():
