@@ -78,12 +78,13 @@ def find_subject(what: str, served: str = "") -> Subject:
     run = path if (path / "checkpoints").is_dir() else path.parent
     if not ((run / "checkpoints").is_dir() and (run / "config.json").is_file()):
         return Subject(path.resolve().name, what, Config(model=what), I_star)
-    if run == path and not I_star:
+    weights = path / "policy" if run == path else path
+    if run == path and not (I_star and weights.is_dir()):
+        gone = "policy/" if I_star else "I_star.txt"
         raise Fault(
-            f"{what} has no I_star.txt, so it has not finished: resume it, or give a directory that "
+            f"{what} has no {gone}, so it has not finished: resume it, or give a directory that "
             f"`python export.py {what}` has written"
         )
-    weights = path / "policy" if run == path else path
     return Subject(path.resolve().name, str(weights), read_config(run), I_star, run=run)
 
 
@@ -180,6 +181,8 @@ def find_question(task: Task, text: str, held_out: list[Question]) -> Question:
     """Returns the held-out question of this id or text, or a new one; Fault if the task's are more
     than text."""
     text = clean(text.strip())  # the shell's bytes may not be text
+    if not text:
+        raise Fault("the question is empty")
     question = text if text.endswith("?") or not isinstance(task, SearchQA) else text + "?"
     for q in held_out:
         if text == q.id or question == q.text:
