@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from evaluation.agents import PLAYED, SERVED, find_question, load_agent, read_held_out
+from evaluation.agents import PLAYED, SERVED, load_agent
 from evaluation.command import add_player_flags, parse_flags
 from plumbing import stop
 from plumbing.faults import Fault, one_line
@@ -64,17 +64,16 @@ def ask(args: argparse.Namespace) -> None:
         print(printable(f"{Path(run).resolve().name}\n\n{agent.instruction}"))
 
         # a question after the other
-        known = read_held_out(agent.task)
         for text in [args.question] if args.question else read_questions():
             try:
-                q = find_question(agent.task, text, known)
+                q = agent.find_question(text)
             except Fault as e:
                 print(printable(f"  {e}"))
                 continue
             [tau] = agent.play([q])
             print(printable(f"\n  asked   {q.text}"))
             show(tau)
-            if q in known:
+            if q in agent.held_out:
                 [metrics] = agent.score([tau])
                 scores = ", ".join(f"{name} {x:.3g}" for name, x in metrics.items())
                 print(printable(f"  scored  {scores}"))
