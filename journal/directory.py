@@ -7,10 +7,8 @@ import fcntl
 import gzip
 import itertools
 import json
-import os
 import re
 import secrets
-import shutil
 import sys
 import time
 from collections import Counter
@@ -24,7 +22,7 @@ from config import Config, holds_a_run, preset_of, program_of, read_config
 from journal.record import FREE, describe_run, differences, with_absolute_paths
 from plumbing import checkpoint, stop
 from plumbing.faults import CheckpointFault, DiskFault, Diverged, Fault
-from plumbing.files import Row, read_jsonl, write_file, writing
+from plumbing.files import Row, read_jsonl, remove, write_file, writing
 from plumbing.outside import decoded, printable
 from plumbing.trust import remember_run
 from plumbing.versions import commit
@@ -176,27 +174,6 @@ class RunDirectory:
         """Writes a file atomically: a reader finds the old content or the new one."""
         write_file(self.path / name, text)
 
-    @contextlib.contextmanager
-    def directory(self, name: str) -> Iterator[Path]:
-        """Yields an empty directory, which is called `name` in the end: a reader finds the old one,
-        none or the new."""
-        path = self.path / name
-        temporary, old = (
-            path.with_name(f".{path.name}{end}.tmp").absolute() for end in ("", ".old")
-        )
-        with writing(path):
-            remove(old)
-            shutil.rmtree(temporary, ignore_errors=True)
-            try:
-                temporary.mkdir(parents=True)
-                yield temporary
-                with contextlib.suppress(FileNotFoundError):
-                    os.replace(path, old)  # at once: removing it may take seconds
-                os.replace(temporary, path)
-                remove(old)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)  # or a full disk stays full
-
     def append(self, name: str, row: Row) -> None:
         """Appends a line to `name`.jsonl; raises DiskFault."""
         with (
@@ -278,7 +255,7 @@ class RunDirectory:
                 " there, or choose another --out without --resume"
             )
         # without one step 0 is written again
-        mark: Row = self.load_mark(whole) if whole else {"t": -1, "lengths": {}}
+        mark: Row = self.load_mark(whole) if whole else {"t": -1, "ended": True, "lengths": {}}
 
         # nothing is changed before this line
         for path, reason in damaged.items():
@@ -290,26 +267,25 @@ class RunDirectory:
                 f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}"
             )
         for name in LOGS:
-            rows, n = self.rows(name), mark["lengths"].get(name, 0)
-            kept = [row for row in rows[:n] if row["t"] <= mark["t"] or "call" in row]
-            if lost := n - len(kept):
+            rows = self.rows(name)
+            before = [row for row in rows if is_before(row, mark) or "call" in row]
+            n = mark["lengths"].get(name, 0)
+            if len(before) < n:
+                lost = n - len(before)
                 note(
                     f"note: {self.path / name}.jsonl has lost {lost} of its first {n} lines: they were damaged"
                 )
-            kept += [row for row in rows[n:] if "call" in row]
-            self.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
-            self.lengths[name] = len(kept)
+            self.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in before))
+            self.lengths[name] = len(before)
         return (whole, mark) if whole else None
 
 
-def remove(path: Path) -> None:
-    """Removes a file or directory, if there is one; of a link only the link: what it points to is
-    not the run's."""
-    with writing(path):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+def is_before(row: Row, mark: Row) -> bool:
+    """Returns whether a row was written before a mark. Of a mark's own step, unless it has ended,
+    pruning alone was: evolution and evaluation are played again."""
+    if row["t"] == mark["t"] and not mark["ended"]:
+        return row.get("event") == "prune"
+    return bool(row["t"] <= mark["t"])
 
 
 def step_of(checkpoint: Path) -> int:

@@ -31,7 +31,7 @@ from journal.record import with_absolute_paths
 from journal.screen import Screen
 from plumbing import checkpoint
 from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
-from plumbing.files import read_jsonl
+from plumbing.files import new_directory, read_jsonl
 from population import Population, ReplayBuffer
 from tasks.loading import load_task
 from training.policy import Policy
@@ -211,6 +211,25 @@ def test_a_step_that_has_not_ended_is_replaced_by_the_one_that_has_and_its_rows_
     ]
 
 
+@pytest.mark.parametrize("harm", ["{", "", "{}\n{}\n[]"], ids=repr)
+def test_no_row_of_a_step_is_there_twice_though_lines_before_it_were_damaged(run, harm):
+    """The step died after its mark, and dies again before another one: its evolution is played a
+    third time."""
+    rewind(run)
+    run.append("population", {"t": 9, "event": "evolve"})
+    run.append("population", {"t": 10, "event": "prune"})
+    save(run, 10, ended=False)
+    for _ in range(2):
+        run.append("population", {"t": 10, "event": "evolve"})
+        run.append("metrics", {"t": 10})
+        for name in ("population", "metrics"):
+            path = run.path / f"{name}.jsonl"
+            path.write_text(path.read_text().replace('{"t": 9', harm + '{"t": "9"', 1))
+        rewind(run)
+        assert run.rows("population") == [{"t": 10, "event": "prune"}]
+        assert [row["t"] for row in run.rows("metrics")] == list(range(9))
+
+
 @pytest.mark.parametrize("harm", ["{", "\x00" * 8, "", '{"t": "4"}', "[4]"])
 @pytest.mark.parametrize("place", [0, 4, 9])
 def test_a_row_that_was_lost_before_the_checkpoint_is_named(run, harm, place):
@@ -343,7 +362,7 @@ def test_of_a_link_to_a_directory_the_link_alone_is_removed(run, tmp_path):
     links["checkpoints/.step-000012.tmp"] = elsewhere / "nowhere"
     for name, to in links.items():
         (run.path / name).symlink_to(to)
-    with run.directory("policy") as path:
+    with new_directory(run.path / "policy") as path:
         (path / "weights").write_text("x")
     flip(run.checkpoints()[-1] / "state.pt")
     assert rewind(run)[0] == 9 and not (run.path / "policy").is_symlink()
@@ -428,6 +447,20 @@ def small_disk(tmp_path):
         pytest.skip("mounting a tmpfs takes root")
     yield path
     subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run_and_goes_with_the_next(run):
+    """As on NFS, while somebody reads it."""
+    (held := run.path / "checkpoints/step-000003/held").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", held]).returncode:
+        pytest.skip("mounting a tmpfs takes root")
+    try:
+        save(run, 10)
+        assert held.is_dir() and rewind(run) == (10, [])
+    finally:
+        subprocess.run(["umount", "-l", held], check=True)
+    save(run, 11)
+    assert [step_of(path) for path in run.checkpoints()] == [9, 10, 11]
 
 
 def test_every_trajectory_is_a_line(run):

@@ -20,9 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from config import Config
@@ -415,19 +413,7 @@ class Policy:
         fault of any rank."""
         answer: dict[str, str] | Exception
         try:
-            dcp.save(
-                state,
-                checkpoint_id=str(path),
-                no_dist=not self.ranks.grouped,
-                process_group=self.ranks.saves,
-            )
-            files = [
-                *path.glob(f"__{self.ranks.rank}_*"),
-                *([path / ".metadata"] if self.ranks.rank == 0 else []),
-            ]
-            answer = {file.name: checkpoint.digest(file) for file in files}
-        except (CheckpointException, OSError) as e:
-            answer = DiskFault(f"cannot write {path} ({checkpoint.reason(e)})")
+            answer = checkpoint.save(state, path, self.ranks.rank, self.ranks.saves)
         except Exception as e:  # rank 0 waits for an answer
             answer = e
         digests: dict[str, str] = {}
