@@ -78,12 +78,13 @@ def find_subject(what: str, served: str = "") -> Subject:
     run = path if (path / "checkpoints").is_dir() else path.parent
     if not ((run / "checkpoints").is_dir() and (run / "config.json").is_file()):
         return Subject(path.resolve().name, what, Config(model=what), I_star)
-    if run == path and not I_star:
+    weights = path / "policy" if run == path else path
+    if run == path and not (I_star and weights.is_dir()):
+        gone = "policy/" if I_star else "I_star.txt"
         raise Fault(
-            f"{what} has no I_star.txt, so it has not finished: resume it, or give a directory that "
+            f"{what} has no {gone}, so it has not finished: resume it, or give a directory that "
             f"`python export.py {what}` has written"
         )
-    weights = path / "policy" if run == path else path
     return Subject(path.resolve().name, str(weights), read_config(run), I_star, run=run)
 
 
@@ -180,6 +181,8 @@ def find_question(task: Task, text: str, held_out: list[Question]) -> Question:
     """Returns the held-out question of this id or text, or a new one; Fault if the task's are more
     than text."""
     text = clean(text.strip())  # the shell's bytes may not be text
+    if not text:
+        raise Fault("the question is empty")
     question = text if text.endswith("?") or not isinstance(task, SearchQA) else text + "?"
     for q in held_out:
         if text == q.id or question == q.text:
@@ -254,7 +257,7 @@ def open_model(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Eng
 
     from engines.choose import choose_engine, device_of, explain_too_old
     from engines.torch_engine import TorchEngine
-    from models.model import load_policy, weights
+    from models.model import empty, fill, load_config, load_policy, weights
 
     path, device = chosen.weights, device_of(cfg)
     model, tokenizer = load_policy(path, stop, cfg.max_prompt + cfg.max_response)
@@ -263,8 +266,9 @@ def open_model(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Eng
     wide = device == "cpu" or cfg.dtype == "float32" or explain_too_old(device)
     dtype = "float32" if wide else "bfloat16"
     if choose_engine(cfg, device)[0] == "torch":
-        model.to(device, getattr(torch, dtype))
-        return TorchEngine(model, tokenizer, stop, cfg.max_rows), tokenizer
+        if not wide:  # `to` would also round what positions are computed with
+            model = fill(empty(load_config(path), torch.bfloat16, device), model)
+        return TorchEngine(model.to(device), tokenizer, stop, cfg.max_rows), tokenizer
     from engines.vllm_engine import VllmEngine
 
     engine = VllmEngine(

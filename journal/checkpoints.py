@@ -41,7 +41,7 @@ class Checkpoints:
 
         They are equal if the checkpoint was taken before its step's evolution and evaluation.
         """
-        resumed = self.run.rewind(self.policy.damage, self.log.screen.note)
+        resumed = self.run.rewind(self.log.screen.note)
         if not resumed:
             return 1, 0
         path, mark = resumed
@@ -68,7 +68,7 @@ class Checkpoints:
             "memory": self.policy.learner.remembered,
             **self.log.state_dict(),
         }
-        place = {"run": self.run.id, "t": t, "ended": ended, "lengths": dict(self.run.lengths)}
+        place = {"run": self.run.id, "t": t, "ended": ended}
         self.last = copy.deepcopy(changing) | place | {"buffer": self.B.state_dict()}
 
     def end_step(self, t: int, evaluated: bool = False) -> None:
@@ -102,7 +102,7 @@ class Checkpoints:
         with stack:
             checkpoint.complete(path, mark, self.policy.written.result())
         best = self.run.best()
-        for old in self.run.checkpoints()[: -self.run.keep]:
+        for old in self.run.checkpoints()[: -self.log.cfg.keep]:
             if old != best:
                 # NFS cannot, while somebody reads it: the next save tries again
                 with contextlib.suppress(DiskFault):

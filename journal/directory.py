@@ -11,7 +11,6 @@ import re
 import secrets
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -44,14 +43,12 @@ class RunDirectory:
     """`path/` with config.json, metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/,
     checkpoints/."""
 
-    def __init__(self, path: Path, keep: int = 2):
-        """`keep`: newest checkpoints to keep."""
-        self.path, self.keep = path, keep
+    def __init__(self, path: Path):
+        self.path = path
         self.others: set[Path] = set()  # what was there before the run
         config = path / "config.json"
         self.record: Row = decoded(config.read_bytes()) if config.is_file() else {}
         self.id = self.record.get("id", "")  # that its checkpoints have too
-        self.lengths: Counter[str] = Counter()  # how many rows each .jsonl file has
         self._lock: IO[bytes] | None = None
 
     @classmethod
@@ -93,7 +90,7 @@ class RunDirectory:
         if cfg.resume:
             read_config(Path(cfg.out), type(cfg), resume=True)
         # a directory that is its own, and nobody else writes to
-        run = cls(Path(cfg.out or "runs"), cfg.keep)
+        run = cls(Path(cfg.out or "runs"))
         with contextlib.ExitStack() as stack, writing(run.path):
             stack.callback(run.close)
             if not cfg.out:
@@ -181,7 +178,6 @@ class RunDirectory:
             open(self.path / f"{name}.jsonl", "a", encoding="utf-8") as f,
         ):
             f.write(json.dumps(row) + "\n")
-        self.lengths[name] += 1
 
     def rows(self, name: str) -> list[Row]:
         """Returns the rows of `name`.jsonl that are of a run: those with a step."""
@@ -230,20 +226,17 @@ class RunDirectory:
             )
         return state
 
-    def rewind(
-        self, damage: Callable[[Path], list[str]], note: Callable[[str], None]
-    ) -> tuple[Path, Row] | None:
+    def rewind(self, note: Callable[[str], None]) -> tuple[Path, Row] | None:
         """Returns (checkpoint, its mark) to resume from and drops log lines after it; None if there
         is none.
 
-        `damage` returns what is wrong with a checkpoint. One that is damaged is renamed, and `note`
-        is told so; Fault if all are. Calls to the optimizer stay in reflections.jsonl: they have
-        been paid for.
+        A checkpoint that is damaged is renamed, and `note` is told so; Fault if all are. Calls to
+        the optimizer stay in reflections.jsonl: they have been paid for.
         """
         # the newest that is whole
         whole, damaged = None, dict[Path, str]()
         for path in reversed(self.checkpoints()):
-            faults = damage(path.absolute())
+            faults = checkpoint.damage(path)
             if not faults:
                 whole = path
                 break
@@ -255,7 +248,7 @@ class RunDirectory:
                 " there, or choose another --out without --resume"
             )
         # without one step 0 is written again
-        mark: Row = self.load_mark(whole) if whole else {"t": -1, "ended": True, "lengths": {}}
+        mark: Row = self.load_mark(whole) if whole else {"t": -1, "ended": True}
 
         # nothing is changed before this line
         for path, reason in damaged.items():
@@ -267,16 +260,13 @@ class RunDirectory:
                 f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}"
             )
         for name in LOGS:
-            rows = self.rows(name)
-            before = [row for row in rows if is_before(row, mark) or "call" in row]
-            n = mark["lengths"].get(name, 0)
-            if len(before) < n:
-                lost = n - len(before)
-                note(
-                    f"note: {self.path / name}.jsonl has lost {lost} of its first {n} lines: they were damaged"
-                )
-            self.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in before))
-            self.lengths[name] = len(before)
+            rows, file = self.rows(name), self.path / f"{name}.jsonl"
+            # the last line may have been cut by a kill
+            lost = file.read_bytes().count(b"\n") - len(rows) if rows else 0
+            if lost > 0:
+                note(f"note: {lost} lines of {file} are left out: they are damaged")
+            kept = [row for row in rows if is_before(row, mark) or "call" in row]
+            self.write(file.name, "".join(json.dumps(row) + "\n" for row in kept))
         return (whole, mark) if whole else None
 
 

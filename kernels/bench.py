@@ -1,8 +1,8 @@
-"""The GRPO head, timed next to torch, Liger and TRL; the last line is JSON.
+"""The GRPO head, timed next to torch, Liger and TRL.
 
-    python -m kernels.bench --shapes 2048x151936 --peers ours Liger torch --csv head.csv --plot head.png
+    python -m kernels.bench --shapes 2048x151936 --peers ours Liger torch
 
-Run it in the folder that holds kernels/; it needs torch, on a GPU triton, for --plot matplotlib.
+Run it in the folder that holds kernels/; it needs torch, and on a GPU triton.
 
 Head: loss and gradients, with respect to hidden states (N, H) and weight (V, H), of Eq. 2 (eps 0.2,
 no KL), averaged over the unmasked tokens. Without a GPU small shapes only test the script.
@@ -23,7 +23,6 @@ error    largest relative error of loss, dX and dW (forward only: of logp) again
 """
 
 import argparse
-import csv
 import itertools
 import json
 import math
@@ -236,26 +235,12 @@ def measure(run, seconds):
         return math.nan, math.nan, "not installed" if missing else type(e).__name__
 
 
-def plot(rows, path):
-    """Draws ms of loss and gradients over tokens: a panel for each shape and share of masked
-    tokens, a line a peer."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    panels = {}
-    for row in rows:
-        if row["products"] == 3:
-            lines = panels.setdefault("H {H} x V {V}, {masked:g} % masked".format(**row), {})
-            lines.setdefault(row["name"], []).append((row["tokens"], row["ms"]))
-    figure = Figure(figsize=(4 + 5 * len(panels), 5), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
-        axis.set_prop_cycle(color=colormaps["tab20"].colors)
-        for name, line in lines.items():
-            axis.plot(*zip(*line, strict=True), marker=".", label=name)
-        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms", title=title)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
-    figure.savefig(path)
+def HxV(text):
+    """Reads the width of hidden states and the size of a vocabulary."""
+    H, V = map(int, text.split("x"))
+    if min(H, V) < 1:
+        raise ValueError
+    return H, V
 
 
 def main() -> None:
@@ -263,36 +248,35 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--tokens", type=int, nargs="+", default=[2048, 8192, 16384, 32768] if CUDA else [64, 256])
-    add(
-        "--shapes",
-        nargs="+",
-        metavar="HxV",
-        default=["2048x151936", "3584x152064"] if CUDA else ["64x4096"],
-    )
+    counts = [2048, 8192, 16384, 32768] if CUDA else [64, 256]
+    add("--tokens", type=int, nargs="+", default=counts, help="multiples of 8")
+    shapes = [(2048, 151936), (3584, 152064)] if CUDA else [(64, 4096)]
+    add("--shapes", type=HxV, nargs="+", metavar="HxV", default=shapes)
     add("--masked", type=float, nargs="+", default=[0, 50], help="percent of the tokens")
     add("--seconds", type=float, default=1.0, help="of each measurement, at least")
-    add(
-        "--peers",
-        nargs="+",
-        default=[""],
-        metavar="NAME",
-        help="only these: how their names in the table begin",
-    )
-    add("--csv", metavar="FILE", help="the rows, for a spreadsheet")
-    add("--plot", metavar="FILE", help="time over tokens")
+    begins = "only these: how their names in the table begin"
+    add("--peers", nargs="+", default=[""], metavar="NAME", help=begins)
+    add("--json", action="store_true", help="print the rows as JSON, too, in the last line")
     args = parser.parse_args()
-    device = (
-        torch.cuda.get_device_name()
-        if CUDA
-        else "no GPU: this tests the script, its times say nothing"
-    )
+    if any(N < 1 or N % SEQUENCES for N in args.tokens):
+        parser.error(f"--tokens: give multiples of {SEQUENCES}")
+    if not all(0 <= masked < 100 for masked in args.masked):
+        parser.error("--masked: give percents from 0 to below 100")
+
+    # errors at a small shape
+    device = "no GPU: this tests the script, its times say nothing"
+    if CUDA:
+        device = torch.cuda.get_device_name()
     print(f"torch {torch.__version__}, {device}")
     rows, errors = [], check(tuple(args.peers))
-    for shape, masked, N in itertools.product(args.shapes, args.masked, args.tokens):
-        title = f"{N} tokens, {masked:g} % masked, H x V = {shape}"
+    if not errors:
+        parser.error(f"--peers: no name begins so; there are {', '.join(PEERS)}")
+
+    # times at each of the shapes
+    for (H, V), masked, N in itertools.product(args.shapes, args.masked, args.tokens):
+        title = f"{N} tokens, {masked:g} % masked, H x V = {H}x{V}"
         print(f"\n{title:46} ms  x ours  TFLOP/s      GB    error")
-        (H, V), first = map(int, shape.split("x")), {}
+        first = {}
         for name, (n, run) in runs_of(make_batch(N, H, V, masked / 100)).items():
             if name not in errors:
                 continue
@@ -304,14 +288,8 @@ def main() -> None:
             rows.append(row)
             line = "{name:36} {ms:12.2f} {ratio:7.2f} {tflops:8.3g} {peak_gb:7.2f} {error:8.1e}  {note}"
             print(line.format(**row), flush=True)
-    if args.csv:
-        with open(args.csv, "w", newline="", encoding="utf-8") as file:
-            table = csv.writer(file)
-            table.writerows(rows[:1])  # names of the columns
-            table.writerows(row.values() for row in rows)
-    if args.plot:
-        plot(rows, args.plot)
-    print(json.dumps({"device": device, "rows": rows}))
+    if args.json:
+        print(json.dumps({"device": device, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -87,20 +87,18 @@ def digest(path: Path) -> str:
     return f"{crc:08x}"
 
 
-def damage(path: Path, rank: int = 0, size: int = 1) -> list[str]:
-    """Returns what is wrong with a checkpoint's files, of which this rank reads its share; [] if
-    they are whole."""
+def damage(path: Path) -> list[str]:
+    """Returns what is wrong with a checkpoint's files; [] if they are as they were written."""
     try:
         digests = decoded((path / DIGESTS).read_bytes())
-        names = sorted(digests)
-        if not {"state.pt", ".metadata"} <= set(names) or any("/" in name for name in names):
+        if not {"state.pt", ".metadata"} <= set(digests) or any("/" in name for name in digests):
             raise ValueError
     except (OSError, ValueError, TypeError):
         return [f"{DIGESTS} is missing or damaged"]
     faults = []
-    for name in names[rank::size]:
+    for name, value in sorted(digests.items()):
         try:
-            if digest(path / name) != digests[name]:
+            if digest(path / name) != value:
                 faults.append(f"{name} is damaged")
         except OSError as e:
             faults.append(f"{name} cannot be read: {e.strerror}")

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import pytest
 import torch
 from json_server import passages
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from test_rollout import ASKED, ROOT, Plain, Script, play, roll, spelled
 from tiny_model import FIXTURE
 
@@ -348,6 +348,51 @@ def test_types_in_a_docstring_are_no_part_of_the_descriptions():
     assert shown[2] == '  kind: Which; one of "a", "b"; may be left out' and len(shown) == 4
 
 
+def kinds(
+    pair: tuple[int, str], all: tuple[int, ...], some: set[int], either: int | str,
+    days: Annotated[int, Field(ge=1, le=7, description="How many")] = 1,
+    *, perhaps: float | None = None,
+) -> object:  # fmt: skip
+    """Takes kinds.
+
+    Args:
+        pair: Two
+        all: Any number
+        some: Each once
+        either: Of two types
+        perhaps: Or none
+    """
+    return [pair, all, sorted(some), either, days, perhaps]
+
+
+GIVEN = {"pair": [1, "a"], "all": [1, 2, 3], "some": [2, 2, 1], "either": "x"}
+
+
+@pytest.mark.parametrize(
+    "argument, reply",
+    [
+        (GIVEN, [[1, "a"], [1, 2, 3], [1, 2], "x", 1, None]),
+        (GIVEN | {"either": 5, "days": 7, "perhaps": 1}, [[1, "a"], [1, 2, 3], [1, 2], 5, 7, 1.0]),
+        (GIVEN | {"perhaps": None}, [[1, "a"], [1, 2, 3], [1, 2], "x", 1, None]),
+        (GIVEN | {"days": 8}, "days: "), (GIVEN | {"pair": [1]}, "pair: "), (GIVEN | {"all": ["a"]}, "all: "),
+    ],
+)  # fmt: skip
+def test_types_that_pydantic_has_a_schema_of_are_types_of_arguments(argument, reply):
+    [text] = answered(kinds, json.dumps(argument))
+    assert json.loads(text) == reply if isinstance(reply, list) else f"kinds: {reply}" in text
+
+
+def test_the_bounds_and_the_description_of_an_argument_are_shown():
+    tool = TypedFunction(kinds, "")
+    shown = {line.partition(":")[0].strip(): line for line in tool.usage().splitlines()}
+    assert shown["days"] == '  days: How many; {"maximum": 7, "minimum": 1}; may be left out'
+    assert shown["perhaps"] == "  perhaps: Or none; may be left out"
+    assert '"either": integer or string, ' in tool.argument
+    properties = tool.schema["parameters"]["properties"]
+    assert not any("title" in p for p in properties.values())
+    assert properties["perhaps"] == {"type": "number", "nullable": True, "description": "Or none"}
+
+
 @pytest.mark.parametrize("timeout", ["5", float("nan"), -1, 0, None, float("inf"), 1e12])
 def test_a_timeout_that_is_none_is_refused_at_the_start(timeout):
     function = no_arguments(lambda: None)
@@ -389,7 +434,7 @@ def test_classes_have_their_fields_and_results_are_json():
     tool = TypedFunction(send, "")
     _, *lines = tool.usage().split("\n")
     shown = {line.strip().partition(": ")[0]: line.partition(": ")[2] for line in lines}
-    assert tool.argument == '{"order": Order, "on": string, "unit": Unit, "copies": any}'
+    assert tool.argument == '{"order": Order, "on": string, "unit": Unit, "copies": array}'
     assert (
         shown["order"] == 'What to send; {"$ref": "#/$defs/Order"}'
         and '{"format": "date"}' in shown["on"]
@@ -654,12 +699,9 @@ class Kind:
 @pytest.mark.parametrize(
     "tools, says",
     [
-        ("my_tools:typeless", "--tools my_tools:typeless: Argument x is missing a type hint"),
-        (
-            "my_tools:silent",
-            "--tools my_tools:silent: Cannot generate JSON schema for silent because it has no docs",
-        ),
-        ("my_tools:half", "the docstring has no description for the argument 'y'"),
+        ("my_tools:typeless", "--tools my_tools:typeless: its argument x has no type"),
+        ("my_tools:silent", "--tools my_tools:silent: its docstring does not say what it does"),
+        ("my_tools:half", "its docstring has no description for the argument 'y'"),
         ("my_tools:aimless", "--tools my_tools:aimless: its docstring does not say what it does"),
         ("my_tools:many", "its argument xs has no name to call it by"),
         ("my_tools:odd", "--tools my_tools:odd: name 'Unheard' is not defined"),

@@ -1,6 +1,5 @@
 """The Triton kernels of the GRPO head: against rows_torch, as compiled code, and on a GPU."""
 
-import csv
 import json
 import os
 import re
@@ -18,7 +17,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 from test_kernels import SETTINGS, batch, differentiate, eq2, error, head, same
 
 from grpo import objective
-from kernels import rows_torch, rows_triton
+from kernels import bench, rows_torch, rows_triton
 from kernels.head import _two_passes
 
 ROOT = Path(__file__).parent.parent
@@ -132,8 +131,7 @@ def test_on_the_gpu(setting, dtype, N, H, V):
 
 @pytest.mark.slow
 def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
-    """A copied folder, with the peers that are installed: all of them agree with float64; JSON, CSV
-    and a plot."""
+    """A copied folder, with the peers that are installed: all of them agree with float64."""
     shutil.copytree(
         ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -151,7 +149,7 @@ def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
         "50",
     ]
     done = subprocess.run(
-        [*command, "--seconds", "0.01", "--csv", "head.csv", "--plot", "head.png"],
+        [*command, "--seconds", "0.01", "--json"],
         cwd=tmp_path,
         env=env,
         capture_output=True,
@@ -167,10 +165,29 @@ def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
                 row["error"] < (2e-2 if on_gpu else 1e-5) and row["ms"] > 0 and not row["note"]
             ), row
         assert row["note"] or row["ms"] > 0
-    with open(tmp_path / "head.csv", newline="", encoding="utf-8") as file:
-        table = [(row["name"], row["ms"], row["note"]) for row in csv.DictReader(file)]
-    assert table == [(row["name"], str(row["ms"]), row["note"]) for row in rows]
-    assert (tmp_path / "head.png").read_bytes().startswith(b"\x89PNG")
+    table = [line[:36].rstrip() for line in done.stdout.splitlines()]
+    assert [name for name in table if name in {row["name"] for row in rows}] == [
+        row["name"] for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--shapes", "2048"],
+        ["--shapes", "0x16"],
+        ["--tokens", "7"],
+        ["--tokens", "0"],
+        ["--masked", "100"],
+        ["--masked", "nan"],
+        ["--peers", "nobody"],
+    ],
+)
+def test_what_the_benchmark_cannot_measure_is_one_line(flags, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", *flags])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 2 and f"{flags[0]}:" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -187,7 +204,7 @@ def test_the_benchmark_measures_the_peers_that_are_named_alone():
         "0",
     ]
     done = subprocess.run(
-        [*command, "--seconds", "0.01", "--peers", "TRL", "torch,"],
+        [*command, "--seconds", "0.01", "--json", "--peers", "TRL", "torch,"],
         cwd=ROOT,
         capture_output=True,
         text=True,

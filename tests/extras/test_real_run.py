@@ -87,7 +87,7 @@ def test_a_request_to_stop_reaches_the_part_and_ends_in_a_line(tmp_path):
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
-    while "it runs" not in child.stdout.readline():
+    while child.stdout.readline() != "it runs\n":  # the command is shown before
         pass
     child.send_signal(signal.SIGTERM)
     out, err = child.communicate(timeout=100)
