@@ -325,8 +325,9 @@ def train(
             follow(ranks, task, learner)
             return None
         with stop.may_stop():
-            own = list_own(learner, population, evolution, algorithm)
-            run = stack.enter_context(RunDirectory.opened(cfg, task, *own))
+            run = stack.enter_context(
+                RunDirectory.opened(cfg, task, *list_own(learner, population, evolution, algorithm))
+            )
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
             optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))

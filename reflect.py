@@ -312,8 +312,7 @@ class Optimizer:
         self.check_budget()
         began, before = time.perf_counter(), self.tokens
         messages = [{"role": "user", "content": prompt}]
-        # some gateways stream unless they are told not to
-        body = {"model": self.model, "messages": messages, "stream": False}
+        body = {"model": self.model, "messages": messages}
         billed = [0, 0]  # tokens of prompt and reply, of all tries
 
         def read(answer: Any) -> Reply:
@@ -326,7 +325,7 @@ class Optimizer:
         reply, down = Reply(""), None
         try:
             with may_stop():
-                reply = self._client.ask("/chat/completions", body, read)
+                reply = self._client.chat(body, read)
         except Outage as e:  # also from `before_retry`
             down = OptimizerDown(str(e))
             key += f", unread at {self.tokens} tokens"  # a resumed run must not find it

@@ -24,6 +24,8 @@ class RowCache:
     attention reads a prompt's keys only once.
     """
 
+    is_initialized = True  # HRM asks whether the cache is still empty, where a prefix may stand
+
     def __init__(self, shared: torch.Tensor, M: int = 1, capacity: int = 1):
         """shared: how many tokens the contexts of each row have in common, (B,), 0 where a row is
         one context's.

@@ -257,7 +257,7 @@ def open_model(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Eng
 
     from engines.choose import choose_engine, device_of, explain_too_old
     from engines.torch_engine import TorchEngine
-    from models.model import load_policy, weights
+    from models.model import empty, fill, load_config, load_policy, weights
 
     path, device = chosen.weights, device_of(cfg)
     model, tokenizer = load_policy(path, stop, cfg.max_prompt + cfg.max_response)
@@ -266,8 +266,9 @@ def open_model(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Eng
     wide = device == "cpu" or cfg.dtype == "float32" or explain_too_old(device)
     dtype = "float32" if wide else "bfloat16"
     if choose_engine(cfg, device)[0] == "torch":
-        model.to(device, getattr(torch, dtype))
-        return TorchEngine(model, tokenizer, stop, cfg.max_rows), tokenizer
+        if not wide:  # `to` would also round what positions are computed with
+            model = fill(empty(load_config(path), torch.bfloat16, device), model)
+        return TorchEngine(model.to(device), tokenizer, stop, cfg.max_rows), tokenizer
     from engines.vllm_engine import VllmEngine
 
     engine = VllmEngine(

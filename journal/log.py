@@ -56,7 +56,7 @@ class Log:
             (row.get("time/total", 0.0) for row in run.rows("metrics")), default=0.0
         )
         self.versions = versions()  # now: the code may change while it runs
-        self.track = Tracker(cfg.tracker, run.path, run.id, asdict(cfg))
+        self.track = Tracker(cfg.tracker, run.path, run.id, asdict(cfg), self.screen.note)
         self.row: Row = {}  # of the step under way, for metrics.jsonl
         self.held_out: dict[str, Row] = {}  # rows of the final table
         # standard deviation of the first metric over the questions, by row

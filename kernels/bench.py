@@ -1,8 +1,8 @@
 """The GRPO head, timed next to torch, Liger and TRL.
 
-    python -m kernels.bench --shapes 2048x151936 --peers ours Liger torch
+    python -m kernels.bench --shapes 2048x151936 --peers ours Liger torch --csv head.csv --plot head.png
 
-Run it in the folder that holds kernels/; it needs torch, and on a GPU triton.
+Run it in the folder that holds kernels/; it needs torch, on a GPU triton, for --plot matplotlib.
 
 Head: loss and gradients, with respect to hidden states (N, H) and weight (V, H), of Eq. 2 (eps 0.2,
 no KL), averaged over the unmasked tokens. Without a GPU small shapes only test the script.
@@ -23,6 +23,7 @@ error    largest relative error of loss, dX and dW (forward only: of logp) again
 """
 
 import argparse
+import csv
 import itertools
 import json
 import math
@@ -235,6 +236,28 @@ def measure(run, seconds):
         return math.nan, math.nan, "not installed" if missing else type(e).__name__
 
 
+def plot(rows, path):
+    """Draws ms of loss and gradients over tokens: a panel for each shape and share of masked
+    tokens, a line a peer."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    panels = {}
+    for row in rows:
+        if row["products"] == 3:
+            lines = panels.setdefault("H {H} x V {V}, {masked:g} % masked".format(**row), {})
+            lines.setdefault(row["name"], []).append((row["tokens"], row["ms"]))
+    figure = Figure(figsize=(4 + 5 * len(panels), 5), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+        axis.set_prop_cycle(color=colormaps["tab20"].colors)
+        for name, line in lines.items():
+            axis.plot(*zip(*line, strict=True), marker=".", label=name)
+        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms", title=title)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
+    figure.savefig(path)
+
+
 def HxV(text):
     """Reads the width of hidden states and the size of a vocabulary."""
     H, V = map(int, text.split("x"))
@@ -256,6 +279,8 @@ def main() -> None:
     add("--seconds", type=float, default=1.0, help="of each measurement, at least")
     begins = "only these: how their names in the table begin"
     add("--peers", nargs="+", default=[""], metavar="NAME", help=begins)
+    add("--csv", metavar="FILE", help="the rows, for a spreadsheet")
+    add("--plot", metavar="FILE", help="time over tokens")
     add("--json", action="store_true", help="print the rows as JSON, too, in the last line")
     args = parser.parse_args()
     if any(N < 1 or N % SEQUENCES for N in args.tokens):
@@ -288,6 +313,14 @@ def main() -> None:
             rows.append(row)
             line = "{name:36} {ms:12.2f} {ratio:7.2f} {tflops:8.3g} {peak_gb:7.2f} {error:8.1e}  {note}"
             print(line.format(**row), flush=True)
+
+    if args.csv:
+        with open(args.csv, "w", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, rows[0])
+            table.writeheader()
+            table.writerows(rows)
+    if args.plot:
+        plot(rows, args.plot)
     if args.json:
         print(json.dumps({"device": device, "rows": rows}))
 

@@ -1,5 +1,6 @@
 """The Triton kernels of the GRPO head: against rows_torch, as compiled code, and on a GPU."""
 
+import csv
 import json
 import os
 import re
@@ -131,7 +132,8 @@ def test_on_the_gpu(setting, dtype, N, H, V):
 
 @pytest.mark.slow
 def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
-    """A copied folder, with the peers that are installed: all of them agree with float64."""
+    """A copied folder, with the peers that are installed: all of them agree with float64; JSON, CSV
+    and a plot."""
     shutil.copytree(
         ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -149,7 +151,7 @@ def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
         "50",
     ]
     done = subprocess.run(
-        [*command, "--seconds", "0.01", "--json"],
+        [*command, "--seconds", "0.01", "--json", "--csv", "head.csv", "--plot", "head.png"],
         cwd=tmp_path,
         env=env,
         capture_output=True,
@@ -165,10 +167,10 @@ def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
                 row["error"] < (2e-2 if on_gpu else 1e-5) and row["ms"] > 0 and not row["note"]
             ), row
         assert row["note"] or row["ms"] > 0
-    table = [line[:36].rstrip() for line in done.stdout.splitlines()]
-    assert [name for name in table if name in {row["name"] for row in rows}] == [
-        row["name"] for row in rows
-    ]
+    with open(tmp_path / "head.csv", newline="", encoding="utf-8") as file:
+        table = [(row["name"], row["ms"], row["note"]) for row in csv.DictReader(file)]
+    assert table == [(row["name"], str(row["ms"]), row["note"]) for row in rows]
+    assert (tmp_path / "head.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,10 @@ class Fit:
             f" {self.usable / 1e9:.1f} are usable; largest: {largest}"
         )
 
+    def is_sure(self) -> bool:
+        """Returns whether it fits even where the estimate of the update is too low."""
+        return not self.fault() and self.update < SURE * self.usable
+
 
 def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -> Fit:
     """Returns the memory of each of `gpus` GPUs of `gpu_mem` GB (1e9 bytes), for a model with this
@@ -209,23 +213,6 @@ def of_gathering(cfg: Config, model: Any, gpus: int) -> Part:
     return Part("all weights gathered, gradients not yet reduced (--gather)", size, 0)
 
 
-def gather_with_room(
-    cfg: Config, fit: Fit, config: Any, engine: str, gpus: int, gpu_mem: float
-) -> tuple[Config, Fit]:
-    """Returns `cfg` with --gather -1 decided, and its estimate; `fit` is that of a block at a
-    time."""
-    if cfg.gather < 0:
-        kept = replace(cfg, gather=1)
-        larger = estimate(kept, config, engine, gpus, gpu_mem)
-        if larger.update < SURE * larger.usable:
-            return kept, larger
-        fit.notes.append(
-            "Each micro-batch gathers its weights a block at a time: with all of them, once an update"
-            f" (--gather 1), it needs {larger.update / 1e9:.1f} GB."
-        )
-    return replace(cfg, gather=max(cfg.gather, 0)), fit
-
-
 def of_torch_engine(cfg: Config, model: Any) -> list[Part]:
     # Remaining rows are copied before the old cache is freed. A logit's probability is summed in
     # float64, out of place.
@@ -276,19 +263,32 @@ def add_vllm(fit: Fit, cfg: Config, model: Any, gpus: int, share: float) -> None
 def decide(
     cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float, flops: float
 ) -> tuple[Config, Fit]:
-    """Returns `cfg` with --recompute and --gather -1 decided, and its estimate: activations are kept
-    where there is room, if need be in smaller micro-batches, and the update takes no more time so,
-    as computed for a card of that many FLOP/s."""
+    """Returns `cfg` with --recompute and --gather -1 decided, and its estimate, as computed for a
+    card of that many FLOP/s."""
     best, model = replace(cfg, recompute=abs(cfg.recompute)), skeleton(config)
     fit = estimate(best, config, engine, gpus, gpu_mem)
+
+    # Activations are kept where there is room, if need be in smaller micro-batches, and the update
+    # takes no more time so.
+    longest = update_seconds(best, model, gpus, flops)
     for halvings in range(3 if cfg.recompute < 0 else 0):
         kept = replace(cfg, recompute=0, micro_tokens=cfg.micro_tokens >> halvings)
         room = estimate(kept, config, engine, gpus, gpu_mem)
-        if not room.fault() and room.update < SURE * room.usable:
-            seconds = update_seconds(kept, model, gpus, flops)
-            if seconds <= update_seconds(best, model, gpus, flops):
-                return gather_with_room(kept, room, config, engine, gpus, gpu_mem)
-    return gather_with_room(best, fit, config, engine, gpus, gpu_mem)
+        if room.is_sure() and update_seconds(kept, model, gpus, flops) <= longest:
+            best, fit = kept, room
+            break
+
+    # Weights are gathered once an update where there is room.
+    if cfg.gather < 0:
+        kept = replace(best, gather=1)
+        room = estimate(kept, config, engine, gpus, gpu_mem)
+        if room.is_sure():
+            return kept, room
+        fit.notes.append(
+            "Each micro-batch gathers its weights a block at a time: with all of them, once an update"
+            f" (--gather 1), it needs {room.update / 1e9:.1f} GB."
+        )
+    return replace(best, gather=max(cfg.gather, 0)), fit
 
 
 def find_flags(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -> str:
