@@ -104,6 +104,12 @@ class Log:
                 self.screen.note(line)
         if "accepted" in row:
             self.row["candidates"] = self.row.get("candidates", 0) + len(row["accepted"])
+        if name == "population" and row["event"] != "prune":
+            texts = (
+                f"#{I['id']} (w {statistics.fmean(I['rewards'] or [0]):.2f}): {I['text']}"
+                for I in row["P"]
+            )
+            self.track.log({"instructions": "\n\n".join(texts)}, row["t"])
 
     # ---- a step
 
@@ -187,7 +193,7 @@ class Log:
         }  # fmt: skip
         run.write("summary.json", json.dumps(summary, indent=1))
         final = {f"final/{name}/{k}": x for name, row in rows.items() for k, x in row.items()}
-        self.track.log(final, cfg.T)
+        self.track.log({"I_star": I_star.text, **final}, cfg.T)
 
         # the last screen
         self.screen.close()

@@ -1,4 +1,4 @@
-"""Copies of a run's numbers for a tracker; the run's directory has everything anyway."""
+"""Copies of a run's numbers and texts for a tracker; the run's directory has everything anyway."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -13,7 +13,9 @@ class Tracker:
     """What --tracker names, or "" for none. A resumed run goes on in the tracker's run that has its
     `id`. `note` is told once of a tracker that fails, without which the run goes on."""
 
-    def __init__(self, name: str, path: Path, id: str, config: Row, note: Callable[[str], None]):
+    def __init__(
+        self, name: str, path: Path, id: str, config: Row, note: Callable[[str], None] = print
+    ):
         self.name, self.note = name, note
         if name == "tensorboard":
             self.api: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
@@ -27,16 +29,24 @@ class Tracker:
                 which = {"name": path.name, "id": id, "dir": path}
             self.api.init(project="inspo", config=config, resume="allow", **which)
 
-    def log(self, row: Mapping[str, float], t: int) -> None:
-        """Logs the numbers of a row."""
+    def log(self, row: Mapping[str, Any], t: int) -> None:
+        """Logs the numbers and texts of a row."""
         try:
-            if self.name == "tensorboard":
-                for name, x in row.items():
-                    self.api.add_scalar(name, x, t)
-            elif self.name:
-                self.api.log(dict(row), step=t)
+            self.send(row, t)
         except Exception as e:  # a lost network, a full disk, a process of its own that has died
             self.note(
                 f"WARNING  --tracker {self.name} has failed ({type(e).__name__}: {first_line(e)}) and is told no more"
             )
             self.name = ""
+
+    def send(self, row: Mapping[str, Any], t: int) -> None:
+        if self.name == "tensorboard":
+            for name, x in row.items():
+                add = self.api.add_text if isinstance(x, str) else self.api.add_scalar
+                add(name, x, t)
+        elif self.name:
+            shown = dict(row)
+            for name, x in row.items():
+                if isinstance(x, str):
+                    shown[name] = self.api.Table(columns=["step", "text"], data=[[t, x]])
+            self.api.log(shown, step=t)
