@@ -4,14 +4,13 @@ knows."""
 import email.utils
 import gzip
 import json
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from json_server import Handler, break_off, hang_up, too_slow, trickle
+from json_server import Handler, break_off, free_port, hang_up, too_slow, trickle
 
 from plumbing import client as module
 from plumbing.client import Client, RequestFailed, back_off
@@ -29,7 +28,7 @@ def waits(monkeypatch):
     return waited
 
 
-def client(*urls, timeout=5, retries=3, **more):
+def client(*urls, timeout=60, retries=3, **more):
     return Client(urls, timeout, retries, **more)
 
 
@@ -44,11 +43,6 @@ class KeepAlive(Handler):
 def slowly(handler):
     time.sleep(0.7)
     return OK
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
 
 
 # ---- requests
@@ -107,11 +101,11 @@ def test_threads_may_share_a_client(serve, waits):
         ((529, {}, "x" * 999), f"HTTP 529: {'x' * 200}"),
         (hang_up, "ConnectionError"),
         (break_off, "ProtocolError"),
-        (too_slow, "no whole answer in 0.2 s"),
+        (too_slow, "no whole answer in 1 s"),
     ],
 )
 def test_a_transient_fault_is_retried_and_named_in_one_line_if_it_stays(serve, waits, fault, words):
-    timeout = 0.2 if fault is too_slow else 5
+    timeout = 1 if fault is too_slow else 60
     server = serve(fault, fault, OK)
     asker = client(server.url, timeout=timeout)
     assert asker.ask("/path", {"k": 1}, value) == 1
@@ -216,8 +210,8 @@ def test_a_request_that_must_not_be_repeated_is_sent_once(serve, waits):
 
 def test_after_a_read_time_out_a_busy_server_can_be_spared(serve, waits):
     server = serve(too_slow, OK)
-    with pytest.raises(RequestFailed, match="/path: no whole answer in 0.2 s$"):
-        client(server.url, timeout=0.2, retry_timeout=False).ask("/path", {}, value)
+    with pytest.raises(RequestFailed, match="/path: no whole answer in 1 s$"):
+        client(server.url, timeout=1, retry_timeout=False).ask("/path", {}, value)
     assert len(server.requests) == 1 and not waits
     assert client(serve(BUSY, OK).url, retry_timeout=False).ask("/path", {}, value) == 1
 
@@ -233,12 +227,12 @@ def test_no_fault_names_a_header(serve):
 
 
 def test_the_deadline_is_that_of_the_whole_call_however_the_answer_trickles_in(serve, waits):
-    body = trickle(b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 500, 0.01)
+    body = trickle(b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 500)
     server, began = serve(body, OK), time.perf_counter()
     with pytest.raises(RequestFailed, match="/path: no whole answer in 0.3 s$"):
         client(server.url, timeout=0.3).ask("/path", {}, value, retries=0)
-    assert 0.25 < time.perf_counter() - began < 1.5
-    assert client(serve(body, OK).url, timeout=0.3).ask("/path", {}, value) == 1
+    assert 0.25 < time.perf_counter() - began < 8  # of the ten in which it comes
+    assert client(serve(body, OK).url, timeout=1).ask("/path", {}, value) == 1
 
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -268,16 +262,16 @@ def test_the_deadline_holds_whatever_trickles_in(serve, at_once, then):
     server, began = serve(answer), time.perf_counter()
     with pytest.raises(RequestFailed, match="/path: no whole answer in 0.4 s$"):
         client(server.url, timeout=0.4).ask("/path", {}, value, retries=0)
-    assert 0.35 < time.perf_counter() - began < 1.5
+    assert 0.35 < time.perf_counter() - began < 8
 
 
 def test_each_call_has_a_deadline_of_its_own_on_a_connection_that_stays(serve):
     """A slow call that is whole in time leaves its connection, and all of its time, to the next
     one."""
-    server = serve(*[slowly] * 4)
+    server = serve(*[slowly] * 5)
     server.RequestHandlerClass = KeepAlive
-    asker = client(server.url, timeout=2)
-    assert [asker.ask("/path", {}, value) for _ in range(4)] == [1] * 4
+    asker = client(server.url, timeout=3)
+    assert [asker.ask("/path", {}, value) for _ in range(5)] == [1] * 5
     assert len(server.clients) == 1
 
 
@@ -395,7 +389,7 @@ def test_what_a_server_asks_to_wait_is_waited_up_to_a_minute(
     assert waits == [wait]
 
 
-@pytest.mark.parametrize("ahead, low, high", [(30, 25, 30), (3600, 60, 60), (-3600, 0.5, 1.5)])
+@pytest.mark.parametrize("ahead, low, high", [(50, 20, 50), (3600, 60, 60), (-3600, 0.5, 1.5)])
 def test_retry_after_as_a_date_is_honoured_up_to_a_minute(serve, waits, ahead, low, high):
     date = email.utils.formatdate(time.time() + ahead, usegmt=True)
     client(serve((503, {"Retry-After": date}, ""), OK).url).ask("/path", {}, value)
