@@ -2,17 +2,18 @@
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 
 class Batches:
     """One thread gives `answer` the keys that have queued up, `most` at once and each a single time.
 
-    A lone key leaves after `wait` seconds, in which others may join it. An exception of `answer` is
-    that of its whole batch; later ones are answered all the same.
+    A batch that is not full leaves after `wait` seconds, in which others may join it. An exception
+    of `answer` is that of its whole batch; later ones are answered all the same.
     """
 
     def __init__(
@@ -32,11 +33,10 @@ class Batches:
 
     def _send_batches(self) -> None:
         while True:
-            batch = [self.waiting.get()]
-            if self.waiting.qsize() + 1 < self.most:
-                time.sleep(self.wait)
-            while not self.waiting.empty() and len(batch) < self.most:
-                batch.append(self.waiting.get())
+            batch, end = [self.waiting.get()], monotonic() + self.wait
+            with suppress(queue.Empty):
+                while len(batch) < self.most:
+                    batch.append(self.waiting.get(timeout=max(0.0, end - monotonic())))
             self.count += 1
             try:
                 answers = self.answer(list(dict.fromkeys(key for key, _ in batch)))
