@@ -285,6 +285,15 @@ def list_own(*parts: Any) -> list[Any]:
     return [part for part in parts if part not in usual]
 
 
+def check_parts(*parts: Any) -> None:
+    """Raises Fault for a class that is no learner, population or evolution."""
+    import grpo
+
+    for part, kind in zip(parts, (grpo.Learner, Population, Evolution), strict=True):
+        if isinstance(part, type) and not issubclass(part, kind):
+            raise Fault(f"{kind.__name__.lower()}: {part} does not extend {kind.__name__}")
+
+
 class Result(NamedTuple):
     """What a run leaves: its directory, the best instruction, and summary.json."""
 
@@ -319,6 +328,7 @@ def train(
     from journal.log import Log
     from training.policy import Policy, follow
 
+    check_parts(learner, population, evolution)
     cfg, fitted, why, task, ranks = started
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:

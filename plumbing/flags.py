@@ -17,15 +17,15 @@ def knob(
     default: Any,
     doc: str,
     *,
-    least: float = -math.inf,
+    least: float = 0,
     above: float = -math.inf,
     below: float = math.inf,
     of: tuple[Any, ...] = (),
     more: bool = False,
 ) -> Any:
-    """Returns a field with its choices (`of`) or bounds; `more` puts it on the second page of
+    """Returns a field with its choices (`of`) or bounds, of which no number is negative; `more` puts it on the second page of
     --help."""
-    bounds = {"least": least, "above": above, "below": below}
+    bounds = {"at least": least, "above": above, "below": below}
     return dataclasses.field(
         default=default, metadata={"doc": doc, "of": of, "more": more} | bounds
     )
@@ -82,17 +82,18 @@ def out_of_range(cfg: Any, names: Iterable[str]) -> str:
     knobs = {f.name: f.metadata for f in dataclasses.fields(cfg)}
     for name in names:
         value, limits, of = getattr(cfg, name), knobs[name], knobs[name]["of"]
-        # a choice, or a number in its bounds
         if of and value not in of:
-            choices = [str(x) for x in of if x != ""]
-            return f"--{name} {value}: choose {', '.join(choices[:-1])}{' or ' * (len(choices) > 1)}{choices[-1]}"
-        if isinstance(value, float) and not math.isfinite(value):
-            return f"--{name} {value}: must be a finite number"
-        if isinstance(value, str):
+            return f"--{name} {value}: choose {' or '.join(str(x) for x in of if x != '')}"
+        if of or isinstance(value, str):
             continue
-        if value < (least := limits["least"]):
-            return f"--{name} {value}: must {'not be negative' if least == 0 else f'be at least {least}'}"
-        if not limits["above"] < value < limits["below"]:
-            side = "above" if value <= limits["above"] else "below"
-            return f"--{name} {value}: must be {side} {limits[side]}"
+        if not math.isfinite(value):
+            return f"--{name} {value}: must be a finite number"
+        sides = {
+            "at least": value >= limits["at least"],
+            "above": value > limits["above"],
+            "below": value < limits["below"],
+        }
+        for side, right in sides.items():
+            if not right:
+                return f"--{name} {value}: must be {side} {limits[side]}"
     return ""

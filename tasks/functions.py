@@ -29,7 +29,6 @@ from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic
 
 from plumbing.faults import Fault, first_line
 from plumbing.outside import clean
-from tasks.plugs import import_named
 from tasks.tools import WORDS, Failure, Tool
 
 MAX_RESULT = 100_000  # characters of a result that are read and kept, or items of an iterator
@@ -174,11 +173,6 @@ class TypedFunction(SchemaTool):
 
     def call(self, arguments: dict[str, Any]) -> Any:
         return self.function(**arguments)
-
-
-def load_tools(spec: str, where: str) -> list[TypedFunction]:
-    """Returns the function that --tools names; raises Fault, which begins with `where`."""
-    return [TypedFunction(import_named(where, spec, "function"), where)]
 
 
 class _Schema(GenerateJsonSchema):

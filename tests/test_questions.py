@@ -416,20 +416,15 @@ def test_a_parquet_s_value_that_python_cannot_hold_is_a_fault(tmp_path, kind):
 
 
 def test_what_is_hardly_meant_is_noted_with_its_count(tmp_path, capsys):
-    same, other = (
-        [{"role": "user", "content": f"Answer. Question: {text}?\n"}] for text in ("Who", "Why")
-    )
     rows = [
         ROW | {"id": "c", "golden_answers": "['x', 'y']"},
-        ROW | {"id": "d", "prompt": other},
-        ROW | {"id": "e", "prompt": same},
         ROW | {"id": "g", "golden_answers": "[1990, 1991]"},
         ROW | {"id": "f", "golden_answers": ["[x]", "yes!"], "question": "Who", "prompt": None},
     ]
-    assert len(load_questions(write(tmp_path / "q.jsonl", *rows))) == 5
+    assert len(load_questions(write(tmp_path / "q.jsonl", *rows))) == 3
     notes = capsys.readouterr().out.splitlines()
-    assert [int(re.search(r"q\.jsonl: (\d+) ", note)[1]) for note in notes] == [2, 1]
-    load_questions(write(tmp_path / "q.jsonl", rows[2], rows[4]))
+    assert [int(re.search(r"q\.jsonl: (\d+) ", note)[1]) for note in notes] == [2]
+    load_questions(write(tmp_path / "q.jsonl", rows[2]))
     assert capsys.readouterr().out == ""
     lists = [
         "('x', 'y')",

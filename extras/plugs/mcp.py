@@ -117,6 +117,7 @@ class CheckedTool(SchemaTool):
         # check.
         refers = re.search(r'"\$\w*[rR]ef"', json.dumps(parameters))
         self.validator = None if refers else validator
+        parameters.pop("$schema", None)
         super().__init__({"name": name, "description": description, "parameters": parameters})
 
     def read_arguments(self, arguments: str) -> dict[str, Any]:
@@ -202,12 +203,8 @@ class Server:
                 except BaseException as e:
                     if not ready.done():
                         log.seek(0)
-                        lines = log.read().strip().splitlines()
-                        # npm's last line names a file
-                        said = [line for line in lines if "npm error 4" in line] or lines[-1:]
-                        ready.set_exception(
-                            ConnectionError(printable(" ".join(said[:1])) or _first(e))
-                        )
+                        said = log.read().strip().splitlines()[-1:]
+                        ready.set_exception(ConnectionError(printable("".join(said)) or _first(e)))
 
         self.task = asyncio.create_task(hold())
         try:
