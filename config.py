@@ -157,10 +157,10 @@ class GRPOKnobs(RolloutKnobs):
     )
     eps: float = knob(0.2, "epsilon of Eq. 2: the clip", above=0)
     beta: float = knob(
-        0.001, "beta of Eq. 2: weight of the KL to the first policy; 0: no reference model", least=0
+        0.001, "beta of Eq. 2: weight of the KL to the first policy; 0: no reference model"
     )
     lora_rank: int = knob(
-        0, "rank of LoRA adapters on all linear layers but the head; 0: train all weights", least=0
+        0, "rank of LoRA adapters on all linear layers but the head; 0: train all weights"
     )
     lora_alpha: int = knob(32, "LoRA's scale is this / --lora_rank", least=1, more=True)
     dither: int = knob(
@@ -243,7 +243,7 @@ class ReflectionKnobs:
         16000, "tokens of failures in a reflection prompt; longer ones are cut", least=1, more=True
     )
     max_optimizer_tokens: int = knob(
-        0, "tokens to and from the optimizer after which it is not called; 0: no limit", least=0
+        0, "tokens to and from the optimizer after which it is not called; 0: no limit"
     )
     optimizer_retries: int = knob(
         4, "times a call to the optimizer is repeated before the evolution is given up", more=True

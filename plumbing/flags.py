@@ -23,8 +23,8 @@ def knob(
     of: tuple[Any, ...] = (),
     more: bool = False,
 ) -> Any:
-    """Returns a field with its choices (`of`) or bounds, of which no number is negative; `more` puts it on the second page of
-    --help."""
+    """Returns a field with its choices (`of`) or bounds: only a choice is negative. `more` puts it
+    on the second page of --help."""
     bounds = {"at least": least, "above": above, "below": below}
     return dataclasses.field(
         default=default, metadata={"doc": doc, "of": of, "more": more} | bounds

@@ -16,7 +16,7 @@ import json
 import re
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import fields, is_dataclass
 from itertools import islice
@@ -71,7 +71,7 @@ class SchemaTool(Tool):
 
     def write_result(self, result: Any) -> str:
         """Returns a result as the policy reads it: a text as it is, anything else as JSON."""
-        plain = TypeAdapter(Any).dump_python(_cut(result), mode="json", fallback=_make_plain)
+        plain = TypeAdapter(Any).dump_python(_cut(result), mode="json")
         return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
 
     def explain(self, kind: str, why: str) -> str:
@@ -218,27 +218,25 @@ def _describe(function: Callable[..., Any], reader: Any) -> dict[str, Any]:
 def _cut(value: Any) -> Any:
     """Returns a result with lists for its iterators: pydantic would read an endless one while no
     other thread runs. Ranges and views, which it does not know, are lists, too."""
+    if hasattr(value, "tolist"):  # numpy's and torch's
+        return value.tolist()
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {key: _cut(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, range, KeysView, ValuesView, Iterator)):
+        return {
+            key.tolist() if hasattr(key, "tolist") else key: _cut(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple, Set, range, ValuesView, Iterator)):
         return [_cut(item) for item in islice(value, MAX_RESULT)]
     return value
-
-
-def _make_plain(value: Any) -> Any:
-    """Returns what JSON has words for, of a number or an array of numpy or torch."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"a result of type {type(value).__name__} is no JSON")
 
 
 def _make_reader(function: Callable[..., Any]) -> Any:
     """Returns pydantic's reader of a function's arguments: a dictionary of names that it has, each
     of its type.
 
-    Raises an exception of pydantic's if a type has no schema, or if what is returned is not JSON.
+    Raises an exception of pydantic's if a type has no schema.
     """
     hints, types = get_type_hints(function, include_extras=True), {}
     for name, p in inspect.signature(function).parameters.items():
@@ -247,5 +245,4 @@ def _make_reader(function: Callable[..., Any]) -> Any:
         if name not in hints:
             raise TypeError(f"its argument {name} has no type")
         types[name] = hints[name] if p.default is p.empty else NotRequired[hints[name]]
-    TypeAdapter(hints.get("return", Any)).json_schema(mode="serialization")
     return TypeAdapter(with_config(ConfigDict(extra="forbid"))(TypedDict("arguments", types)))  # type: ignore[operator]

@@ -50,9 +50,8 @@ def load_task(cfg: Config, given: Any = None) -> Task:
     # The task itself gets those of --tools that have no module.
     words = cfg.tools.split(",")
     specs = [word for word in words if ":" in word]
-    if specs:
-        others = [word for word in words if ":" not in word]
-        cfg = replace(cfg, tools=",".join(others) or "none")
+    others = [word for word in words if ":" not in word]
+    cfg = replace(cfg, tools=",".join(others) or "none")
 
     # an object of it, which reads its questions once
     if kind.__abstractmethods__:
