@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from config import Config
+from config import PRESETS, Config
 from plumbing.faults import Fault
 from plumbing.words import split_words
 from tasks import Question, Trajectory, search_qa
@@ -491,6 +491,35 @@ def test_without_valid_a_tenth_of_the_training_questions_at_most_500_are_set_asi
     assert any(split(monkeypatch, seed=seed)[1] != chosen for seed in (1, 2))
     for n, sizes in ((9, [9, 0, 1]), (6000, [5500, 500, 1])):
         assert [len(part) for part in split(monkeypatch, n)] == sizes
+
+
+class Own(SearchQA):
+    """Has training questions of its own."""
+
+    def questions(self, split):
+        return [Question("a", "Who?", ("x",))] if split == "train" else super().questions(split)
+
+
+class Fewer(SearchQA):
+    """Leaves some of the training questions out."""
+
+    def questions(self, split):
+        return super().questions(split)[::2] if split == "train" else super().questions(split)
+
+
+@pytest.mark.parametrize(
+    "kind, valid, used",
+    [(Own, "world", False), (Own, "own", True), (Fewer, "world", True), (SearchQA, "world", True)],
+)
+def test_a_preset_s_validation_questions_are_for_its_training_questions(
+    tmp_path, capsys, kind, valid, used
+):
+    world = {name: PRESETS["world"][name] for name in ("train", "valid", "test")}
+    files = world | ({"valid": str(write(tmp_path / "v.jsonl", ROW))} if valid == "own" else {})
+    task = load_task(Config(**files), kind)
+    check_questions(task)
+    assert bool(task.questions("valid")) == used and len(task.questions("test")) > 100
+    assert ("it is not used" in capsys.readouterr().out) != used
 
 
 @pytest.mark.parametrize("mark", "?？؟")
