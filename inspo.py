@@ -22,6 +22,7 @@ from journal.rows import (
     make_evolution_row,
     make_prune_row,
     make_start_row,
+    make_step_row,
     make_verification_row,
     make_weights_row,
     sample_verification,
@@ -81,7 +82,7 @@ def inspo(
                 set_rewards(task, taus)  # Alg.1 L7
             policy.learner.set_advantages(taus)  # Eq.3
             # the task's own code runs before the update, where a fault of it costs nothing
-            row = log.measure(taus)
+            row = make_step_row(task, taus, cfg.G, log.metrics)
             texts = list(map(task.shown, taus))
             update = policy.update(t, taus)  # Alg.1 L8 Eq.5
             P.update_weights(taus)  # Alg.1 L9
@@ -335,8 +336,9 @@ def train(
             follow(ranks, task, learner)
             return None
         with stop.may_stop():
-            own = list_own(learner, population, evolution, algorithm)
-            run = stack.enter_context(RunDirectory.opened(cfg, task, *own))
+            run = stack.enter_context(
+                RunDirectory.opened(cfg, task, *list_own(learner, population, evolution, algorithm))
+            )
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
             optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))

@@ -514,9 +514,7 @@ def test_D_B_limits_the_questions_verified_on():
     [row] = e.log.rows("verified")
     asked = {job.question.id for job in e.policy.rollouts[0][2]}
     assert len(row["D_B"]) == 3 and asked == set(row["D_B"])
-    assert row["verified"] == [
-        {"text": "a", "parent": 0, "r": 1.0, "r_parent": 1.0, "joined": True}
-    ]
+    assert row["verified"] == [{"text": "a", "r": 1.0, "r_parent": 1.0, "joined": True}]
 
 
 def test_the_task_s_reward_verifies():
@@ -527,8 +525,8 @@ def test_the_task_s_reward_verifies():
     e = Evolved({"old": 0.5}, {"old": 0, "new": 0}, ["new"], N_P=2, D_B=2, task=Marked, rounds=1)
     [row] = e.log.rows("verified")
     # the means of -2 and 1.5, and of 0.5 and 1
-    refused = {"text": "new", "parent": 0, "r": -0.25, "r_parent": 0.75, "joined": False}
-    assert row["verified"] == [refused] and row["r_parent"] == 0.75
+    refused = {"text": "new", "r": -0.25, "r_parent": 0.75, "joined": False}
+    assert row["verified"] == [refused] and row["parent"] == 0
     [(_, _, jobs, _)] = e.policy.rollouts
     assert [job.group for job in jobs] == [0, 1, 2, 3]
 

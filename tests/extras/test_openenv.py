@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from hermes_like import small
-from json_server import JsonServer
+from json_server import JsonServer, free_port
 from scripted import Says
 from test_rollout import roll
 from test_seam import refused
@@ -33,12 +33,6 @@ from tasks.metrics import set_rewards
 from tasks.tools import Failure
 
 PYTHON = os.environ.get("OPENENV_PYTHON", sys.executable)
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +87,10 @@ def sessions_left(url, most=8):
     """Returns how many sessions the server gives to a stranger."""
     with contextlib.ExitStack() as stack:
         for n in range(most):
-            ws = stack.enter_context(connect(url.replace("http", "ws") + "/ws", open_timeout=10))
+            ws = stack.enter_context(connect(url.replace("http", "ws") + "/ws", open_timeout=60))
             with contextlib.suppress(ConnectionClosed):
                 ws.send('{"type": "state"}')
-            if json.loads(ws.recv(10))["type"] == "error":
+            if json.loads(ws.recv(60))["type"] == "error":
                 return n
     return most
 
@@ -179,8 +173,8 @@ def test_sessions_are_given_back(vault):
     assert wait_until(lambda: sessions_left(vault) == 3)
 
 
-def wait_until(true, seconds=20):
-    end = time.monotonic() + seconds
+def wait_until(true):
+    end = time.monotonic() + 60
     while not true() and time.monotonic() < end:
         time.sleep(0.1)
     return true()
