@@ -550,7 +550,7 @@ def _parser(kind: type[Config], changes: dict[str, Any], everything: bool = Fals
     )
     text = "the preset whose other settings apply to a --model of another name or folder"
     parser.add_argument("--preset", choices=PRESETS, help=text)
-    add_flags(parser, kind, PRESETS["world"] | changes, HERE, everything)
+    add_flags(parser, kind, PRESETS["world"] | changes, everything)
     return parser
 
 

@@ -6,11 +6,11 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 from plumbing.faults import tell_torchrun
 from plumbing.stop import leads
+from plumbing.trust import ROOT
 
 
 def knob(
@@ -42,13 +42,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{text}\n")
 
 
-def add_flags(
-    parser: Parser, kind: type, shown: Mapping[str, Any], root: Path, everything: bool
-) -> None:
+def add_flags(parser: Parser, kind: type, shown: Mapping[str, Any], everything: bool) -> None:
     """Adds the flags of a dataclass's fields, a group for each class that it is made of.
 
     The help has those that most runs need, or `everything`. `shown`: defaults that it names in
-    place of the fields' own; files under `root` are named from there.
+    place of the fields' own.
     """
     # a knob that a subclass defines anew stays in its first place
     left = {f.name: f for f in dataclasses.fields(kind)}
@@ -62,17 +60,18 @@ def add_flags(
                 flag = {"type": f.type, "metavar": getattr(f.type, "__name__", "")}
             text = argparse.SUPPRESS
             if everything or not f.metadata["more"]:
-                text = describe(f, shown.get(f.name, f.default), root).replace("%", "%%")
+                text = describe(f, shown.get(f.name, f.default)).replace("%", "%%")
             group.add_argument(f"--{f.name}", help=text, **flag)
 
 
-def describe(f: dataclasses.Field[Any], default: Any, root: Path) -> str:
+def describe(f: dataclasses.Field[Any], default: Any) -> str:
     """Returns a flag's line in --help, with its default and, where that is another, the field's
     own."""
     doc: str = f.metadata["doc"]
     if f.name == "model" or isinstance(default, bool) or default == "":
         return doc
-    shown = os.path.relpath(default, root) if str(default).startswith(str(root)) else default
+    ours = str(default).startswith(str(ROOT))
+    shown = os.path.relpath(default, ROOT) if ours else default
     paper = f"; {f.default}" if f.default not in (default, "") else ""
     return f"{doc} [{shown}{paper}]"
 
@@ -86,7 +85,7 @@ def out_of_range(cfg: Any, names: Iterable[str]) -> str:
             return f"--{name} {value}: choose {' or '.join(str(x) for x in of if x != '')}"
         if of or isinstance(value, str):
             continue
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             return f"--{name} {value}: must be a finite number"
         sides = {
             "at least": value >= limits["at least"],
