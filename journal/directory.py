@@ -121,7 +121,8 @@ class RunDirectory:
             # what it will write into
             remember_run(run.path)
             for folder in ("checkpoints", "trajectories"):
-                (run.path / folder).mkdir(exist_ok=True)
+                with writing(run.path / folder):
+                    (run.path / folder).mkdir(exist_ok=True)
             for left in (run.path / "checkpoints").glob(".*.tmp"):  # of a process that was killed
                 remove(left)
             stack.pop_all()

@@ -631,6 +631,15 @@ def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeyp
         run.close()
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "trajectories"])
+def test_a_file_in_the_place_of_a_folder_is_named(run, name):
+    run.close()
+    shutil.rmtree(run.path / name)
+    (run.path / name).touch()
+    with pytest.raises(DiskFault, match=f"cannot write {run.path}/{name} .File exists"):
+        reopen(run.path)
+
+
 @pytest.mark.parametrize("name", ["policy", "checkpoints", "metrics.jsonl", "I_star.txt"])
 def test_a_new_run_replaces_nothing_of_somebody_s(tmp_path, name):
     (tmp_path / name).mkdir()
