@@ -105,17 +105,26 @@ def note_tokens(batch: list[Trajectory], extras: dict[str, Tensor]) -> None:
             tau.tokens = dict(zip(seen, values.tolist(), strict=True))
 
 
-def describe_tail(gaps: Tensor, sharded: bool) -> dict[str, float]:
-    """Returns columns about where engine and trainer are furthest apart, from the gaps (n,) of this
-    rank's tokens: the 99th percentile (the highest of the ranks') and the largest ratio."""
-    tail = gaps.new_zeros(2)
-    if len(gaps):
-        p99 = gaps.kthvalue(math.ceil(0.99 * len(gaps))).values
-        tail = torch.stack([p99, gaps.max().clamp(max=88).exp()])
+def describe_gaps(gaps: Tensor, sharded: bool) -> dict[str, float]:
+    """Returns columns about the distance of engine and trainer from the gaps and depths (2, n) of
+    this rank's tokens: its mean by quarter of the depth, the 99th percentile (the highest of the
+    ranks') and the largest ratio."""
+    gap, depth = gaps
+    in_quarter = (4 * depth).long() == torch.arange(4, device=gap.device).unsqueeze(1)
+    sums = torch.stack([torch.where(in_quarter, gap, 0.0).sum(1), in_quarter.sum(1)])
+    tail = gap.new_zeros(2)
+    if len(gap):
+        p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values
+        tail = torch.stack([p99, gap.max().clamp(max=88).exp()])
     if sharded:
+        dist.all_reduce(sums)
         dist.all_reduce(tail, dist.ReduceOp.MAX)
-    p99, ratio = tail.tolist()
-    return {"logp_gap/p99": p99, "logp_gap/max_ratio": ratio}
+    *means, p99, ratio = torch.cat([sums[0] / sums[1], tail]).tolist()
+    columns = {"logp_gap/p99": p99, "logp_gap/max_ratio": ratio}
+    for k, mean in enumerate(means, 1):
+        if not math.isnan(mean):  # some tokens are that deep
+            columns[f"logp_gap/q{k}"] = mean
+    return columns
 
 
 class Learner:
@@ -250,7 +259,7 @@ class Learner:
             "clip_fraction": total["clipped"] / tokens,
             # mean |trainer - engine| of the sampled tokens' log-probs
             "logp_gap": total["gap"] / tokens,
-            **describe_tail(torch.cat(gaps), self.sharded),
+            **describe_gaps(torch.cat(gaps, dim=1), self.sharded),
             "grad_norm": sum(norms) / len(norms),
         }
 
@@ -261,20 +270,21 @@ class Learner:
         on how it is cut into micro-batches nor on the number of ranks.
 
         Returns the sums of SUMS over its action tokens, on all ranks, and how many "tokens" these
-        are; and the gaps of engine and trainer (n,) at the n of this rank.
+        are; and for the n of this rank's the gaps and depths (2, n) that `describe_gaps` takes.
         """
         terms = self.terms(part, old)
+        longest = max(len(tau.ids) for tau in part)
         seen = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         gaps: list[Tensor] = []
         for batch, extras in self.differentiate(part, terms):
             note_tokens(batch, extras)
             seen += torch.stack([extras[name].sum().double() for name in SUMS])
-            gaps.append(extras["gap"].detach())
+            gaps.append(torch.stack([extras["gap"].detach(), extras["depth"] / longest]))
         if self.sharded:
             dist.all_reduce(seen)
         sums = dict(zip(SUMS, seen.tolist(), strict=True))
         sums["tokens"] = sum(sum(tau.mask) for tau in part)
-        return sums, torch.cat(gaps)
+        return sums, torch.cat(gaps, dim=1)
 
     def differentiate(
         self, part: list[Trajectory], terms: Terms
@@ -346,8 +356,9 @@ class Learner:
         """Returns (loss, extras) of a micro-batch; `tokens`: which of the action tokens that
         `terms` speaks of are its N.
 
-        Besides what `grpo_head` returns, extras have "old_logp" (N,), log-probs under pi_old, and
-        "gap" (N,), their distance to the engine's.
+        Besides what `grpo_head` returns, extras have "old_logp" (N,), log-probs under pi_old, "gap"
+        (N,), their distance to the engine's, and "depth" (N,), how many tokens are before each in
+        its trajectory.
         """
         packed, temperature = pack(batch, self.device), self.cfg.temperature
         terms = dict(terms)
@@ -371,11 +382,13 @@ class Learner:
         # what the engine said of the same tokens
         sampled = np.array([m for tau in batch for m in tau.mask], dtype=bool)
         logps = np.array([logp for tau in batch for logp in tau.logps], dtype=np.float32)
+        depths = np.array([k for tau in batch for k in range(len(tau.ids))], dtype=np.int64)
         engine = send(torch.from_numpy(logps[sampled]), self.device)
+        depth = send(torch.from_numpy(depths[sampled]), self.device)
         old = extras["logp"]
         if terms["old_logp"] is not None:
             old = terms["old_logp"].to(old.dtype)
-        return loss, extras | {"old_logp": old, "gap": (old - engine).abs()}
+        return loss, extras | {"old_logp": old, "gap": (old - engine).abs(), "depth": depth}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns trained weights and optimizer by the parameters' names, for

@@ -312,8 +312,7 @@ class Optimizer:
         self.check_budget()
         began, before = time.perf_counter(), self.tokens
         messages = [{"role": "user", "content": prompt}]
-        # some gateways stream unless they are told not to
-        body = {"model": self.model, "messages": messages, "stream": False}
+        body = {"model": self.model, "messages": messages}
         billed = [0, 0]  # tokens of prompt and reply, of all tries
 
         def read(answer: Any) -> Reply:
@@ -326,7 +325,7 @@ class Optimizer:
         reply, down = Reply(""), None
         try:
             with may_stop():
-                reply = self._client.ask("/chat/completions", body, read)
+                reply = self._client.chat(body, read)
         except Outage as e:  # also from `before_retry`
             down = OptimizerDown(str(e))
             key += f", unread at {self.tokens} tokens"  # a resumed run must not find it
@@ -374,22 +373,21 @@ def connect_optimizer(
     """
     if not evolves(cfg):
         return None
-    connect = functools.partial(
-        Optimizer,
-        model=cfg.optimizer_model,
-        retries=cfg.optimizer_retries,
-        max_tokens=cfg.max_optimizer_tokens,
-        paid=read_paid_calls(rows),
-    )
-    if not scripted(cfg):
-        url, key = find_endpoint(cfg)
-        return connect(url, api_key=key)
     control = ["--guess"] if cfg.optimizer_model == "guessing" else []
 
     def start() -> str:
         return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *control) + "/v1"
 
-    return connect(start(), revive=start)
+    url, key = (start(), "") if scripted(cfg) else find_endpoint(cfg)
+    return Optimizer(
+        url,
+        cfg.optimizer_model,
+        key,
+        retries=cfg.optimizer_retries,
+        paid=read_paid_calls(rows),
+        revive=start if scripted(cfg) else lambda: "",
+        max_tokens=cfg.max_optimizer_tokens,
+    )
 
 
 def describe_optimizer(optimizer: Optimizer | None) -> str:

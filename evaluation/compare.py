@@ -16,9 +16,7 @@ from evaluation.statistics import (
     average_differences,
     compare_pairs,
     compare_seeds,
-    count_discordant,
     estimate_over_seeds,
-    right_or_wrong,
 )
 from journal.record import differences
 from journal.summary import SHARES, label
@@ -33,6 +31,7 @@ class Evaluation(NamedTuple):
     path: Path
     setting: Row
     metric: str  # the main one
+    measured: str  # it, and of which task
     values: dict[str, Array]  # of that metric, by set of questions, in the order of the questions
 
 
@@ -60,27 +59,30 @@ def read_evaluation(path: Path) -> Evaluation:
     try:
         summary = decoded((path / "summary.json").read_bytes())
         setting, metric = summary["setting"], summary["metrics"][0]
+        measured = f"{metric} of {setting['task']}"
         rows = read_jsonl(path / "results.jsonl")
         values = {}
         for data, part in summary["benchmarks"].items():
             values[data] = np.array([float(row[metric]) for row in rows if row["data"] == data])
-            if len(values[data]) != part["questions"]:
+            whole = len(values[data]) == part["questions"] > 0
+            if not (whole and np.isfinite(values[data]).all()):
                 raise ValueError("it has not finished")
+        if not values or not isinstance(setting["content"], dict):
+            raise ValueError("it is of another version")
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise Fault(
-            f"--compare {path}: no finished evaluation is in it; evaluate.py writes one"
+            f"--compare {path}: no finished evaluation of this version is in it; evaluate.py writes one"
         ) from None
-    return Evaluation(path, setting, metric, values)
+    return Evaluation(path, setting, metric, measured, values)
 
 
 def check_comparable(one: Evaluation, other: Evaluation) -> dict[str, str]:
     """Says by name what differs; Fault unless both measure the same thing on the same questions
     with the same gold answers."""
     paths = f"{one.path} and {other.path}"
-    measured = [f"{x.metric} of {x.setting['task']}" for x in (one, other)]
-    if measured[0] != measured[1]:
+    if one.measured != other.measured:
         raise Fault(
-            f"--compare: {paths} measure {' and '.join(measured)}: compare evaluations of one task"
+            f"--compare: {paths} measure {one.measured} and {other.measured}: compare evaluations of one task"
         )
     unlike = differences(one.setting, other.setting, ("data",))
     for name in unlike:
@@ -101,6 +103,10 @@ def compare(directories: Sequence[str]) -> str:
     first, *others = arms
     unlike: dict[str, str] = {}
     for arm in arms:
+        if len({evaluation.path.resolve() for evaluation in arm}) < len(arm):
+            raise Fault(
+                f"--compare: {name_arm(arm)}: one of them is there twice; a seed counts once"
+            )
         for evaluation in arm:
             unlike |= check_comparable(first[0], evaluation)
 
@@ -127,7 +133,7 @@ def compare(directories: Sequence[str]) -> str:
         ]
         out.append(f"Holm's p over the {len(others)} comparisons: {', '.join(shown)}")
     if unlike:
-        out.append(f"Not all else is the same: {'; '.join(unlike.values())}.")
+        out.append(f"They also differ in this: {'; '.join(unlike.values())}.")
     out.append(
         "Intervals over questions hold for these policies, those over seeds for other training runs. A test at 5 %\n"
         'finds a true difference as large as "would have shown" in 80 % of the cases: over seeds, where there are\n'
@@ -142,12 +148,6 @@ def make_row(arm: Arm, first: Arm, data: list[str], difference: Difference) -> d
     seeds = compare_seeds(a, b)
     tested = not np.isnan(seeds.p)
     most = 1.0 if arm[0].metric in SHARES else math.inf
-    discordant = ""
-    if len(data) == 1:
-        x, y = by_question(arm, data[0]), by_question(first, data[0])
-        if right_or_wrong(x, y):
-            only_a, only_b, _ = count_discordant(x, y)
-            discordant = f"{only_a}, {only_b}"
     visible = seeds.visible if tested else difference.visible
     return {
         "": name_arm(arm),
@@ -158,7 +158,6 @@ def make_row(arm: Arm, first: Arm, data: list[str], difference: Difference) -> d
         ): f"{estimate_over_seeds(a).mean:.3f}, {estimate_over_seeds(b).mean:.3f}",
         "difference over questions, 95 %": f"{difference.interval.within(-most, most):+}",
         "p": format_p(difference.p),
-        "only this right, only that": discordant,
         "difference over seeds, 95 %": f"{seeds.interval.within(-most, most):+}" if tested else "",
         "p over seeds": format_p(seeds.p),
         "would have shown": f"{visible:.3f}" if np.isfinite(visible) else "",

@@ -4,14 +4,18 @@ which instruction, with what result."""
 import contextlib
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 from config import ABOUT, PRESETS, Config, preset_of
 from journal.directory import RunDirectory
 from journal.summary import final_table
-from plumbing.files import Row
+from plumbing.files import Row, read_jsonl
 from plumbing.hub import out_of_reach
 from plumbing.outside import without_secrets
+from tasks.sampling import space_evenly
+
+POINTS = 12  # of the curve, at most
 
 
 def make_card(run: RunDirectory, cfg: Config, step: int, instruction: str, library: str) -> str:
@@ -53,6 +57,10 @@ It was trained to act under this one, `I_star.txt`:
 {chr(10).join(table)}
 ```
 
+## Curve
+
+{chr(10).join(tabulate_curve(read_jsonl(run.path / "metrics.jsonl")))}
+
 ## Command
 
 ```sh
@@ -78,6 +86,18 @@ def license_of(model: str) -> Row:
             del fields["license_link"]
         return fields
     return {}
+
+
+def tabulate_curve(rows: list[Row]) -> Iterator[str]:
+    """Yields a table of the reward and the first metric on held-out questions, by step."""
+    first = next(row["metrics"][0] for row in rows if "metrics" in row)
+    names = ("t", "reward", f"test/{first}", f"valid/{first}")
+    yield f"| step | reward | {first}, test | {first}, validation |"
+    yield "|---" * len(names) + "|"
+    measured = {k for k, row in enumerate(rows) if names[2] in row or names[3] in row}
+    for k in sorted(measured | set(space_evenly(len(rows), POINTS))):
+        cells = [f"{rows[k][name]:.4g}" if name in rows[k] else "" for name in names]
+        yield f"| {' | '.join(cells)} |"
 
 
 def write_command(record: Row) -> str:

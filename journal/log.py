@@ -24,10 +24,11 @@ from journal.summary import (
     label,
     many,
     tabulate,
+    tell_speed,
     tell_vain,
     trace_lineage,
 )
-from journal.tokens import token_data
+from journal.tokens import show_mask, token_data
 from journal.track import Tracker
 from plumbing.faults import Fault
 from plumbing.files import Row
@@ -114,6 +115,10 @@ class Log:
             if tau.tokens:
                 rows[-1]["token_data"] = token_data(tau, self.policy.tokenizer)
         self.run.write_trajectories(f"step-{t:06d}", rows)
+        if t == 1:
+            longest = max(taus, key=lambda tau: len(tau.turns))
+            mask = show_mask(longest, self.policy.tokenizer)
+            self.screen.note(f"step   1  tokens after a | are trained on:\n{mask}")
         self.row |= row
 
     def add_evaluation(self, split: str, taus: Sequence[Trajectory]) -> None:
@@ -186,11 +191,11 @@ class Log:
 
         # the last screen
         self.screen.close()
-        lines = [
-            tabulate(summary),
+        lines = [tabulate(summary), tell_speed(steps)]
+        lines.append(
             f"{many(cfg.T, 'step')} in {seconds:.0f} s. {run.path}: summary.json, I_star.txt, policy/, "
-            "metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/",
-        ]
+            "metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/"
+        )
         lines += [line.replace("  ", "  until the end, ", 1) for _, line in self.silence.lasting()]
         lines.append(tell_vain(summary))
         print(printable("\n".join(filter(None, lines))))

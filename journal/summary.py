@@ -1,4 +1,4 @@
-"""What a run comes to: the sentence and the table at its end, and its speed."""
+"""What a run comes to: the sentence, the table and the speed at its end."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,11 @@ TABLE = (WON, TRAINED, START, "first policy, I_star")
 SHARES = {"em": "EM", "f1": "F1"}  # metrics that lie between 0 and 1, as they are shown
 SIGNS = 6  # questions that must change, all one way, before a sign test at 5 % tells it from chance
 
-SPEEDS = ("sampled_per_s", "trained_per_s", "mfu")  # columns of time/
+SPEEDS = {  # column of time/ -> how it is said
+    "sampled_per_s": "{:,.0f} tokens/s sampled",
+    "trained_per_s": "{:,.0f} tokens/s of updates",
+    "mfu": "MFU {:.2f} (6 FLOPs a parameter and token, attention apart)",
+}
 
 
 def count_calls(row: Row, tools: Sequence[str]) -> dict[str, float]:
@@ -85,7 +89,7 @@ def count_seconds(steps: Sequence[Row]) -> dict[str, float]:
 
 
 def measure_speed(steps: Sequence[Row]) -> dict[str, float]:
-    """Returns the speeds of the middle step, those of SPEEDS that were measured."""
+    """Returns the speeds of the middle step, by the keys of SPEEDS that were measured."""
     columns = {
         name: [row[f"time/{name}"] for row in steps if f"time/{name}" in row] for name in SPEEDS
     }
@@ -98,6 +102,15 @@ def tell_vain(summary: Row) -> str:
         return ""
     changed = f"{many(summary['ledger']['evolutions'], 'evolution')} changed no instruction"
     return f"{changed}: this is no result of --mode {summary['mode']} (evolved: false in summary.json)."
+
+
+def tell_speed(steps: Sequence[Row]) -> str:
+    """Returns tokens a second and where the steps' time went, in a line."""
+    speed, phases = measure_speed(steps), count_seconds(steps)
+    said = [form.format(speed[name]) for name, form in SPEEDS.items() if name in speed]
+    total = sum(phases.values())
+    shares = [f"{name} {x / total:.0%}" for name, x in phases.items() if x > 0.005 * total]
+    return f"speed: {', '.join(said)}; of a step's time {', '.join(shares)}"
 
 
 def final_table(summary: Row) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from plumbing.files import Row
+from plumbing.words import cut_middle
 from tasks import Trajectory
 
 
@@ -33,6 +34,18 @@ def token_data(tau: Trajectory, tokenizer: Any, limit: int = 2000) -> Row:
         "text": [texts[k] for k in places[:limit]],
         **{name: [short(x) for x in values[:limit]] for name, values in columns.items()},
     }
+
+
+def show_mask(tau: Trajectory, tokenizer: Any, lines: int = 20, width: int = 110) -> str:
+    """Returns a trajectory as the update reads it, a line for each turn and each text between them.
+
+    The middle of a long line is left out: whether a mask is wrong is seen at the ends.
+    """
+    shown = []
+    for sampled, run in groupby(zip(tau.mask, tau.ids, strict=True), key=lambda pair: pair[0]):
+        text: str = tokenizer.decode([id for _, id in run], skip_special_tokens=False)
+        shown.append(f"  {'|' if sampled else ' '} {cut_middle(text, width)}".replace("\n", "\\n"))
+    return "\n".join(shown[:lines])
 
 
 def short(x: float) -> float | None:

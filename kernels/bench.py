@@ -1,4 +1,4 @@
-"""The GRPO head, timed next to torch, Liger and TRL; the last line is JSON.
+"""The GRPO head, timed next to torch, Liger and TRL.
 
     python -m kernels.bench --shapes 2048x151936 --peers ours Liger torch --csv head.csv --plot head.png
 
@@ -258,41 +258,50 @@ def plot(rows, path):
     figure.savefig(path)
 
 
+def HxV(text):
+    """Reads the width of hidden states and the size of a vocabulary."""
+    H, V = map(int, text.split("x"))
+    if min(H, V) < 1:
+        raise ValueError
+    return H, V
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--tokens", type=int, nargs="+", default=[2048, 8192, 16384, 32768] if CUDA else [64, 256])
-    add(
-        "--shapes",
-        nargs="+",
-        metavar="HxV",
-        default=["2048x151936", "3584x152064"] if CUDA else ["64x4096"],
-    )
+    counts = [2048, 8192, 16384, 32768] if CUDA else [64, 256]
+    add("--tokens", type=int, nargs="+", default=counts, help="multiples of 8")
+    shapes = [(2048, 151936), (3584, 152064)] if CUDA else [(64, 4096)]
+    add("--shapes", type=HxV, nargs="+", metavar="HxV", default=shapes)
     add("--masked", type=float, nargs="+", default=[0, 50], help="percent of the tokens")
     add("--seconds", type=float, default=1.0, help="of each measurement, at least")
-    add(
-        "--peers",
-        nargs="+",
-        default=[""],
-        metavar="NAME",
-        help="only these: how their names in the table begin",
-    )
+    begins = "only these: how their names in the table begin"
+    add("--peers", nargs="+", default=[""], metavar="NAME", help=begins)
     add("--csv", metavar="FILE", help="the rows, for a spreadsheet")
     add("--plot", metavar="FILE", help="time over tokens")
+    add("--json", action="store_true", help="print the rows as JSON, too, in the last line")
     args = parser.parse_args()
-    device = (
-        torch.cuda.get_device_name()
-        if CUDA
-        else "no GPU: this tests the script, its times say nothing"
-    )
+    if any(N < 1 or N % SEQUENCES for N in args.tokens):
+        parser.error(f"--tokens: give multiples of {SEQUENCES}")
+    if not all(0 <= masked < 100 for masked in args.masked):
+        parser.error("--masked: give percents from 0 to below 100")
+
+    # errors at a small shape
+    device = "no GPU: this tests the script, its times say nothing"
+    if CUDA:
+        device = torch.cuda.get_device_name()
     print(f"torch {torch.__version__}, {device}")
     rows, errors = [], check(tuple(args.peers))
-    for shape, masked, N in itertools.product(args.shapes, args.masked, args.tokens):
-        title = f"{N} tokens, {masked:g} % masked, H x V = {shape}"
+    if not errors:
+        parser.error(f"--peers: no name begins so; there are {', '.join(PEERS)}")
+
+    # times at each of the shapes
+    for (H, V), masked, N in itertools.product(args.shapes, args.masked, args.tokens):
+        title = f"{N} tokens, {masked:g} % masked, H x V = {H}x{V}"
         print(f"\n{title:46} ms  x ours  TFLOP/s      GB    error")
-        (H, V), first = map(int, shape.split("x")), {}
+        first = {}
         for name, (n, run) in runs_of(make_batch(N, H, V, masked / 100)).items():
             if name not in errors:
                 continue
@@ -304,14 +313,16 @@ def main() -> None:
             rows.append(row)
             line = "{name:36} {ms:12.2f} {ratio:7.2f} {tflops:8.3g} {peak_gb:7.2f} {error:8.1e}  {note}"
             print(line.format(**row), flush=True)
+
     if args.csv:
         with open(args.csv, "w", newline="", encoding="utf-8") as file:
-            table = csv.writer(file)
-            table.writerows(rows[:1])  # names of the columns
-            table.writerows(row.values() for row in rows)
+            table = csv.DictWriter(file, rows[0])
+            table.writeheader()
+            table.writerows(rows)
     if args.plot:
         plot(rows, args.plot)
-    print(json.dumps({"device": device, "rows": rows}))
+    if args.json:
+        print(json.dumps({"device": device, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def sample_trajectories(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str,
     """Returns (index, pages) of at most about `limit` trajectories of training, and of all that
     were kept to compare.
 
-    index: {"columns", "questions", "rows", "seen", "all"}; a row has COLUMNS, and `ins` is an
+    index: {"columns", "questions", "rows", "all"}; a row has COLUMNS, and `ins` is an
     instruction's id, or "r" and the place of a refused candidate in the tree. pages: name -> gzip
     in base64.
     """
@@ -54,7 +54,7 @@ def sample_trajectories(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str,
             pages[file.name.removesuffix(".jsonl.gz")] = compress_json(shown)
     if not index["rows"]:
         run.missing.append("trajectories/ is empty: no trajectory can be shown.")
-    return index | {"questions": list(questions), "seen": len(index["rows"])}, pages
+    return index | {"questions": list(questions)}, pages
 
 
 def encode_json(x: object) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import unicodedata
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -75,29 +76,32 @@ def load_task(cfg: Config, given: Any = None) -> Task:
 def add_tools(task: Task, spec: str) -> None:
     """Adds the tools that a part of --tools names, module:function or those of a plug-in. Raises
     Fault if none fits."""
-    # who makes them
     word, _, rest = spec.partition(":")
     plug = find_plug(f"--tools {word}")
     loader = import_named("--tools", plug or "tasks.functions:load_tools", "function")
 
-    # those that the policy can call
+    found = loader(rest.strip() if plug else spec, f"--tools {spec}")
+    task.tools = [*task.tools, *choose_fitting(f"--tools {spec}", task.tools, found)]
+
+
+def choose_fitting(where: str, others: Sequence[Tool], found: Sequence[Tool | Fault]) -> list[Tool]:
+    """Returns the tools that the policy can call beside others, and tells which are left out; a
+    Fault is one of a server that cannot be offered. Raises Fault if none fits."""
     fitting, faults = list[Tool](), list[Fault]()
-    for tool in loader(rest.strip() if plug else spec, f"--tools {spec}"):
+    for tool in found:
         try:
-            if isinstance(tool, Fault):  # a server has it, and no policy could call it
+            if isinstance(tool, Fault):
                 raise tool
-            check_words(without_secrets(f"--tools {spec}"), [*task.tools, *fitting, tool])
+            check_words(without_secrets(where), [*others, *fitting, tool])
             fitting.append(tool)
         except Fault as e:
             faults.append(e)
-
-    # what is left out is told
     if not fitting:
         raise faults[0]
     if leads():
         for fault in faults:
             print(printable(f"note: {fault}; it is left out"), flush=True)
-    task.tools = [*task.tools, *fitting]
+    return fitting
 
 
 def choose_instruction(task: Task) -> str:

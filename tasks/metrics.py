@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from plumbing.faults import Fault
@@ -20,28 +19,36 @@ def set_rewards(task: Task, taus: Sequence[Trajectory]) -> None:
     with may_stop():  # a judge may take minutes
         rewards = task.reward(list(taus))  # a copy, which it may sort or filter
 
-    # one for each trajectory
-    where = f"--task {task.cfg.task}: its reward"
-    if task.cfg.reward:
-        where = f"--reward {task.cfg.reward}: the reward"
-    if isinstance(rewards, (Mapping, Set, bytes, bytearray)):
-        raise Fault(
-            f"{where} returned a {type(rewards).__name__}; return a list of numbers, one for each trajectory"
-        )
-    count: Any = repr(rewards)
-    with suppress(TypeError):  # a scalar, numpy's too
+    rewards = read_rewards(f"--task {task.cfg.task}: its reward", rewards, taus)
+    for tau, r in zip(taus, rewards, strict=True):
+        tau.reward = r
+        tau.failed = bool(task.failed(tau))
+
+
+def read_rewards(
+    where: str, rewards: Any, taus: Sequence[Trajectory], optional: bool = False
+) -> list[Any]:
+    """Returns what a reward has returned as a list of floats, one for each trajectory; `optional`:
+    or None. Raises Fault, which begins with `where`."""
+    if hasattr(rewards, "tolist"):  # numpy's, torch's, pandas'
+        rewards = rewards.tolist()
+    count: Any = f"{rewards!r:.80}"
+    unordered = Mapping, Set, bytes, bytearray
+    if isinstance(rewards, Collection) and not isinstance(rewards, unordered):
         count = len(rewards)
     if count != len(taus):
         raise Fault(
-            f"{where} returned {count} for {len(taus)} trajectories; return a number for each"
+            f"{where} returned {count} for {len(taus)} trajectories; return a list with a number for each"
         )
-
-    # finite numbers
+    read = list[Any]()
     for tau, r in zip(taus, rewards, strict=True):
-        if not is_finite(r):
-            raise Fault(f"{where} of question {tau.question.id} is {r!r}; return a finite number")
-        tau.reward = float(r)
-        tau.failed = bool(task.failed(tau))
+        absent = optional and r is None
+        if not absent and not is_finite(r):
+            raise Fault(
+                f"{where} of question {tau.question.id} is {r!r:.80}; return a finite number"
+            )
+        read.append(None if absent else float(r))
+    return read
 
 
 def compute_metrics(

@@ -16,7 +16,7 @@ from tiny_model import STOP
 
 from config import Config
 from engines.torch_engine import TorchEngine
-from grpo import Learner, describe_tail, lr_at, minibatches
+from grpo import Learner, describe_gaps, lr_at, minibatches
 from models import lora
 from models.packing import micro_batches
 from plumbing import checkpoint
@@ -716,7 +716,7 @@ def test_a_checkpoint_is_whole_though_a_parameter_never_had_a_gradient(world, tm
         assert torch.equal(p, q)
 
 
-def test_the_gap_is_told_with_its_tail(world, sampled):
+def test_the_gap_is_told_by_quarter_of_the_depth_with_its_tail(world, sampled):
     """Against numpy, over two micro-batches or more: gaps that grow with the depth, and one that
     stands out."""
     taus = copy.deepcopy(sampled[1.0])
@@ -728,12 +728,19 @@ def test_the_gap_is_told_with_its_tail(world, sampled):
     taus[3].logps[last] -= 2.0
     learner = learner_of(world[0], world[0], micro_tokens=128)
     trained = learner.score(taus)[0]
-    engine = np.array([lp for tau in taus for lp, m in zip(tau.logps, tau.mask, strict=True) if m])
+    places = [(k / longest, lp) for tau in taus for k, lp in enumerate(tau.logps) if tau.mask[k]]
+    depth, engine = np.array(places).T
     want, found = abs(trained - engine), learner.update(2, [taus])
+    for quarter in range(4):
+        inside = (depth >= quarter / 4) & (depth < (quarter + 1) / 4)
+        name = f"logp_gap/q{quarter + 1}"
+        assert (name in found) == inside.any()
+        assert not inside.any() or found[name] == pytest.approx(want[inside].mean(), rel=1e-3)
     assert found["logp_gap"] == pytest.approx(want.mean(), rel=1e-3)
     rank = math.ceil(0.99 * len(want)) - 1  # counted from 0
     assert found["logp_gap/p99"] == pytest.approx(np.sort(want)[rank], rel=1e-3)
+    huge = describe_gaps(torch.tensor([[500.0], [0.5]]), False)
+    assert math.isfinite(huge["logp_gap/max_ratio"])  # JSON has no infinity
     assert found["logp_gap/max_ratio"] == pytest.approx(math.exp(want.max()), rel=1e-3)
     assert found["logp_gap/max_ratio"] > 7
-    huge = describe_tail(torch.tensor([500.0]), False)
-    assert math.isfinite(huge["logp_gap/max_ratio"])  # JSON has no infinity
+    assert found["logp_gap/q4"] > 2 * found["logp_gap/q1"] > 0

@@ -537,7 +537,7 @@ BAD = [
     (["--tools", "search,telescope"], "--tools search,telescope: choose"),
     (
         ["--lora_rank", "4096"],
-        "--lora_rank 4096: no layer of the model is wider than 256; choose a lower rank",
+        "--lora_rank 4096: no linear layer of the model is wider than 256; choose a lower rank",
     ),
 ]
 BAD.append((["--tools", "search,calculator"], "its tokenizer cannot write </calculate>"))
@@ -634,7 +634,15 @@ def test_an_export_has_a_model_card_that_the_hub_can_read(whole, tmp_path):
     for name, row in summary["held_out"].items():
         [line] = [line for line in card.text.splitlines() if line.startswith(f"{name}  ")]
         assert f"{row['em']:.3f}" in line.split()
-    assert json.loads((run / "config.json").read_text())["commit"] in card.text
+    rows = {row["t"]: row for row in read_jsonl(run / "metrics.jsonl")}
+    curve = [
+        line.strip("| ").split("|") for line in card.text.splitlines() if line.startswith("| ")
+    ]
+    for t, reward, *_ in curve[1:]:
+        assert float(reward.strip() or 0) == pytest.approx(
+            rows[int(t)].get("reward", 0.0), abs=1e-3
+        )
+    assert len(curve) > 3 and json.loads((run / "config.json").read_text())["commit"] in card.text
     # the command says what the run had, and nothing of this machine
     [command] = re.findall(r"^python inspo.py (.*)$", card.text, re.M)
     cfg = read_config(run)

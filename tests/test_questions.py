@@ -15,6 +15,7 @@ from config import Config
 from plumbing.faults import Fault
 from plumbing.words import split_words
 from tasks import Question, Trajectory, search_qa
+from tasks.loading import check_questions, load_task
 from tasks.metrics import compute_metrics, set_rewards
 from tasks.questions import em, f1, holds_gold, load_questions, normalize
 from tasks.search_qa import SearchQA
@@ -293,6 +294,36 @@ def test_parquet_columns_of_the_json_type(tmp_path):
     assert load_questions(tmp_path / "r.parquet")[0].golds == ("x",)
 
 
+def test_parquet_columns_that_are_maps(tmp_path):
+    """As DuckDB and Spark write objects."""
+    text = pa.map_(pa.string(), pa.string())
+    columns = {
+        "reward_model": pa.array([[("style", "rule"), ("ground_truth", "x")]], text),
+        "extra_info": pa.array([[("index", "7")]], text),
+    }
+    pq.write_table(pa.table({"question": ["Who?"]} | columns), tmp_path / "q.parquet")
+    assert load_questions(tmp_path / "q.parquet") == [Question("7", "Who?", ("x",))]
+
+
+@pytest.mark.parametrize(
+    "row, golds",
+    [
+        ({"prompt": CHAT, "solution": "42"}, ()),  # TRL's
+        ({"prompt": "who wrote it", "answer": 42}, ()),
+        ({"prompt": CHAT, "reward_model": {"ground_truth": {"numbers": [3, 8], "target": 24}}}, ()),  # verl's
+        ({"prompt": CHAT, "reward_model": {"ground_truth": 42}}, ()),
+        ({"prompt": CHAT, "golden_answers": []}, ()),
+        ({"prompt": CHAT, "reward_model": {"ground_truth": "42"}}, ("42",)),
+    ],
+)  # fmt: skip
+def test_a_row_that_a_reward_of_its_own_scores_needs_no_gold_answer(tmp_path, row, golds):
+    path = write(tmp_path / "q.jsonl", row)
+    [q] = load_questions(path, rows=True)
+    assert (q.text, q.golds, q.data) == ("who wrote it?", golds, row)
+    if not golds:
+        assert "gold answer" in fault(path)
+
+
 def test_parquet_reads_as_jsonl_does_and_its_metadata_are_not_read(tmp_path):
     """HotpotQA's passages are there: here they could not even be read."""
     rows = [json.loads(line) for line in (FIXTURE / "train.jsonl").open(encoding="utf-8")]
@@ -356,17 +387,19 @@ def test_a_faulty_row_is_named(tmp_path, row, want):
 def test_an_id_that_two_sources_share_gets_the_source_and_one_that_a_source_repeats_is_refused(
     tmp_path,
 ):
+    """Whatever case the file's name ends in."""
     path = write(tmp_path / "q.jsonl", ROW, ROW | {"data_source": "hotpotqa"}, ROW | {"id": "b"})
     assert [q.id for q in load_questions(path)] == ["nq-a", "hotpotqa-a", "b"]
-    path = write(tmp_path / "q.jsonl", ROW, ROW | {"id": "b"}, ROW)
-    assert fault(path) == ": 2 questions have the id 'nq-a', source included; make the ids unique"
+    path = str(write(tmp_path / "q.JSONL", ROW, ROW | {"id": "b"}, ROW))
+    with pytest.raises(Fault, match="several train questions have the id 'nq-a'"):
+        check_questions(load_task(Config(train=path, test=path)))
 
 
 def test_a_faulty_file_is_named(tmp_path):
     (tmp_path / "q.jsonl").write_bytes(json.dumps(ROW).encode() + b'\n{"question": "caf\xe9"}\n')
     assert fault(tmp_path / "q.jsonl").startswith(":2: invalid JSON ('utf-8' codec can't decode")
-    assert fault(tmp_path / "none.jsonl") == ": no such .jsonl or .parquet file; check the path"
-    assert fault(write(tmp_path / "q.csv", ROW)).startswith(": no such .jsonl or .parquet file")
+    assert fault(tmp_path / "none.jsonl") == ": no such file; check the path"
+    assert fault(write(tmp_path / "q.csv", ROW)).startswith(": neither .jsonl nor .parquet; ")
     assert fault(write(tmp_path / "empty.jsonl", "", " ")).startswith(": no question in it; give")
 
 
@@ -387,18 +420,16 @@ def test_what_is_hardly_meant_is_noted_with_its_count(tmp_path, capsys):
         [{"role": "user", "content": f"Answer. Question: {text}?\n"}] for text in ("Who", "Why")
     )
     rows = [
-        ROW | {"id": "a", "golden_answers": ["The", "x"]},
-        ROW | {"id": "b", "golden_answers": ["?!"]},
         ROW | {"id": "c", "golden_answers": "['x', 'y']"},
         ROW | {"id": "d", "prompt": other},
         ROW | {"id": "e", "prompt": same},
         ROW | {"id": "g", "golden_answers": "[1990, 1991]"},
         ROW | {"id": "f", "golden_answers": ["[x]", "yes!"], "question": "Who", "prompt": None},
     ]
-    assert len(load_questions(write(tmp_path / "q.jsonl", *rows))) == 7
+    assert len(load_questions(write(tmp_path / "q.jsonl", *rows))) == 5
     notes = capsys.readouterr().out.splitlines()
-    assert [int(re.search(r"q\.jsonl: (\d+) ", note)[1]) for note in notes] == [2, 2, 1]
-    load_questions(write(tmp_path / "q.jsonl", *rows[4:5], rows[6]))
+    assert [int(re.search(r"q\.jsonl: (\d+) ", note)[1]) for note in notes] == [2, 1]
+    load_questions(write(tmp_path / "q.jsonl", rows[2], rows[4]))
     assert capsys.readouterr().out == ""
     lists = [
         "('x', 'y')",

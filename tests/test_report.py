@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from journal.summary import conclude, count_seconds, measure_speed
+from journal.summary import conclude, count_seconds, measure_speed, tell_speed
 
 ROWS = [
     "first policy, first instruction",
@@ -89,4 +89,18 @@ def test_where_a_step_s_time_went_by_hand():
         "rollout": 8.0, "tools": 2.0, "reward": 1.0, "update": 6.0, "verify": 2.5, "evolve": 0.5, "evaluate": 0,
     }  # fmt: skip
     assert measure_speed(steps) == {"sampled_per_s": 150.0, "trained_per_s": 2000.0, "mfu": 0.4}
-    assert measure_speed([{"time/update": 1.0}]) == {}  # demonstrations: nothing is sampled
+    said = tell_speed(steps)
+    for part in (
+        "150 tokens/s",
+        "2,000 tokens/s",
+        "MFU 0.40",
+        "rollout 40%",
+        "tools 10%",
+        "update 30%",
+    ):
+        assert part in said
+    assert "evaluate" not in said
+    # demonstrations: nothing is sampled
+    assert measure_speed([{"time/update": 1.0}]) == {} and "update 100%" in tell_speed(
+        [{"time/update": 1.0}]
+    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_grpo import EPS, batch_of, learner_of, logprobs, noisy
 
-from journal.tokens import short, token_data
+from journal.tokens import short, show_mask, token_data
 from tasks import Question, Trajectory
 from tasks.sampling import space_evenly
 
@@ -103,6 +103,18 @@ def test_the_data_of_tokens_say_how_many_there_were(tiny):
     assert cut["ratio"] == [1, 0, 123500]
     assert cut["turns"] == whole["turns"]
     json.dumps(whole, allow_nan=False)
+
+
+def test_a_mask_is_shown_a_line_for_each_run_of_tokens(tiny):
+    tokenizer, tau = tiny[1], Trajectory(0, Question("q", "Who?"), 0, [], 1)
+    for sampled, text in [(0, "Who? "), (1, "a\nb"), (0, " x" * 200), (1, "c")]:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        tau.ids, tau.mask = tau.ids + ids, tau.mask + [sampled] * len(ids)
+    first, act, read, last = show_mask(tau, tokenizer, width=20).split("\n")
+    assert (first, act, last) == ("    Who? ", r"  | a\nb", "  | c")
+    assert read == "     x x x x x [...]  x x x x x"
+    tau.mask = [k % 2 for k in range(len(tau.ids))]
+    assert len(show_mask(tau, tokenizer).split("\n")) == 20 < len(tau.ids)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -24,7 +25,7 @@ from plumbing.faults import Fault, first_line
 from plumbing.outside import without_secrets
 from tasks import Message, Question, Task, Trajectory
 from tasks.functions import TypedFunction
-from tasks.questions import look_up, read_json_lines
+from tasks.questions import look_up, read_rows, unpacked
 from tasks.tools import Failure, Tool
 
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods that the policy cannot call
@@ -133,38 +134,27 @@ class EnvironmentTask(Task):
     def questions(self, split: str) -> list[Question]:
         """Returns the rows of a split. Raises Fault if a file is missing or a row has nothing to
         ask."""
-        file, takes = (
-            getattr(self.cfg, split),
-            dict(inspect.signature(self.environment.reset).parameters),
-        )
-        data = [
-            p
-            for name, p in takes.items()
-            if name not in ("self", "seed") and p.kind is not p.VAR_KEYWORD
-        ]
-        given = file not in ("", *(preset.get(split) for preset in PRESETS.values()))
-        if (
-            not self.environments
-            and not given
-            and not data
-            and ("seed" in takes or len(takes) == 1)
-        ):
-            rows = ({"seed": seed} if "seed" in takes else {} for seed in SEEDS[split])
-            return [
-                Question(f"{split}-{k}", "", source="seeds", data=row) for k, row in enumerate(rows)
-            ]
+        file = getattr(self.cfg, split)
+        if file in [preset.get(split) for preset in PRESETS.values()]:
+            file = ""  # those are search QA's
+        takes = inspect.signature(self.environment.reset).parameters
+        named = {name for name, p in takes.items() if p.kind is not p.VAR_KEYWORD} - {"self"}
+        if not file and not self.environments and (named == {"seed"} or len(takes) == 1):
+            rows: list[Any] = [{"seed": seed} if named else {} for seed in SEEDS[split]]
+            return [Question(f"{split}-{k}", "", (), "seeds", row) for k, row in enumerate(rows)]
         if not file and split == "valid":
             return []
-        path, questions = Path(file), []
-        if path.suffix != ".jsonl" or not path.is_file():
-            raise Fault(
-                f"--{split} {file or 'is missing'}: give a .jsonl file, each line a row for reset()"
-            )
-        for line, row in read_json_lines(path):
-            try:
-                text = _asked(row)
-            except (AttributeError, ValidationError):
-                text = ""
+        if not file:
+            raise Fault(f"--{split} is missing: give a .jsonl or .parquet file of rows for reset()")
+
+        # what is asked, and of which environment
+        try:
+            rows = list(read_rows(file))
+        except Fault as e:
+            raise Fault(f"--{split} {e}") from None
+        questions = []
+        for line, row in rows:
+            text = _asked(row)
             if not (text or self.environments) or not isinstance(row, dict):
                 raise Fault(
                     f"--{split} {file}:{line}: nothing is asked that is text; fill `prompt` (a text, or messages of the"
@@ -174,7 +164,7 @@ class EnvironmentTask(Task):
                 names = ", ".join(self.environments)
                 raise Fault(f"--{split} {file}:{line}: its `environment` is none of {names}")
             id = look_up(row, "id", default=f"{split}-{line}")
-            questions.append(Question(id, text, source=path.stem, data=row))
+            questions.append(Question(id, text, (), Path(file).stem, row))
         return questions
 
     def prompt(self, instruction: str, question: Question) -> list[Message]:
@@ -231,16 +221,20 @@ class EnvironmentTask(Task):
 
 def close(episodes: list[Any]) -> None:
     for episode in episodes:
-        wait_for(getattr(episode, "close", lambda: None)())
+        with suppress(Exception):  # it is no longer needed
+            wait_for(getattr(episode, "close", lambda: None)())
 
 
 def _asked(row: Any) -> str:
-    """Returns the text of a row: its `prompt`, whose messages are joined, or its `question`."""
-    prompt = PROMPT.validate_python(row.get("prompt") or row.get("question"))
-    texts = (
-        [prompt] if isinstance(prompt, str) else [_text(message["content"]) for message in prompt]
-    )
-    return "\n\n".join(texts).strip()
+    """Returns the text of a row: its `prompt`, whose messages are joined, or its `question`; "" if
+    neither is text."""
+    try:
+        prompt = PROMPT.validate_python(unpacked(row.get("prompt") or row.get("question")))
+    except (AttributeError, ValidationError):
+        return ""
+    if isinstance(prompt, str):
+        return prompt.strip()
+    return "\n\n".join(_text(message["content"]) for message in prompt).strip()
 
 
 def _text(content: str | list[Block]) -> str:

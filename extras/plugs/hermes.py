@@ -237,10 +237,8 @@ def call_of(text: str, tools: Sequence[Tool]) -> tuple[Tool, str]:
 def schema_of(tool: Tool, description: str = "") -> dict[str, Any]:
     """Returns name, description and parameters (a JSON schema) of a tool; `description`, if there
     is one, replaces its own. A tool without a schema has one text as its argument."""
-    # transformers adds what a function returns, which OpenAI's API does not know
     if isinstance(tool, SchemaTool):
-        own = {key: tool.schema[key] for key in ("name", "description", "parameters")}
-        return own | ({"description": description} if description else {})
+        return tool.schema | ({"description": description} if description else {})
     parameter = {"type": "string", "description": f"The {tool.argument}"}
     parameters = {
         "type": "object",

@@ -19,7 +19,7 @@ import re
 import shlex
 import tempfile
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -27,6 +27,7 @@ from plumbing.client import back_off
 from plumbing.faults import Fault, ToolDown, first_line
 from plumbing.outside import decoded, printable, without_secrets
 from tasks.functions import Failed, SchemaTool
+from tasks.tools import Tool
 
 PATIENCE = 60.0  # seconds for a server to start and to list its tools
 PROBE = 10.0  # seconds for one that has failed to list them again
@@ -35,7 +36,7 @@ ROUNDS = 6  # of calls of a tool, each begun after the last went unserved, that 
 
 
 @functools.cache
-def tools_of(target: str, where: str) -> Sequence[ServerTool | Fault]:
+def tools_of(target: str, where: str) -> Sequence[Tool | Fault]:
     """Returns the tools of the server at a URL or behind a command, a Fault for each that cannot be
     offered.
 
@@ -51,19 +52,26 @@ def tools_of(target: str, where: str) -> Sequence[ServerTool | Fault]:
         ) from None
     # its tracebacks; what it cannot do becomes a reply
     logging.getLogger("mcp").setLevel(logging.CRITICAL + 1)
-    server, found = Server(target, where), list[ServerTool | Fault]()
-    for tool in server.start():
-        try:
-            offered = ServerTool(where, tool.name, tool.description, tool.input_schema)
-        except Fault as e:
-            found.append(e)
-            continue
-        offered.server = server
-        server.tools.append(offered)
-        found.append(offered)
+    server = Server(target, where)
+    found = make_tools(ServerTool, where, server.start())
     if not found:
         raise Fault(f"{where}: the server has no tools")
+    server.tools = [tool for tool in found if isinstance(tool, ServerTool)]
+    for tool in server.tools:
+        tool.server = server
     return found
+
+
+def make_tools(kind: Callable[..., Tool], where: str, listed: Sequence[Any]) -> list[Tool | Fault]:
+    """Returns a tool of this kind for each that a server lists, and a Fault for one that the policy
+    could not call."""
+    made = list[Tool | Fault]()
+    for tool in listed:
+        try:
+            made.append(kind(where, tool.name, tool.description, tool.input_schema))
+        except Fault as e:
+            made.append(e)
+    return made
 
 
 def _refuse(uri: str) -> Any:
@@ -109,11 +117,6 @@ class CheckedTool(SchemaTool):
         # check.
         refers = re.search(r'"\$\w*[rR]ef"', json.dumps(parameters))
         self.validator = None if refers else validator
-        properties = parameters.get("properties", {})
-        # true
-        parameters |= {
-            "properties": {key: p if isinstance(p, dict) else {} for key, p in properties.items()}
-        }
         super().__init__({"name": name, "description": description, "parameters": parameters})
 
     def read_arguments(self, arguments: str) -> dict[str, Any]:

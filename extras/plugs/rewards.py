@@ -16,14 +16,13 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from statistics import fmean
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from plumbing.faults import Fault
 from plumbing.outside import decoded
 from tasks import Question, Task, Trajectory
-from tasks.metrics import is_finite
+from tasks.metrics import read_rewards
 from tasks.plugs import import_named
 from tasks.questions import look_up, unpacked
 
@@ -107,20 +106,10 @@ class Rewarded(Task):
         """
         sums = [list[float]() for _ in taus]
         for score in self.scores:
-            part = self.call(score, taus)
-            if np.shape(part) != (len(taus),):
-                count = len(part) if np.ndim(part) else part
-                raise Fault(
-                    f"--reward {score.item}: the reward returned {count!r:.80} for {len(taus)}"
-                    " trajectories; return a list with a number, or None, for each"
-                )
+            where = f"--reward {score.item}: the reward"
+            part = read_rewards(where, self.call(score, taus), taus, optional=True)
             for terms, r in zip(sums, part, strict=True):
-                if r is not None and not is_finite(r):
-                    raise Fault(
-                        f"--reward {score.item}: the reward of a trajectory is {r!r:.80}; return a"
-                        " finite number, or None"
-                    )
-                terms += [] if r is None else [score.weight * float(r)]
+                terms += [] if r is None else [score.weight * r]
 
         self.apart = [tau for tau, terms in zip(taus, sums, strict=True) if not terms]
         if not self.apart:
@@ -131,7 +120,7 @@ class Rewarded(Task):
             groups.setdefault(tau.group, []).extend([sum(terms)] if terms else [])
         every = sum(groups.values(), []) or [0.0]
         return [
-            sum(terms) if terms else float(np.mean(groups[tau.group] or every))
+            sum(terms) if terms else fmean(groups[tau.group] or every)
             for tau, terms in zip(taus, sums, strict=True)
         ]
 
@@ -147,7 +136,7 @@ class Rewarded(Task):
         results = [score.call(self.solved(tau)) for tau in taus]
         if results and inspect.isawaitable(results[0]):
             results = wait_for(gather(results))
-        return [result["score"] if isinstance(result, dict) else result for result in results]
+        return [r.get("score", r) if isinstance(r, dict) else r for r in results]
 
     # ---- a trajectory as TRL and verl have it
 

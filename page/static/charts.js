@@ -7,7 +7,7 @@ const PANELS = [
   { id: "logp", title: "Log-prob per token of the demonstrations", keys: { logp: "mean" } },
   { id: "entropy", title: "Entropy per token, nats", keys: { entropy: "entropy" } },
   { id: "clip_fraction", title: "Clipped tokens", keys: { clip_fraction: "share" } },
-  { id: "logp_gap", title: "Engine against trainer, nats per token", keys: { logp_gap: "mean" } },
+  { id: "logp_gap", title: "Engine against trainer, nats per token; by quarter of the longest context", keys: { logp_gap: "mean", "logp_gap/q1": "1st", "logp_gap/q2": "2nd", "logp_gap/q3": "3rd", "logp_gap/q4": "4th" } },
   { id: "logp_gap_tail", title: "Its tail: 99th percentile, nats, and largest ratio", keys: { "logp_gap/p99": "99 %", "logp_gap/max_ratio": "ratio" } },
   { id: "zero_variance_groups", title: "Groups with rewards all alike", keys: { zero_variance_groups: "all", all_right_groups: "all right", all_wrong_groups: "all wrong" } },
   { id: "grad_norm", title: "Gradient norm before clipping", keys: { grad_norm: "norm" } },
@@ -58,13 +58,9 @@ function drawCurves() {
   for (const chart of shown) {
     const box = h("figure", { class: "chart", id: `panel-${chart.id}` });
     grid.append(box);
-    chart.events = DATA.runs.length > 1 ? [] : evolutions(DATA.runs[0]);
+    chart.events = DATA.runs.length > 1 ? [] : DATA.runs[0].evolutions;
     charts.push(drawChart(box, chart));
   }
-}
-
-function evolutions(run) {
-  return [...new Set(run.events.filter((event) => event.event === "evolve").map((event) => event.t))];
 }
 
 function single(run) {
