@@ -16,7 +16,6 @@ from evaluation.statistics import (
     average_differences,
     compare_pairs,
     compare_seeds,
-    estimate_over_seeds,
 )
 from journal.record import differences
 from journal.summary import SHARES, label
@@ -112,26 +111,24 @@ def compare(directories: Sequence[str]) -> str:
 
     # a row for each arm and set, and one for the average over the sets
     sets = list(first[0].values)
-    rows, headline = list[dict[str, str]](), list[Difference]()
-    for arm in others:
-        parts = [compare_pairs(by_question(arm, data), by_question(first, data)) for data in sets]
-        rows += [make_row(arm, first, [data], part) for data, part in zip(sets, parts, strict=True)]
-        whole = parts[0]
-        if len(sets) > 1:
-            whole = average_differences(parts)
-            rows.append(make_row(arm, first, sets, whole))
-        seeds = compare_seeds(by_seed(arm, sets), by_seed(first, sets))
-        headline.append(whole if np.isnan(seeds.p) else seeds)
+    shown = [[data] for data in sets]
+    if len(sets) > 1:
+        shown.append(sets)
+    rows, tests = list[dict[str, str]](), dict[int, Difference]()
+    for k, arm in enumerate(others):
+        for data in shown:
+            row, tests[k] = compare_arms(arm, first, data)
+            rows.append(row)
 
     # the text
     out = [f"Differences from {name_arm(first)}.", "", format_table(rows)]
     if len(others) > 1:
-        p = adjust_p_values(dict(enumerate(headline)))
-        shown = [
-            f"{name_arm(arm)} {format_p(p[k]) if k in p else 'no test'}"
+        adjusted = adjust_p_values(tests)
+        told = [
+            f"{name_arm(arm)} {format_p(adjusted.get(k, math.nan)) or 'no test'}"
             for k, arm in enumerate(others)
         ]
-        out.append(f"Holm's p over the {len(others)} comparisons: {', '.join(shown)}")
+        out.append(f"Holm's p over the {len(others)} comparisons: {', '.join(told)}")
     if unlike:
         out.append(f"They also differ in this: {'; '.join(unlike.values())}.")
     out.append(
@@ -142,26 +139,31 @@ def compare(directories: Sequence[str]) -> str:
     return "\n".join(out)
 
 
-def make_row(arm: Arm, first: Arm, data: list[str], difference: Difference) -> dict[str, str]:
-    """A row of the table: an arm against the first one on some sets of questions."""
+def compare_arms(arm: Arm, first: Arm, data: list[str]) -> tuple[dict[str, str], Difference]:
+    """Compares an arm with the first one on some sets of questions.
+
+    Returns a row of the table, and the difference over seeds, or over questions without a test of
+    seeds.
+    """
+    parts = [compare_pairs(by_question(arm, name), by_question(first, name)) for name in data]
+    questions = average_differences(parts) if len(parts) > 1 else parts[0]
     a, b = by_seed(arm, data), by_seed(first, data)
     seeds = compare_seeds(a, b)
     tested = not np.isnan(seeds.p)
+    best = seeds if tested else questions
     most = 1.0 if arm[0].metric in SHARES else math.inf
-    visible = seeds.visible if tested else difference.visible
-    return {
+    row = {
         "": name_arm(arm),
         "benchmark": data[0] if len(data) == 1 else "average",
-        "questions": f"{difference.interval.n:,}",
-        label(
-            arm[0].metric
-        ): f"{estimate_over_seeds(a).mean:.3f}, {estimate_over_seeds(b).mean:.3f}",
-        "difference over questions, 95 %": f"{difference.interval.within(-most, most):+}",
-        "p": format_p(difference.p),
+        "questions": f"{questions.interval.n:,}",
+        label(arm[0].metric): f"{np.mean(a):.3f}, {np.mean(b):.3f}",
+        "difference over questions, 95 %": f"{questions.interval.within(-most, most):+}",
+        "p": format_p(questions.p),
         "difference over seeds, 95 %": f"{seeds.interval.within(-most, most):+}" if tested else "",
         "p over seeds": format_p(seeds.p),
-        "would have shown": f"{visible:.3f}" if np.isfinite(visible) else "",
+        "would have shown": f"{best.visible:.3f}" if np.isfinite(best.visible) else "",
     }
+    return row, best
 
 
 def format_p(p: float) -> str:

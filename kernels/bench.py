@@ -27,8 +27,8 @@ import csv
 import itertools
 import json
 import math
-import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -207,33 +207,32 @@ def check(peers):
     wanted = {3: gradients(exact, plain_logp), 1: (plain_logp(exact).detach(),)}
     errors = {}
     for name, (n, run) in runs_of(b).items():
-        if not name.startswith(peers):
-            continue
-        errors[name] = math.nan
-        try:
-            pairs = list(zip(run(), wanted[n], strict=False))
-            if pairs:
-                ratios = [(x - y).norm() / y.norm() for x, y in pairs]
+        if name.startswith(peers):
+            results, errors[name] = attempt(run)[0], math.nan
+            ratios = [(x - y).norm() / y.norm() for x, y in zip(results, wanted[n], strict=False)]
+            if ratios:
                 errors[name] = torch.stack(ratios).max().item()  # nan, if one is
-        except Exception as e:  # a peer can raise anything
-            print(f"{name}: {type(e).__name__}: {e}", file=sys.stderr)
     return errors
 
 
-def measure(run, seconds):
-    """Returns the median ms of a run, its peak GB, which is 0 without a GPU, and why it failed."""
+def attempt(run):
+    """Returns the results of a run, none if it fails, and why it failed."""
     try:
-        timer = Timer("run()", globals={"run": run})
-        ms = timer.blocked_autorange(min_run_time=seconds).median * 1000
-        if not CUDA:
-            return ms, 0.0, ""
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return ms, (torch.cuda.max_memory_allocated() - before) / 1e9, ""
+        return run(), ""
     except Exception as e:  # a peer can raise anything
-        missing = isinstance(e, ImportError)
-        return math.nan, math.nan, "not installed" if missing else type(e).__name__
+        return (), f"{type(e).__name__}: {e}".partition("\n")[0]
+
+
+def measure(run, seconds):
+    """Returns the median ms of a run, and its peak GB, which is 0 without a GPU."""
+    timer = Timer("run()", globals={"run": run})
+    ms = timer.blocked_autorange(min_run_time=seconds).median * 1000
+    if not CUDA:
+        return ms, 0.0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return ms, (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
 def plot(rows, path):
@@ -288,6 +287,10 @@ def main() -> None:
     if not all(0 <= masked < 100 for masked in args.masked):
         parser.error("--masked: give percents from 0 to below 100")
 
+    for file in filter(None, (args.csv, args.plot)):
+        if not Path(file).absolute().parent.is_dir():
+            parser.error(f"{file}: there is no such directory")
+
     # errors at a small shape
     device = "no GPU: this tests the script, its times say nothing"
     if CUDA:
@@ -305,7 +308,8 @@ def main() -> None:
         for name, (n, run) in runs_of(make_batch(N, H, V, masked / 100)).items():
             if name not in errors:
                 continue
-            ms, gb, note = measure(run, args.seconds)
+            measured, note = attempt(partial(measure, run, args.seconds))
+            ms, gb = measured or (math.nan, math.nan)
             row = dict(name=name, products=n, tokens=N, H=H, V=V, masked=masked, ms=ms)
             row["ratio"] = ms / first.setdefault(n, ms)
             row["tflops"] = 2 * n * (N - int(N * masked / 100)) * H * V / ms / 1e9

@@ -105,12 +105,12 @@ def _entry(row: Row, name: str, tree: Row, T: int) -> Row:
         "t": t,
         "ins": ins,
         "reward": round(row["reward"], 4),
-        "failed": int(row["failed"]),
+        "failed": row["failed"],
         "stop": row["stop"],
         "source": row["source"],
         "calls": sum(bool(turn["tool"]) and turn["result"] is not None for turn in row["turns"]),
         "group": row["group"],
-        "tokens": int("token_data" in row),
+        "tokens": "token_data" in row,
     }
 
 

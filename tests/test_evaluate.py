@@ -450,7 +450,7 @@ def test_each_fault_is_one_line_that_says_what_to_do(
     gone.stop()
     for flags, words in (
         (["world", "--data", "world", "world"], "--data world: there is a world already"),
-        (["world", "--data", "squad"], "squad: no such .jsonl or .parquet file"),
+        (["world", "--data", "squad"], "squad: no such file"),
         (
             ["world", "--data", "hotpotqa"],
             "hf://datasets/RUC-NLPIR/FlashRAG_datasets/hotpotqa/dev.jsonl: the hub cannot be reached",
