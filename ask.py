@@ -55,6 +55,8 @@ def show(tau: Any) -> None:
 
 def ask(args: argparse.Namespace) -> None:
     run = args.run or newest_run()
+    if not Path(run).is_dir():
+        raise Fault(f"--run {run}: no such directory")
     given = {name: getattr(args, name) for name in KNOBS if getattr(args, name) is not None}
 
     # the agent

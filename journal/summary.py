@@ -103,7 +103,8 @@ def tell_vain(summary: Row) -> str:
     """Returns a sentence if instructions should have changed, and did not."""
     if summary.get("evolved") is not False or summary["mode"] == "static":
         return ""
-    changed = f"{many(summary['ledger']['evolutions'], 'evolution')} changed no instruction"
+    n = summary["ledger"]["evolutions"]
+    changed = f"{many(n, 'evolution')} changed no instruction" if n else "no evolution took place"
     return f"{changed}: this is no result of --mode {summary['mode']} (evolved: false in summary.json)."
 
 

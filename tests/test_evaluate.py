@@ -503,7 +503,7 @@ def test_each_fault_is_one_line_that_says_what_to_do(
         ([tmp_path, "x"], f"{tmp_path} holds no finished run"),
         ([tmp_path / "half", "x"], "has no I_star.txt, so it has not finished"),
         ([tmp_path / "lost", "x"], "has no policy/, so it has not finished"),
-        (["runs/nothere", "x"], "runs/nothere is no directory"),
+        (["runs/nothere", "x"], "--run runs/nothere: no such directory"),
         ([finished, "x", "--temperature", "nan"], "--temperature nan: give a number"),
         ([finished, "x", "--seed", -1], "--seed -1: give a number"),
         ([finished, "x", "--topk", 0], "--topk 0: must be at least 1"),

@@ -672,6 +672,16 @@ def test_export_says_in_one_line_what_it_cannot_do(whole, tmp_path, flags, says)
     )
     with pytest.raises(SystemExit, match="holds no run"):
         export.main([str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        export.main([str(whole[0]), "--step", "9", "--best"])
+
+
+@pytest.mark.parametrize("rows", ["", "not json\n", '{"t": 1, "reward": 0.5}\n'])
+def test_an_export_of_a_run_whose_numbers_are_lost_has_a_card(whole, tmp_path, rows):
+    run = shutil.copytree(whole[0], tmp_path / "r")
+    (run / "metrics.jsonl").write_text(rows)
+    export.main([str(run), "--out", str(tmp_path / "to")])
+    assert (run / "I_star.txt").read_text().strip() in (tmp_path / "to" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -383,12 +383,20 @@ def test_what_a_person_would_point_at_is_a_warning(rows, panels, numbers):
 
 
 @pytest.mark.parametrize(
-    "mode, evolved, n", [("inspo", False, 1), ("inspo", True, 0), ("static", False, 0)]
+    "mode, evolved, times, n",
+    [
+        ("inspo", False, 2, 1),
+        ("inspo", False, 0, 1),
+        ("inspo", True, 2, 0),
+        ("static", False, 0, 0),
+    ],
 )
-def test_a_run_in_which_nothing_evolved_says_so(mode, evolved, n):
+def test_a_run_in_which_nothing_evolved_says_so(mode, evolved, times, n):
     run = run_of(*[GOOD] * 10)
-    run.summary |= {"mode": mode, "evolved": evolved, "ledger": {"evolutions": 2}}
-    assert [warning["panel"] for warning in find_warnings(run)] == ["tree"] * n
+    run.summary |= {"mode": mode, "evolved": evolved, "ledger": {"evolutions": times}}
+    found = find_warnings(run)
+    assert [warning["panel"] for warning in found] == ["tree"] * n
+    assert all((str(times) in warning["text"]) == (times > 0) for warning in found)
 
 
 def test_the_cost_of_an_unfinished_run_is_that_of_the_finished_one():
