@@ -83,8 +83,8 @@ def find_subject(what: str, served: str = "") -> Subject:
     if run == path and not (I_star and weights.is_dir()):
         gone = "policy/" if I_star else "I_star.txt"
         raise Fault(
-            f"{what} has no {gone}, so it has not finished: resume it, or give a directory that "
-            f"`python export.py {what}` has written"
+            f"{what} has no {gone}, so it has not finished: wait, resume it, or give a directory "
+            f"that `python export.py {what}` has written"
         )
     return Subject(path.resolve().name, str(weights), read_config(run), I_star, run=run)
 

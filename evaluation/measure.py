@@ -314,6 +314,6 @@ def format_table(rows: Sequence[Mapping[str, str]]) -> str:
     """A Markdown table of rows, each a cell by its heading."""
     heads = list(dict.fromkeys(head for row in rows for head in row))
     cells = [heads, *([row.get(head, "") for head in heads] for row in rows)]
-    lines = [f"| {' | '.join(line)} |\n" for line in cells]
+    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in cells]
     lines.insert(1, "|---" * len(heads) + "|\n")
     return "".join(lines)

@@ -51,7 +51,8 @@ def build_page(paths: Sequence[Path], live: str = "") -> str:
         }
     except (LookupError, TypeError, ValueError, AttributeError) as e:
         raise Fault(
-            f"{run.path} holds what no run writes ({type(e).__name__}: {e}): restore it"
+            f"{run.path} holds what no run writes ({type(e).__name__}: {e}): "
+            "restore it, or take the commit in its config.json"
         ) from e
     return fill_template(data, pages)
 

@@ -459,7 +459,7 @@ def test_each_fault_is_one_line_that_says_what_to_do(
         ([*ROLLING, "--data", "nq"], "asks its own questions: give test, valid, train"),
         (
             [tmp_path / "half"],
-            "has no I_star.txt, so it has not finished: resume it, or give a directory that",
+            "has no I_star.txt, so it has not finished: wait, resume it, or give a directory",
         ),
         (
             [policy, "--method", "inspo", "--data", "world"],
@@ -938,6 +938,8 @@ def test_compare_two_greedy_runs(tmp_path):
     assert row["p over seeds"] == row["difference over seeds, 95 %"] == ""
     [same] = cells_of(compare([a, a]))
     assert same["p"] == "1.000" and "nan" not in str(same)
+    [odd] = cells_of(compare([a, str(shutil.copytree(tmp_path / "new", tmp_path / "n|w"))]))
+    assert odd[""] == "n/w" and odd | {"": ""} == row | {"": ""}
     b = evaluation(tmp_path / "b", "miles", nq=[1.5, 1, 9])
     [row] = cells_of(compare([evaluation(tmp_path / "a", "miles", nq=[0.5, 2, 7]), b]))
     assert row["miles"] == "3.833, 3.167" and row["difference over questions, 95 %"].startswith(
