@@ -9,10 +9,10 @@ from journal.card import make_card
 from journal.checkpoints import best_of_mark
 from journal.directory import RunDirectory, step_of
 from models import lora
-from models.model import empty, export, load_config, load_model, load_tokenizer
+from models.model import empty, export, fill, load_config, load_model, load_tokenizer
 from plumbing import checkpoint
 from plumbing.faults import CheckpointFault, Fault
-from plumbing.files import write_file
+from plumbing.files import new_directory, write_file
 
 
 def export_checkpoint(
@@ -45,18 +45,17 @@ def export_checkpoint(
     I = best_of_mark(run.load_mark(chosen), cfg)
 
     config, computed = load_config(cfg.model), getattr(torch, cfg.dtype)
+    model = empty(config, computed if cfg.lora_rank else torch.float32, "cpu")
     if cfg.lora_rank:  # its checkpoints lack the weights that did not change
-        model = load_model(cfg.model, cfg.max_prompt + cfg.max_response).to(computed)
+        fill(model, load_model(cfg.model, cfg.max_prompt + cfg.max_response))
         lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
-    else:
-        model = empty(config, torch.float32, "cpu")
     stored = model.state_dict()
     if cfg.lora_rank:
         stored = {name: value for name, value in stored.items() if lora.is_adapter(name)}
     checkpoint.load({"model": stored}, chosen, alone=True)
 
     # what is written
-    with run.directory(str(out.absolute())) as new:
+    with new_directory(out) as new:
         if adapters:
             lora.export(model, cfg.lora_alpha, cfg.seed, cfg.model, new)
         else:

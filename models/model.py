@@ -40,8 +40,13 @@ LOGIT_SCALES = {
     "hyperclovax": ("logits_scaling", 1),
 }
 
-# what sounds like a family's own idea of them
-LOGITS = "logits?_(scal|soft|mup)|soft_?cap|lm_head_mul"
+# what an error of transformers that contains this means
+REMEDIES = {
+    "trust_remote_code": "it needs code of its own (auto_map), which is never run; choose another model",
+    "'packed'": "its attention cannot be replaced by ours; choose a model of another family",
+    "deserializing header": "its weights are incomplete; fetch them again (a git clone needs git lfs pull)",
+}
+TAGS = "<think> a </think> <answer> a </answer> <search> a </search> <information> a </information> <x> a </x>"
 PART = 2**18  # weights that are dithered at a time: they stay in a CPU's cache
 
 
@@ -53,7 +58,7 @@ def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
     """
     from transformers import AutoTokenizer
 
-    _silence_transformers()
+    rows = load_config(path).get_text_config().vocab_size
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         turn_ends(tokenizer)
@@ -70,14 +75,11 @@ def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
                 f"--model {path}: its tokenizer cannot write {tag}, so no turn would end; choose another,"
                 " such as smollm2-135m"
             )
-    tags = " ".join(
-        f"<{tag}> a </{tag}>" for tag in ("think", "answer", "search", "information", "x")
-    )
     long = "Which lake is the deepest? " * 1000
-    asked = [{"role": "user", "content": f"{long} {tags} {' '.join(stop)} {long}"}]
-    text, rows = in_template(tokenizer, asked), load_config(path).get_text_config().vocab_size
+    asked = [{"role": "user", "content": f"{long} {TAGS} {' '.join(stop)} {long}"}]
+    ids = tokenizer(in_template(tokenizer, asked), add_special_tokens=False)["input_ids"]
     # Gemma 3's mark of an image has no row: outside text cannot spell it, and no prompt has it
-    written = {*tokenizer(text, add_special_tokens=False)["input_ids"], *turn_ends(tokenizer)}
+    written = {*ids, *turn_ends(tokenizer)}
     for token, i in tokenizer.get_vocab().items():
         if i >= rows and (i in written or not control(tokenizer).fullmatch(token)):
             raise Fault(
@@ -86,22 +88,34 @@ def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
     return tokenizer
 
 
-def load_config(path: str) -> Any:
+def load_config(path: str, longest: int = 0) -> Any:
     """Returns the Hugging Face config of a policy, without its weights; raises Fault where there is
-    none, or none that can be trained.
+    none, or none that can be trained on sequences of `longest` tokens.
 
     It has no dropout and no noise: the policy in training is the one that sampled.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, logging
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if Path(path, "adapter_config.json").is_file():
+        raise Fault(f"--model {path}: it has LoRA adapters (adapter_config.json); merge them first")
     check_model(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as e:  # a damaged directory can raise anything
         raise _unloadable(path, "causal LM", e) from e
     text = config.get_text_config()
-    if getattr(config, "quantization_config", None):  # an export would carry it, too
+    bits = (config.dtype or torch.float32).itemsize * 8
+    if getattr(config, "quantization_config", None) or bits < 16:  # an export would carry it, too
         raise Fault(f"--model {path}: its weights are quantized; choose the model in bfloat16")
+    places = getattr(text, "max_position_embeddings", None)
+    if places and longest > places:
+        raise Fault(
+            f"--model {path}: it ends at {places} tokens; lower --max_prompt + --max_response, which are {longest}"
+        )
+    # nobody reads what these add to a forward pass, and an export could not write them
+    config.update({"output_attentions": False, "output_hidden_states": False, "return_dict": True})
     for name, value in list(vars(text).items()):
         if isinstance(value, float) and re.search("drop|jitter", name):
             setattr(text, name, 0.0)
@@ -116,7 +130,6 @@ def load_model(path: str, longest: int = 0) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    _silence_transformers()
     config = load_config(path)
     described = {name for name, _ in skeleton(config).named_parameters()}
     try:
@@ -131,16 +144,7 @@ def load_model(path: str, longest: int = 0) -> Any:
         )
     except Exception as e:  # a damaged directory can raise anything
         raise _unloadable(path, "causal LM", e) from e
-    # transformers fills what is missing with random numbers.
-    wrong = {what: loaded[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched")}
-    wrong["not finite"] = [name for name, p in model.named_parameters() if not p.isfinite().all()]
-    for what, names in wrong.items():
-        if names:
-            first = min(name if isinstance(name, str) else name[0] for name in names)
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise Fault(
-                f"--model {path}: weights are {what}: {first}{more}; use a complete copy of the model"
-            )
+    _check_weights(path, model, loaded)
     if odd := described ^ dict(model.named_parameters()).keys():
         raise Fault(
             f"--model {path}: its config.json (tie_word_embeddings = {config.tie_word_embeddings}) and its weights"
@@ -151,30 +155,55 @@ def load_model(path: str, longest: int = 0) -> Any:
     for p in model.parameters():
         p.data = p.data.clone()
     model.forward_packed = MethodType(forward_packed, model)
+    _check_forward(path, model, longest)
+    return model
+
+
+def _check_weights(path: str, model: Any, loaded: dict[str, Any]) -> None:
+    """Raises Fault where weights are not those of a whole model: transformers fills what is missing
+    with random numbers, and reads integers without their scales."""
+    wrong = {what: loaded[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched")}
+    named = list(model.named_parameters())
+    wrong["not finite"] = [name for name, p in named if not p.isfinite().all()]
+    # of a quantized file, or zeros of one whose download was broken off
+    wrong["whole numbers"] = [
+        name for name, p in named if p.ndim > 1 and "bias" not in name and p.equal(p.round())
+    ]
+    for what, names in wrong.items():
+        if names:
+            raise Fault(
+                f"--model {path}: weights are {what} ({len(names)}, {min(map(str, names))}); use a complete copy"
+            )
+
+
+def _check_forward(path: str, model: Any, longest: int) -> None:
+    """Raises Fault where `_unsupported` finds a reason, or the model's code cannot be called."""
     text = model.config.get_text_config()
     longest = longest or getattr(text, "max_position_embeddings", 0) or 1
-    windowed = [part for part in (text, *model.modules()) if getattr(part, "sliding_window", None)]
-    windows = [(part, part.sliding_window) for part in windowed]
+    windows = [
+        (part, part.sliding_window)
+        for part in (text, *model.modules())
+        if getattr(part, "sliding_window", None)
+    ]
     try:
-        for part in windowed:  # so that a few tokens show what they do
+        for part, _ in windows:  # so that a few tokens show what they do
             part.sliding_window = 3
         reason = _unsupported(model, longest)
     except Exception as e:  # a family's code that cannot be called as `forward_packed` does
-        raise Fault(
-            f"--model {path}: its forward pass fails ({type(e).__name__}: {first_line(e)})"
-        ) from e
+        reason = f"its forward pass fails ({type(e).__name__}: {first_line(e)})"
     finally:
         for part, window in windows:
             part.sliding_window = window
         model.eval()
     if reason:
         raise Fault(f"--model {path}: {reason}")
-    return model
 
 
 def load_policy(path: str, stop: tuple[str, ...] = (), longest: int = 0) -> tuple[Any, Any]:
-    """Returns (model, tokenizer), the whole model on the CPU."""
+    """Returns (model, tokenizer), the whole model on the CPU, for sequences of `longest` tokens at
+    most."""
     tokenizer = load_tokenizer(path, stop)
+    load_config(path, longest)
     return load_model(path, longest), tokenizer
 
 
@@ -206,82 +235,90 @@ def _unsupported(model: Any, longest: int) -> str:
     """Returns why `forward_packed` would be wrong for this model, as running it on two short
     sequences shows; "" if it is right.
 
-    The model's own logits, with eager attention, have to be `logit_scale` times its head's output,
-    and its hidden states have to be the same in training, when both are packed into one row with
-    the last token of a sequence of `longest`.
+    The model's own logits have to be `logit_scale` times its head's output, and its hidden states
+    have to be the same in training, when both sequences are packed into one row with the last token
+    of a sequence of `longest`.
     """
-    head, scale, lengths = model.get_output_embeddings(), logit_scale(model.config), [4, 7]
+    head = model.get_output_embeddings()
     if head is None:
         return "it has no head"
     if getattr(head, "bias", None) is not None:
         return "its head has a bias, which the loss does not know"
     if model.config.model_type == "phimoe":  # where their scores are close, which a few tokens miss
         return "it draws its experts at random in training"
-    ids = torch.linspace(0, len(model.get_input_embeddings().weight) - 1, sum(lengths)).long()
-    hidden: list[torch.Tensor] = []
+    last = len(model.get_input_embeddings().weight) - 1
+    sequences = torch.linspace(0, last, 11).long().split([4, 7])
+    states, logits = _run_alone(model, sequences)
+    return _differ_logits(model, states, logits) or _differ_packed(
+        model, sequences, states, longest
+    )
+
+
+def _run_alone(model: Any, sequences: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Returns each sequence's hidden states (2 T, H) and the model's own logits (2 T, V), with
+    eager attention, every family's reference: it knows soft caps and sinks.
+
+    The second half are the same states magnified to logits of up to 1000: a soft cap hardly bends
+    small ones.
+    """
+    head, scale = model.get_output_embeddings(), logit_scale(model.config)
+    states: list[torch.Tensor] = []
 
     def magnify(module: Any, args: Any, output: Any) -> Any:
-        # A soft cap hardly bends small logits: give the head the same states with logits of up to
-        # 1000, too.
         h = output.last_hidden_state
-        output.last_hidden_state = torch.cat(
-            [h, h * (1000 / (scale * head(h)).abs().max().clamp(min=1e-6))], dim=1
-        )
-        hidden.append(output.last_hidden_state[0])
+        factor = 1000 / (scale * head(h)).abs().max().clamp(min=1e-6)
+        output.last_hidden_state = torch.cat([h, h * factor], dim=1)
+        states.append(output.last_hidden_state[0])
         return output
 
     hook = model.base_model.register_forward_hook(magnify)
-    model.set_attn_implementation("eager")  # every family's reference: it knows soft caps and sinks
+    model.set_attn_implementation("eager")
     try:
-        logits = [
-            model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths)
-        ]
+        logits = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences]
     finally:
         model.set_attn_implementation("packed")
         hook.remove()
-    for h, output in zip(hidden, logits, strict=True):
+    return states, logits
+
+
+def _differ_logits(model: Any, states: list[torch.Tensor], logits: list[torch.Tensor]) -> str:
+    """Returns how logits differ from `logit_scale` times the head's output, "" if they do not."""
+    head, scale = model.get_output_embeddings(), logit_scale(model.config)
+    for h, own in zip(states, logits, strict=True):
         wanted = head(h)
         if not wanted.isfinite().all():
             return "its logits are not finite, since its weights are too large"
-        if output.shape != wanted.shape:
-            return f"it has {output.shape[-1]} logits, but its head has {wanted.shape[-1]} rows"
-        for z, x in zip(output.chunk(2), wanted.chunk(2), strict=True):  # as they are, magnified
+        if not h.any():
+            return "its hidden states are all zero"
+        for z, x in zip(own.chunk(2), wanted.chunk(2), strict=True):
             if not _close(z, scale * x):
-                factor = ((z * x).sum() / (x * x).sum()).item()
-                multiple = f"{factor:.4g} times its head's output, not {scale:.4g} times"
-                wrong = multiple if _close(z, factor * x) else "not a multiple of its head's output"
-                return f"its logits are {wrong}, which the loss does not know{_settings(model.config, LOGITS)}"
-    alone = torch.cat([h.chunk(2)[0] for h in hidden])
-    row, packing = torch.cat([ids, ids[:1]]), Packing([*lengths, 1])
+                return (
+                    f"its logits are not {scale:.4g} times its head's output, as the loss takes them:"
+                    " they have a soft cap, or a constant that is not known here"
+                )
+    return ""
+
+
+def _differ_packed(model: Any, sequences: Any, states: list[torch.Tensor], longest: int) -> str:
+    """Returns why packed hidden states differ from those of each sequence alone, "" if they do
+    not."""
+    alone = torch.cat([h.chunk(2)[0] for h in states])
+    row, packing = torch.cat([*sequences, sequences[0][:1]]), Packing([*map(len, sequences), 1])
+    rule = (
+        "its positions depend on the longest sequence of a batch"
+        " (beyond its original_max_position_embeddings)"
+    )
     model.train()
-    for last in (longest - 1, 0):
+    for last, reason in ((longest - 1, ""), (0, rule)):
         packing.positions[-1] = last
-        packed = model.base_model(
-            input_ids=row[None],
-            position_ids=packing.positions[None],
-            use_cache=False,
-            packing=packing,
-        ).last_hidden_state[0]
-        if _close(packed[:-1], alone):
-            rule = "its positions depend on the longest sequence of a batch"
-            if last == longest - 1:
-                return ""
-            return f"{rule}{_settings(model.config, 'rope_type|original_max_pos')}"
+        if _close(hidden_states(model, row, packing)[:-1], alone):
+            return reason
     return f"packed sequences change its hidden states ({model.config.model_type} has more than causal attention)"
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Returns whether a equals b to 0.1 % of the largest entry; False where either has a NaN."""
     return bool((a - b).abs().max() <= 1e-3 * b.abs().max())
-
-
-def _settings(config: Any, sounding: str) -> str:
-    """Returns the settings of a config that sound like an explanation, as " (name = value,
-    ...)"."""
-    settings = config.get_text_config().to_dict()
-    settings |= settings.get("rope_parameters") or {}
-    likely = [f"{k} = {v}" for k, v in settings.items() if v and re.search(sounding, k)]
-    return f" ({', '.join(likely)})" if likely else ""
 
 
 def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
@@ -293,7 +330,7 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     try:
         with torch.device("meta"):
             # it writes dtype into the config that it is given
-            return AutoModelForCausalLM.from_config(
+            model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
                 dtype=dtype,
                 attn_implementation="packed",
@@ -301,6 +338,12 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
             )
     except Exception as e:  # a family without a causal LM, or settings that fit no model
         raise _unloadable(config.name_or_path, "causal LM", e) from e
+    # `from_config` rounds, but `from_pretrained` does not, what chooses a token's experts
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in model._keep_in_fp32_modules_strict:
+                setattr(module, name, buffer.float())
+    return model
 
 
 def empty(config: Any, dtype: torch.dtype, device: str) -> Any:
@@ -317,13 +360,9 @@ def materialize(model: Any, device: str) -> Any:
 
 def blocks(model: Any) -> list[torch.nn.Module]:
     """Returns the decoder layers: the units of FSDP's gathering and of activation checkpointing."""
-    names = set(model._no_split_modules or ())
-    layers = [m for m in model.modules() if type(m).__name__ in names]
-    if layers:
-        return layers
-    lists: list[Any] = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
-    longest: Any = max(lists, key=len)
-    return list(longest)
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
 def shard(
@@ -472,18 +511,16 @@ def export(
     # bfloat16 has no room for the small steps of a training in float32: what is written would be
     # another policy.
     dtype = torch.promote_types(config.dtype or torch.float32, computed)
-    state = {}
+    state, buffers = {}, dict(model.named_buffers())
     for name, tensor in weights(model):
         if path:
-            state[name] = tensor.to("cpu", dtype, copy=True)
+            kept = tensor.dtype if name in buffers else dtype
+            state[name] = tensor.to("cpu", kept, copy=True)
     if path:
         plain = skeleton(config, dtype)
-        state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in state}
-        plain.load_state_dict(state, assign=True, strict=False)
-        plain.tie_weights()
         ends = turn_ends(tokenizer)
         plain.generation_config.eos_token_id = ends[0] if len(ends) == 1 else list(ends)
-        plain.save_pretrained(path)
+        plain.save_pretrained(path, state_dict=state)
         tokenizer.save_pretrained(path)
 
 
@@ -501,9 +538,7 @@ def forward_packed(
     ids (T,): the row of a `packing`; places (N,): those in it whose next token is scored;
     targets (N,): those tokens.
     """
-    hidden = model.base_model(
-        input_ids=ids[None], position_ids=packing.positions[None], use_cache=False, packing=packing
-    ).last_hidden_state[0, places]  # (N, H)
+    hidden = hidden_states(model, ids, packing)[places]  # (N, H)
     weight = model.get_output_embeddings().weight
     temperature = temperature / logit_scale(model.config)
     if terms:
@@ -511,17 +546,19 @@ def forward_packed(
     return token_logprobs(hidden, weight, targets, temperature)
 
 
-def _silence_transformers() -> None:
-    from transformers import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+def hidden_states(model: Any, ids: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """Returns the last hidden states (T, H) of a row ids (T,)."""
+    states: torch.Tensor = model.base_model(
+        input_ids=ids[None], position_ids=packing.positions[None], use_cache=False, packing=packing
+    ).last_hidden_state[0]
+    return states
 
 
 def _unloadable(path: str, what: str, e: Exception) -> Fault:
-    if "trust_remote_code" in str(e):
-        remedy = "it needs code of its own (auto_map), which is never run; choose a model that transformers knows"
-        return Fault(f"--model {path}: {remedy}")
+    said = " ".join(str(e).split())[:200]
+    for sign, remedy in REMEDIES.items():
+        if sign in str(e):
+            return Fault(f"--model {path}: {remedy}")
     return Fault(
-        f"--model {path}: no {what} can be loaded from it ({first_line(e)}); check the path or id"
+        f"--model {path}: no {what} can be loaded from it ({type(e).__name__}: {said}); check the path or id"
     )

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from json_server import passages
-from transformers import Gemma3Config, Qwen2Config
+from transformers import Qwen2Config
 
 import inspo
 from config import WORLD, Config, parse_flags
 from engines.choose import without_cuda
 from engines.vllm_engine import VllmEngine
 from grpo import Learner
-from models.model import load_config, load_tokenizer
+from models.model import load_tokenizer
 from plumbing.faults import Fault
 from plumbing.servers import Servers
 from reflect import Optimizer, connect_optimizer, describe_optimizer, reflection_prompt
@@ -129,11 +129,8 @@ def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start
         Fault, match=f"--max_prompt 10: .* are {shortest} tokens at least, .*; raise it"
     ):
         check_machine(replace(cfg, max_prompt=10), "cpu", task)
-    seeing = Gemma3Config(text_config={"max_position_embeddings": 1024})
-    for config in (load_config(cfg.model), seeing):
-        monkeypatch.setattr(checks, "load_config", lambda _, config=config: config)
-        with pytest.raises(Fault, match="--max_prompt 1000 .*: the model ends at 1024"):
-            check_machine(replace(cfg, max_prompt=1000), "cpu", task)
+    with pytest.raises(Fault, match="it ends at 1024 tokens; lower --max_prompt"):
+        check_machine(replace(cfg, max_prompt=1000), "cpu", task)
 
 
 def test_small_micro_batches_are_a_cpu_s_alone_unless_the_user_asks(monkeypatch, capsys):
@@ -196,16 +193,16 @@ def test_under_torchrun_the_list_of_what_is_missing_comes_last_and_has_the_gpu(t
 
 
 def test_why_there_is_no_cuda_device(monkeypatch):
+    if not torch.version.cuda:
+        assert without_cuda().endswith("not compiled with CUDA enabled)")
+
     def init():
         raise RuntimeError(
             "The NVIDIA driver on your system is too old (found version 11040).\nMore."
         )
 
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
-    assert re.search(r"for CUDA 13.0 .*found version 11040\)", without_cuda())
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert without_cuda().endswith("built without CUDA)")
+    assert without_cuda().endswith("found version 11040).)")
 
 
 def test_a_full_gpu_is_told_in_one_line_that_names_a_remedy(monkeypatch, tmp_path):

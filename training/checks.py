@@ -145,11 +145,7 @@ def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
         cfg = dataclasses.replace(
             cfg, recompute=used.recompute, micro_tokens=used.micro_tokens, gather=used.gather
         )
-    longest = getattr(load_config(cfg.model).get_text_config(), "max_position_embeddings", None)
-    if longest and cfg.max_prompt + cfg.max_response > longest:
-        raise Fault(
-            f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response}: the model ends at {longest}"
-        )
+    load_config(cfg.model, cfg.max_prompt + cfg.max_response)
     tokenizer = load_tokenizer(cfg.model, task.make_format().stop_strings())
     shortest = min(
         len(task.make_format(tokenizer).encode_prompt(task.instruction, q))
