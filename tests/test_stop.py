@@ -131,10 +131,16 @@ def test_a_signal_that_the_shell_ignores_stays_ignored():
     assert done.stdout == "['function', 'function', 'Handlers']\n"  # SIGHUP is nohup's
 
 
+def hold_alarms(how=signal.SIG_BLOCK):
+    """Keeps a request that was put off waiting, however long the machine takes for the next line."""
+    signal.pthread_sigmask(how, [signal.SIGALRM])
+
+
 @pytest.fixture
 def listening():
     with stop.listening():
         yield
+    hold_alarms(signal.SIG_UNBLOCK)
 
 
 def test_a_request_waits_until_it_is_granted_where_the_run_may_stop(listening, capfd):
@@ -164,12 +170,14 @@ def test_a_request_inside_a_del_is_granted_a_moment_later(listening):
         def __del__(self):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.1)
+            hold_alarms()
 
     reached = []
     with pytest.raises(stop.Stopped, match="stopped by SIGINT"), stop.may_stop():
         Closes()
         reached.append("after it")
-        time.sleep(20)
+        hold_alarms(signal.SIG_UNBLOCK)
+        time.sleep(100)
     assert reached
 
 
@@ -179,9 +187,11 @@ def test_a_request_inside_a_del_waits_where_an_update_has_begun_meanwhile(listen
         def __del__(self):
             os.kill(os.getpid(), signal.SIGINT)
 
+    hold_alarms()
     with stop.may_stop():
         Closes()
     time.sleep(0.2)
+    hold_alarms(signal.SIG_UNBLOCK)
     with pytest.raises(stop.Stopped, match="stopped by SIGINT"), stop.may_stop():
         pass
 
