@@ -7,21 +7,21 @@ python ask.py --run runs/NAME ID         # one of the held-out questions, which 
 
 import argparse
 import contextlib
+import io
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from evaluation.agents import find_question, load_agent, read_held_out
+from evaluation.agents import PLAYED, SERVED, load_agent
+from evaluation.command import add_player_flags, parse_flags
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.outside import printable
 from plumbing.status import status
 from plumbing.threads import choose_threads, use_threads
 
-FLAGS = {  # of inspo.py that may differ from the run's
-    "task": "module:Class", "tools": "what it can call", "reward": "module:function", "format": "how calls are written",
-    "retriever": "URL of a search server",
-}  # fmt: skip
+KNOBS = (*PLAYED, *SERVED)  # of the run's, that may be given anew
 
 
 def newest_run() -> str:
@@ -57,7 +57,7 @@ def ask(args: argparse.Namespace) -> None:
     run = args.run or newest_run()
     if not Path(run).is_dir():
         raise Fault(f"--run {run}: no such directory")
-    given = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in KNOBS if getattr(args, name) is not None}
 
     # the agent
     status("loading the policy")
@@ -66,17 +66,16 @@ def ask(args: argparse.Namespace) -> None:
         print(printable(f"{Path(run).resolve().name}\n\n{agent.instruction}"))
 
         # a question after the other
-        known = read_held_out(agent.task)
         for text in [args.question] if args.question else read_questions():
             try:
-                q = find_question(agent.task, text, known)
+                q = agent.find_question(text)
             except Fault as e:
                 print(printable(f"  {e}"))
                 continue
             [tau] = agent.play([q])
             print(printable(f"\n  asked   {q.text}"))
             show(tau)
-            if q in known:
+            if q in agent.held_out:
                 [metrics] = agent.score([tau])
                 scores = ", ".join(f"{name} {x:.3g}" for name, x in metrics.items())
                 print(printable(f"  scored  {scores}"))
@@ -86,21 +85,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "question", nargs="?", help="without one, questions are read from the keyboard"
-    )
-    parser.add_argument(
-        "--run",
-        default="",
-        help="a finished run, or a checkpoint of it; default: the newest in runs/",
-    )
-    for name, text in FLAGS.items():
-        parser.add_argument(f"--{name}", help=f"{text}; default: as in training")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--seed", type=int, default=0, help="seed of what is sampled")
-    args = parser.parse_args(argv)
-    if args.temperature < 0 or args.seed < 0:
-        parser.error("--temperature and --seed must not be negative")
+    add = parser.add_argument
+    add("question", nargs="?", help="without one, questions are read from the keyboard")
+    add("--run", default="", help="a finished run, or a checkpoint of it [the newest in runs/]")
+    add_player_flags(parser, KNOBS, ("seed", "temperature"))
+    args = parse_flags(parser, argv)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a file may be in another encoding
     with one_line("ask.py"), stop.listening(), stop.may_stop():
         use_threads(choose_threads())
         ask(args)

@@ -23,8 +23,9 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="directory of the run")
-    parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="which checkpoint; default: the newest")
+    which.add_argument(
         "--best",
         action="store_true",
         help="the best on the validation questions, by the first metric",

@@ -393,11 +393,14 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Returns trained weights and optimizer by the parameters' names, for
         torch.distributed.checkpoint."""
-        fresh = not self.optimizer.state
+        # AdamW has no state for a parameter that never had a gradient, such as an expert that no
+        # token was sent to. A new process cannot know which these were: it wants a state of all.
+        for p in self.optimizer.param_groups[0]["params"]:
+            if p not in self.optimizer.state:
+                step = torch.zeros((), dtype=torch.float32, device=p.device)
+                moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[p] = {"step": step, **moments}
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        if fresh:  # torch has made the state by a step without gradients, and counted it
-            for state in (*self.optimizer.state.values(), *optimizer["state"].values()):
-                state["step"].zero_()
         if self.cfg.lora_rank:
             model = {name: p for name, p in model.items() if lora.is_adapter(name)}
         return {"model": model, "optimizer": optimizer}

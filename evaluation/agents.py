@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -78,12 +79,13 @@ def find_subject(what: str, served: str = "") -> Subject:
     run = path if (path / "checkpoints").is_dir() else path.parent
     if not ((run / "checkpoints").is_dir() and (run / "config.json").is_file()):
         return Subject(path.resolve().name, what, Config(model=what), I_star)
-    if run == path and not I_star:
-        raise Fault(
-            f"{what} has no I_star.txt, so it has not finished: resume it, or give a directory that "
-            f"`python export.py {what}` has written"
-        )
     weights = path / "policy" if run == path else path
+    if run == path and not (I_star and weights.is_dir()):
+        gone = "policy/" if I_star else "I_star.txt"
+        raise Fault(
+            f"{what} has no {gone}, so it has not finished: wait, resume it, or give a directory "
+            f"that `python export.py {what}` has written"
+        )
     return Subject(path.resolve().name, str(weights), read_config(run), I_star, run=run)
 
 
@@ -108,10 +110,36 @@ class Agent(contextlib.AbstractContextManager["Agent"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @functools.cached_property
+    def held_out(self) -> list[Question]:
+        """The held-out questions; none where their file is gone, since others can be asked."""
+        with contextlib.suppress(Fault):
+            return self.task.questions("test")
+        return []
+
+    def find_question(self, text: str) -> Question:
+        """Returns the held-out question of this id or text, or a new one; Fault if the task's are
+        more than text."""
+        text = clean(text.strip())  # the shell's bytes may not be text
+        if not text:
+            raise Fault("the question is empty")
+        question = text
+        if isinstance(self.task, SearchQA) and not text.endswith("?"):
+            question += "?"
+        for q in self.held_out:
+            if text == q.id or question == q.text:
+                return q
+        if any(q.data is not None for q in self.held_out):
+            example = self.held_out[0].id
+            raise Fault(
+                f"a question of {self.task.cfg.task} is more than its text: give the id of one, such as {example}"
+            )
+        return Question("asked", question, source="asked")
+
     def ask(self, text: str) -> Trajectory:
         """Plays a held-out question, of this id or text, or a new one; its `prediction` is the
         answer. Raises Fault."""
-        [tau] = self.play([find_question(self.task, text, read_held_out(self.task))])
+        [tau] = self.play([self.find_question(text)])
         return tau
 
     def score(self, taus: list[Trajectory]) -> list[dict[str, float]]:
@@ -169,29 +197,6 @@ def instruction_of(chosen: Subject, task: Task, method: Method, file: str = "") 
     return chosen.I_star if method.I_star else choose_instruction(task)
 
 
-def read_held_out(task: Task) -> list[Question]:
-    """Returns the held-out questions; none where their file is gone, since others can be asked."""
-    with contextlib.suppress(Fault):
-        return task.questions("test")
-    return []
-
-
-def find_question(task: Task, text: str, held_out: list[Question]) -> Question:
-    """Returns the held-out question of this id or text, or a new one; Fault if the task's are more
-    than text."""
-    text = clean(text.strip())  # the shell's bytes may not be text
-    question = text if text.endswith("?") or not isinstance(task, SearchQA) else text + "?"
-    for q in held_out:
-        if text == q.id or question == q.text:
-            return q
-    if any(q.data is not None for q in held_out):
-        example = held_out[0].id
-        raise Fault(
-            f"a question of {task.cfg.task} is more than its text: give the id of one, such as {example}"
-        )
-    return Question("asked", question, source="asked")
-
-
 def load_agent(path: str | Path, temperature: float = 0.0, seed: int = 0, **settings: Any) -> Agent:
     """Returns the agent of a finished run, or of a checkpoint that export.py has written, under its
     best instruction.
@@ -214,20 +219,18 @@ def open_agent(
     instruction: str,
     temperature: float,
     seed: int = 0,
-    stop: tuple[str, ...] | None = None,
+    method: Method = METHODS["search_r1"],
 ) -> Agent:
     """Returns the agent that plays a task; `close` ends its engine and its tools' servers.
 
-    `stop`: what ends its turns, by default what the task's tools need. Raises Fault where something
-    is missing.
+    `method`: says what ends its turns. Raises Fault where something is missing.
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         task.check()
         tools = task.start(stack.enter_context(Servers(f"{folder}/log")))
         open_engine = open_endpoint if "://" in chosen.weights else open_model
-        stop = task.make_format().stop_strings() if stop is None else stop
-        engine, tokenizer = open_engine(chosen, task.cfg, stop)
+        engine, tokenizer = open_engine(chosen, task.cfg, method.stop(task))
         stack.callback(engine.close)
         return Agent(
             engine, tokenizer, task, instruction, temperature, seed, stack.pop_all().close, tools

@@ -12,7 +12,7 @@ from models import lora
 from models.model import empty, export, fill, load_config, load_model, load_tokenizer
 from plumbing import checkpoint
 from plumbing.faults import CheckpointFault, Fault
-from plumbing.files import write_file
+from plumbing.files import new_directory, write_file
 
 
 def export_checkpoint(
@@ -55,7 +55,7 @@ def export_checkpoint(
     checkpoint.load({"model": stored}, chosen, alone=True)
 
     # what is written
-    with run.directory(str(out.absolute())) as new:
+    with new_directory(out) as new:
         if adapters:
             lora.export(model, cfg.lora_alpha, cfg.seed, cfg.model, new)
         else:

@@ -18,7 +18,8 @@ and named; a conversation that its server refuses counts as wrong, with "length"
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from config import Config
@@ -37,14 +38,28 @@ PLAYER: dict[str, tuple[Any, str]] = {
 }
 
 
-def add_player_flags(parser: argparse.ArgumentParser, knobs: Sequence[str]) -> None:
-    """Adds how an agent plays, and these fields of Config."""
-    for name, (default, text) in PLAYER.items():
+def add_player_flags(
+    parser: argparse.ArgumentParser, knobs: Sequence[str], ways: Iterable[str] = PLAYER
+) -> None:
+    """Adds how an agent plays, all of PLAYER or these `ways`, and these fields of Config."""
+    for name in ways:
+        default, text = PLAYER[name]
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
     fields = {f.name: f for f in dataclasses.fields(Config)}
+    group = parser.add_argument_group("settings, by default those of the run or preset")
     for name in knobs:
         text = fields[name].metadata["doc"].replace("%", "%%")
-        parser.add_argument(f"--{name}", type=fields[name].type, help=text)
+        group.add_argument(f"--{name}", type=fields[name].type, help=text)
+
+
+def parse_flags(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Returns the flags; what is wrong with the numbers among them ends the program."""
+    args = parser.parse_args(argv)
+    for name in ("seed", "temperature", "n"):
+        x = getattr(args, name, 0)
+        if not 0 <= x < math.inf:
+            parser.error(f"--{name} {x}: give a number that is not negative")
+    return args
 
 
 def main(
@@ -91,9 +106,7 @@ def parse(
         "--compare", nargs="+", metavar="DIR", help="evaluations; seeds of one arm joined by commas"
     )
     add_player_flags(parser, (*PLAYED, *SERVED))
-    args = parser.parse_args(argv)
+    args = parse_flags(parser, argv)
     if bool(args.what) == bool(args.compare):
         parser.error("give WHAT to evaluate, or --compare with two evaluations or more")
-    if args.n < 0 or args.temperature < 0 or args.seed < 0:
-        parser.error("--n, --temperature and --seed must not be negative")
     return args

@@ -16,9 +16,6 @@ from evaluation.statistics import (
     average_differences,
     compare_pairs,
     compare_seeds,
-    count_discordant,
-    estimate_over_seeds,
-    right_or_wrong,
 )
 from journal.record import differences
 from journal.summary import SHARES, label
@@ -33,6 +30,7 @@ class Evaluation(NamedTuple):
     path: Path
     setting: Row
     metric: str  # the main one
+    measured: str  # it, and of which task
     values: dict[str, Array]  # of that metric, by set of questions, in the order of the questions
 
 
@@ -60,27 +58,30 @@ def read_evaluation(path: Path) -> Evaluation:
     try:
         summary = decoded((path / "summary.json").read_bytes())
         setting, metric = summary["setting"], summary["metrics"][0]
+        measured = f"{metric} of {setting['task']}"
         rows = read_jsonl(path / "results.jsonl")
         values = {}
         for data, part in summary["benchmarks"].items():
             values[data] = np.array([float(row[metric]) for row in rows if row["data"] == data])
-            if len(values[data]) != part["questions"]:
+            whole = len(values[data]) == part["questions"] > 0
+            if not (whole and np.isfinite(values[data]).all()):
                 raise ValueError("it has not finished")
+        if not values or not isinstance(setting["content"], dict):
+            raise ValueError("it is of another version")
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise Fault(
-            f"--compare {path}: no finished evaluation is in it; evaluate.py writes one"
+            f"--compare {path}: no finished evaluation of this version is in it; evaluate.py writes one"
         ) from None
-    return Evaluation(path, setting, metric, values)
+    return Evaluation(path, setting, metric, measured, values)
 
 
 def check_comparable(one: Evaluation, other: Evaluation) -> dict[str, str]:
     """Says by name what differs; Fault unless both measure the same thing on the same questions
     with the same gold answers."""
     paths = f"{one.path} and {other.path}"
-    measured = [f"{x.metric} of {x.setting['task']}" for x in (one, other)]
-    if measured[0] != measured[1]:
+    if one.measured != other.measured:
         raise Fault(
-            f"--compare: {paths} measure {' and '.join(measured)}: compare evaluations of one task"
+            f"--compare: {paths} measure {one.measured} and {other.measured}: compare evaluations of one task"
         )
     unlike = differences(one.setting, other.setting, ("data",))
     for name in unlike:
@@ -101,33 +102,35 @@ def compare(directories: Sequence[str]) -> str:
     first, *others = arms
     unlike: dict[str, str] = {}
     for arm in arms:
+        if len({evaluation.path.resolve() for evaluation in arm}) < len(arm):
+            raise Fault(
+                f"--compare: {name_arm(arm)}: one of them is there twice; a seed counts once"
+            )
         for evaluation in arm:
             unlike |= check_comparable(first[0], evaluation)
 
     # a row for each arm and set, and one for the average over the sets
     sets = list(first[0].values)
-    rows, headline = list[dict[str, str]](), list[Difference]()
-    for arm in others:
-        parts = [compare_pairs(by_question(arm, data), by_question(first, data)) for data in sets]
-        rows += [make_row(arm, first, [data], part) for data, part in zip(sets, parts, strict=True)]
-        whole = parts[0]
-        if len(sets) > 1:
-            whole = average_differences(parts)
-            rows.append(make_row(arm, first, sets, whole))
-        seeds = compare_seeds(by_seed(arm, sets), by_seed(first, sets))
-        headline.append(whole if np.isnan(seeds.p) else seeds)
+    shown = [[data] for data in sets]
+    if len(sets) > 1:
+        shown.append(sets)
+    rows, tests = list[dict[str, str]](), dict[int, Difference]()
+    for k, arm in enumerate(others):
+        for data in shown:
+            row, tests[k] = compare_arms(arm, first, data)
+            rows.append(row)
 
     # the text
     out = [f"Differences from {name_arm(first)}.", "", format_table(rows)]
     if len(others) > 1:
-        p = adjust_p_values(dict(enumerate(headline)))
-        shown = [
-            f"{name_arm(arm)} {format_p(p[k]) if k in p else 'no test'}"
+        adjusted = adjust_p_values(tests)
+        told = [
+            f"{name_arm(arm)} {format_p(adjusted.get(k, math.nan)) or 'no test'}"
             for k, arm in enumerate(others)
         ]
-        out.append(f"Holm's p over the {len(others)} comparisons: {', '.join(shown)}")
+        out.append(f"Holm's p over the {len(others)} comparisons: {', '.join(told)}")
     if unlike:
-        out.append(f"Not all else is the same: {'; '.join(unlike.values())}.")
+        out.append(f"They also differ in this: {'; '.join(unlike.values())}.")
     out.append(
         "Intervals over questions hold for these policies, those over seeds for other training runs. A test at 5 %\n"
         'finds a true difference as large as "would have shown" in 80 % of the cases: over seeds, where there are\n'
@@ -136,33 +139,31 @@ def compare(directories: Sequence[str]) -> str:
     return "\n".join(out)
 
 
-def make_row(arm: Arm, first: Arm, data: list[str], difference: Difference) -> dict[str, str]:
-    """A row of the table: an arm against the first one on some sets of questions."""
+def compare_arms(arm: Arm, first: Arm, data: list[str]) -> tuple[dict[str, str], Difference]:
+    """Compares an arm with the first one on some sets of questions.
+
+    Returns a row of the table, and the difference over seeds, or over questions without a test of
+    seeds.
+    """
+    parts = [compare_pairs(by_question(arm, name), by_question(first, name)) for name in data]
+    questions = average_differences(parts) if len(parts) > 1 else parts[0]
     a, b = by_seed(arm, data), by_seed(first, data)
     seeds = compare_seeds(a, b)
     tested = not np.isnan(seeds.p)
+    best = seeds if tested else questions
     most = 1.0 if arm[0].metric in SHARES else math.inf
-    discordant = ""
-    if len(data) == 1:
-        x, y = by_question(arm, data[0]), by_question(first, data[0])
-        if right_or_wrong(x, y):
-            only_a, only_b, _ = count_discordant(x, y)
-            discordant = f"{only_a}, {only_b}"
-    visible = seeds.visible if tested else difference.visible
-    return {
+    row = {
         "": name_arm(arm),
         "benchmark": data[0] if len(data) == 1 else "average",
-        "questions": f"{difference.interval.n:,}",
-        label(
-            arm[0].metric
-        ): f"{estimate_over_seeds(a).mean:.3f}, {estimate_over_seeds(b).mean:.3f}",
-        "difference over questions, 95 %": f"{difference.interval.within(-most, most):+}",
-        "p": format_p(difference.p),
-        "only this right, only that": discordant,
+        "questions": f"{questions.interval.n:,}",
+        label(arm[0].metric): f"{np.mean(a):.3f}, {np.mean(b):.3f}",
+        "difference over questions, 95 %": f"{questions.interval.within(-most, most):+}",
+        "p": format_p(questions.p),
         "difference over seeds, 95 %": f"{seeds.interval.within(-most, most):+}" if tested else "",
         "p over seeds": format_p(seeds.p),
-        "would have shown": f"{visible:.3f}" if np.isfinite(visible) else "",
+        "would have shown": f"{best.visible:.3f}" if np.isfinite(best.visible) else "",
     }
+    return row, best
 
 
 def format_p(p: float) -> str:

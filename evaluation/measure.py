@@ -68,13 +68,13 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
         "commit": commit(),
         "content": describe(task, questions, instruction, weights),
     }
-    open_player = partial(
-        open_agent, chosen, task, instruction, args.temperature, stop=method.stop(task)
-    )
+    open_player = partial(open_agent, chosen, task, instruction, args.temperature, method=method)
 
     # what is played, and its figures
     data = [] if args.data == ["test"] else list(questions)
     out = Path(args.out or "runs/evaluation/" + "-".join([chosen.name, name, *data]))
+    if (out / "config.json").exists():
+        raise Fault(f"--out {out} holds a run: choose another")
     with contextlib.closing(RunDirectory(out)) as files:
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
@@ -136,12 +136,13 @@ def play_what_is_left(
     files.write("results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     total = sum(map(len, questions.values()))
     if rows:
-        earlier = f"{len(rows)} of {total} rows are from an earlier call"
         # code that it does not use may have changed: the reader decides
-        if since != setting["commit"]:
-            earlier += f" (commit {since}, not {setting['commit']})"
         setting["commit"] = since
-        print(f"{earlier}; remove {files.path} to play them again", flush=True)
+        print(
+            f"{len(rows)} of {total} rows are from an earlier call, at commit {since}; "
+            f"remove {files.path} to play them again",
+            flush=True,
+        )
 
     # the rest
     if not left:
@@ -230,8 +231,7 @@ def make_row(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:
     q = tau.question
     row: Row = {
         "answered": float(tau.stop == "over" or (tau.stop == "answer" and bool((tau.prediction or "").strip()))),
-        "prompt_tokens": tau.prompt_tokens, "sampled_tokens": sum(tau.mask), "tokens": len(tau.ids),
-        "stop": tau.stop, "prediction": tau.prediction, "golds": list(q.golds),
+        "sampled_tokens": sum(tau.mask), "stop": tau.stop, "prediction": tau.prediction, "golds": list(q.golds),
     }  # fmt: skip
     row |= {tool.plural: tau.served(tool.tag) for tool in list_counted_tools(task)}
     if isinstance(task, SearchQA):
@@ -281,7 +281,7 @@ def summarize(rows: Sequence[Row], metrics: Sequence[str], tools: Sequence[str])
     for name in metrics:
         most = 1.0 if name in SHARES else math.inf
         out[name] = estimate_mean([row[name] for row in rows]).within(1 - most, most)._asdict()
-    for name in ("answered", *tools, "prompt_tokens", "sampled_tokens", "tokens"):
+    for name in ("answered", *tools, "sampled_tokens"):
         out[name] = fmean(row[name] for row in rows)
     if "gold_found" in rows[0]:
         out["gold_recall"] = fmean(row["gold_found"] for row in rows)
@@ -314,6 +314,6 @@ def format_table(rows: Sequence[Mapping[str, str]]) -> str:
     """A Markdown table of rows, each a cell by its heading."""
     heads = list(dict.fromkeys(head for row in rows for head in row))
     cells = [heads, *([row.get(head, "") for head in heads] for row in rows)]
-    lines = [f"| {' | '.join(line)} |\n" for line in cells]
+    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in cells]
     lines.insert(1, "|---" * len(heads) + "|\n")
     return "".join(lines)

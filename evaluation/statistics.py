@@ -97,7 +97,9 @@ def compare_pairs(a: Values, b: Values) -> Difference:
     mean = float(d.mean())
     # right or wrong
     if right_or_wrong(x, y):
-        only_a, only_b, p = count_discordant(x, y)
+        only_a, only_b = int((x > y).sum()), int((y > x).sum())
+        unlike = only_a + only_b
+        p = float(stats.binomtest(only_a, unlike).pvalue) if unlike else 1.0
         more, less = (only_a + 1) / (n + 2), (only_b + 1) / (n + 2)
         centre = more - less
         se = math.sqrt((more + less - centre**2) / (n + 2))
@@ -133,15 +135,6 @@ def compare_seeds(a: Values, b: Values) -> Difference:
     return Difference(
         _interval(mean, se, test.df, n), float(test.pvalue), find_visible(se, test.df)
     )
-
-
-def count_discordant(a: Values, b: Values) -> tuple[int, int, float]:
-    """Counts questions that only a has right and that only b has right; with the exact two-sided p
-    of greedy runs."""
-    x, y = np.asarray(a) > 0.5, np.asarray(b) > 0.5
-    only_a, only_b = int((x & ~y).sum()), int((y & ~x).sum())
-    p = float(stats.binomtest(only_a, only_a + only_b).pvalue) if only_a + only_b else 1.0
-    return only_a, only_b, p
 
 
 def average_intervals(parts: Sequence[Interval]) -> Interval:

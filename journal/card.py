@@ -90,7 +90,7 @@ def license_of(model: str) -> Row:
 
 def tabulate_curve(rows: list[Row]) -> Iterator[str]:
     """Yields a table of the reward and the first metric on held-out questions, by step."""
-    first = next(row["metrics"][0] for row in rows if "metrics" in row)
+    first = next((row["metrics"][0] for row in rows if "metrics" in row), "score")
     names = ("t", "reward", f"test/{first}", f"valid/{first}")
     yield f"| step | reward | {first}, test | {first}, validation |"
     yield "|---" * len(names) + "|"

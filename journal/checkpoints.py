@@ -5,20 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
-import json
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
-import torch
-
 from config import Config
-from journal.directory import RunDirectory, remove
+from journal.directory import RunDirectory
 from journal.log import Log
 from plumbing import checkpoint
 from plumbing.faults import DiskFault
-from plumbing.files import Row
+from plumbing.files import Row, new_directory, remove
 from population import Instruction, Population, ReplayBuffer
 from training.policy import Policy
 
@@ -45,7 +41,7 @@ class Checkpoints:
 
         They are equal if the checkpoint was taken before its step's evolution and evaluation.
         """
-        resumed = self.run.rewind(self.policy.damage, self.log.screen.note)
+        resumed = self.run.rewind(self.log.screen.note)
         if not resumed:
             return 1, 0
         path, mark = resumed
@@ -72,7 +68,7 @@ class Checkpoints:
             "memory": self.policy.learner.remembered,
             **self.log.state_dict(),
         }
-        place = {"run": self.run.id, "t": t, "ended": ended, "lengths": dict(self.run.lengths)}
+        place = {"run": self.run.id, "t": t, "ended": ended}
         self.last = copy.deepcopy(changing) | place | {"buffer": self.B.state_dict()}
 
     def end_step(self, t: int, evaluated: bool = False) -> None:
@@ -94,7 +90,8 @@ class Checkpoints:
             return
         self.settle()
         with contextlib.ExitStack() as stack:
-            path = stack.enter_context(self.run.directory(f"checkpoints/step-{mark['t']:06d}"))
+            name = f"checkpoints/step-{mark['t']:06d}"
+            path = stack.enter_context(new_directory(self.run.path / name))
             policy.save(path)
             self.saving = policy.writer.submit(self._complete, stack.pop_all(), path, mark)
         self.saved = mark
@@ -103,16 +100,13 @@ class Checkpoints:
         """Adds the mark to weights that have been written, and removes the checkpoints that this
         one replaces."""
         with stack:
-            digests = self.policy.written.result()
-            content = io.BytesIO()  # on a full disk torch would not raise OSError
-            torch.save(mark, content)
-            (path / "state.pt").write_bytes(content.getvalue())
-            digests["state.pt"] = checkpoint.digest(path / "state.pt")
-            (path / checkpoint.DIGESTS).write_text(json.dumps(digests, indent=1), "utf-8")
+            checkpoint.complete(path, mark, self.policy.written.result())
         best = self.run.best()
-        for old in self.run.checkpoints()[: -self.run.keep]:
+        for old in self.run.checkpoints()[: -self.log.cfg.keep]:
             if old != best:
-                remove(old)
+                # NFS cannot, while somebody reads it: the next save tries again
+                with contextlib.suppress(DiskFault):
+                    remove(old)
 
     def settle(self) -> None:
         """Waits until the checkpoint that is being written is there; raises the DiskFault that
@@ -138,5 +132,5 @@ class Checkpoints:
         directory."""
         self.settle()
         self.run.write("I_star.txt", I_star.text + "\n")
-        with self.run.directory("policy") as path:
+        with new_directory(self.run.path / "policy") as path:
             self.policy.export(path)

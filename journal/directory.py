@@ -7,13 +7,10 @@ import fcntl
 import gzip
 import itertools
 import json
-import os
 import re
 import secrets
-import shutil
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -24,7 +21,7 @@ from config import Config, holds_a_run, preset_of, program_of, read_config
 from journal.record import FREE, describe_run, differences, with_absolute_paths
 from plumbing import checkpoint, stop
 from plumbing.faults import CheckpointFault, DiskFault, Diverged, Fault
-from plumbing.files import Row, read_jsonl, write_file, writing
+from plumbing.files import Row, read_jsonl, remove, write_file, writing
 from plumbing.outside import decoded, printable
 from plumbing.trust import remember_run
 from plumbing.versions import commit
@@ -46,14 +43,12 @@ class RunDirectory:
     """`path/` with config.json, metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/,
     checkpoints/."""
 
-    def __init__(self, path: Path, keep: int = 2):
-        """`keep`: newest checkpoints to keep."""
-        self.path, self.keep = path, keep
+    def __init__(self, path: Path):
+        self.path = path
         self.others: set[Path] = set()  # what was there before the run
         config = path / "config.json"
         self.record: Row = decoded(config.read_bytes()) if config.is_file() else {}
         self.id = self.record.get("id", "")  # that its checkpoints have too
-        self.lengths: Counter[str] = Counter()  # how many rows each .jsonl file has
         self._lock: IO[bytes] | None = None
 
     @classmethod
@@ -95,7 +90,7 @@ class RunDirectory:
         if cfg.resume:
             read_config(Path(cfg.out), type(cfg), resume=True)
         # a directory that is its own, and nobody else writes to
-        run = cls(Path(cfg.out or "runs"), cfg.keep)
+        run = cls(Path(cfg.out or "runs"))
         with contextlib.ExitStack() as stack, writing(run.path):
             stack.callback(run.close)
             if not cfg.out:
@@ -110,12 +105,11 @@ class RunDirectory:
             run.lock()
 
             # what it is, or was when it began
-            about = {
+            record = with_absolute_paths(cfg) | {
                 "program": program_of(type(cfg)),
                 "commit": commit() or "unknown",
                 "content": content or {},
             }
-            record = with_absolute_paths(cfg) | about
             if cfg.resume:
                 run.compare(record)
             elif (run.path / "config.json").exists():
@@ -127,7 +121,8 @@ class RunDirectory:
             # what it will write into
             remember_run(run.path)
             for folder in ("checkpoints", "trajectories"):
-                (run.path / folder).mkdir(exist_ok=True)
+                with writing(run.path / folder):
+                    (run.path / folder).mkdir(exist_ok=True)
             for left in (run.path / "checkpoints").glob(".*.tmp"):  # of a process that was killed
                 remove(left)
             stack.pop_all()
@@ -176,27 +171,6 @@ class RunDirectory:
         """Writes a file atomically: a reader finds the old content or the new one."""
         write_file(self.path / name, text)
 
-    @contextlib.contextmanager
-    def directory(self, name: str) -> Iterator[Path]:
-        """Yields an empty directory, which is called `name` in the end: a reader finds the old one,
-        none or the new."""
-        path = self.path / name
-        temporary, old = (
-            path.with_name(f".{path.name}{end}.tmp").absolute() for end in ("", ".old")
-        )
-        with writing(path):
-            remove(old)
-            shutil.rmtree(temporary, ignore_errors=True)
-            try:
-                temporary.mkdir(parents=True)
-                yield temporary
-                with contextlib.suppress(FileNotFoundError):
-                    os.replace(path, old)  # at once: removing it may take seconds
-                os.replace(temporary, path)
-                remove(old)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)  # or a full disk stays full
-
     def append(self, name: str, row: Row) -> None:
         """Appends a line to `name`.jsonl; raises DiskFault."""
         with (
@@ -204,7 +178,6 @@ class RunDirectory:
             open(self.path / f"{name}.jsonl", "a", encoding="utf-8") as f,
         ):
             f.write(json.dumps(row) + "\n")
-        self.lengths[name] += 1
 
     def rows(self, name: str) -> list[Row]:
         """Returns the rows of `name`.jsonl that are of a run: those with a step."""
@@ -253,20 +226,17 @@ class RunDirectory:
             )
         return state
 
-    def rewind(
-        self, damage: Callable[[Path], list[str]], note: Callable[[str], None]
-    ) -> tuple[Path, Row] | None:
+    def rewind(self, note: Callable[[str], None]) -> tuple[Path, Row] | None:
         """Returns (checkpoint, its mark) to resume from and drops log lines after it; None if there
         is none.
 
-        `damage` returns what is wrong with a checkpoint. One that is damaged is renamed, and `note`
-        is told so; Fault if all are. Calls to the optimizer stay in reflections.jsonl: they have
-        been paid for.
+        A checkpoint that is damaged is renamed, and `note` is told so; Fault if all are. Calls to
+        the optimizer stay in reflections.jsonl: they have been paid for.
         """
         # the newest that is whole
         whole, damaged = None, dict[Path, str]()
         for path in reversed(self.checkpoints()):
-            faults = damage(path.absolute())
+            faults = checkpoint.damage(path)
             if not faults:
                 whole = path
                 break
@@ -278,7 +248,7 @@ class RunDirectory:
                 " there, or choose another --out without --resume"
             )
         # without one step 0 is written again
-        mark: Row = self.load_mark(whole) if whole else {"t": -1, "lengths": {}}
+        mark: Row = self.load_mark(whole) if whole else {"t": -1, "ended": True}
 
         # nothing is changed before this line
         for path, reason in damaged.items():
@@ -290,26 +260,22 @@ class RunDirectory:
                 f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}"
             )
         for name in LOGS:
-            rows, n = self.rows(name), mark["lengths"].get(name, 0)
-            kept = [row for row in rows[:n] if row["t"] <= mark["t"] or "call" in row]
-            if lost := n - len(kept):
-                note(
-                    f"note: {self.path / name}.jsonl has lost {lost} of its first {n} lines: they were damaged"
-                )
-            kept += [row for row in rows[n:] if "call" in row]
-            self.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
-            self.lengths[name] = len(kept)
+            rows, file = self.rows(name), self.path / f"{name}.jsonl"
+            # the last line may have been cut by a kill
+            lost = file.read_bytes().count(b"\n") - len(rows) if rows else 0
+            if lost > 0:
+                note(f"note: {lost} lines of {file} are left out: they are damaged")
+            kept = [row for row in rows if is_before(row, mark) or "call" in row]
+            self.write(file.name, "".join(json.dumps(row) + "\n" for row in kept))
         return (whole, mark) if whole else None
 
 
-def remove(path: Path) -> None:
-    """Removes a file or directory, if there is one; of a link only the link: what it points to is
-    not the run's."""
-    with writing(path):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+def is_before(row: Row, mark: Row) -> bool:
+    """Returns whether a row was written before a mark. Of a mark's own step, unless it has ended,
+    pruning alone was: evolution and evaluation are played again."""
+    if row["t"] == mark["t"] and not mark["ended"]:
+        return row.get("event") == "prune"
+    return bool(row["t"] <= mark["t"])
 
 
 def step_of(checkpoint: Path) -> int:

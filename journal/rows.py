@@ -144,14 +144,18 @@ def make_verification_row(
     joining: Sequence[Candidate],
 ) -> Row:
     """Returns the rewards of revisions and of their parent on D_B, and who joins."""
-    parent = {"parent": tested[0].parent, "r_parent": tested[0].r_parent}
-    rows = [
-        {"text": c.text, "parent": c.parent, "r": c.r, "r_parent": c.r_parent, "joined": c in joining}
-        for c in tested
-    ]  # fmt: skip
-    rollouts = (1 + len(tested)) * len(D_B)
-    asked = {"D_B": [q.id for q in D_B], "rollouts": rollouts}
-    return {"t": t, "round": round} | parent | asked | {"verified": rows}
+    verified = []
+    for c in tested:
+        scores = {"r": c.r, "r_parent": c.r_parent}
+        verified.append({"text": c.text, **scores, "joined": c in joining})
+    return {
+        "t": t,
+        "round": round,
+        "parent": tested[0].parent,
+        "D_B": [q.id for q in D_B],
+        "rollouts": (1 + len(tested)) * len(D_B),
+        "verified": verified,
+    }
 
 
 def sample_verification(parent: Instruction, taus: Sequence[Trajectory]) -> list[Row]:

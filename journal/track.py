@@ -1,19 +1,22 @@
 """Copies of a run's numbers and texts for a tracker; the run's directory has everything anyway."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from plumbing.faults import first_line
 from plumbing.files import Row
 
 
 class Tracker:
     """What --tracker names, or "" for none. A resumed run goes on in the tracker's run that has its
-    `id`."""
+    `id`. `note` is told once of a tracker that fails, without which the run goes on."""
 
-    def __init__(self, name: str, path: Path, id: str, config: Row):
-        self.name = name
+    def __init__(
+        self, name: str, path: Path, id: str, config: Row, note: Callable[[str], None] = print
+    ):
+        self.name, self.note = name, note
         if name == "tensorboard":
             self.api: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
                 path / name
@@ -28,6 +31,15 @@ class Tracker:
 
     def log(self, row: Mapping[str, Any], t: int) -> None:
         """Logs the numbers and texts of a row."""
+        try:
+            self.send(row, t)
+        except Exception as e:  # a lost network, a full disk, a process of its own that has died
+            self.note(
+                f"WARNING  --tracker {self.name} has failed ({type(e).__name__}: {first_line(e)}) and is told no more"
+            )
+            self.name = ""
+
+    def send(self, row: Mapping[str, Any], t: int) -> None:
         if self.name == "tensorboard":
             for name, x in row.items():
                 add = self.api.add_text if isinstance(x, str) else self.api.add_scalar

@@ -1,4 +1,4 @@
-"""The GRPO head, timed next to torch, Liger and TRL; the last line is JSON.
+"""The GRPO head, timed next to torch, Liger and TRL.
 
     python -m kernels.bench --shapes 2048x151936 --peers ours Liger torch --csv head.csv --plot head.png
 
@@ -27,8 +27,8 @@ import csv
 import itertools
 import json
 import math
-import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -207,33 +207,32 @@ def check(peers):
     wanted = {3: gradients(exact, plain_logp), 1: (plain_logp(exact).detach(),)}
     errors = {}
     for name, (n, run) in runs_of(b).items():
-        if not name.startswith(peers):
-            continue
-        errors[name] = math.nan
-        try:
-            pairs = list(zip(run(), wanted[n], strict=False))
-            if pairs:
-                ratios = [(x - y).norm() / y.norm() for x, y in pairs]
+        if name.startswith(peers):
+            results, errors[name] = attempt(run)[0], math.nan
+            ratios = [(x - y).norm() / y.norm() for x, y in zip(results, wanted[n], strict=False)]
+            if ratios:
                 errors[name] = torch.stack(ratios).max().item()  # nan, if one is
-        except Exception as e:  # a peer can raise anything
-            print(f"{name}: {type(e).__name__}: {e}", file=sys.stderr)
     return errors
 
 
-def measure(run, seconds):
-    """Returns the median ms of a run, its peak GB, which is 0 without a GPU, and why it failed."""
+def attempt(run):
+    """Returns the results of a run, none if it fails, and why it failed."""
     try:
-        timer = Timer("run()", globals={"run": run})
-        ms = timer.blocked_autorange(min_run_time=seconds).median * 1000
-        if not CUDA:
-            return ms, 0.0, ""
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return ms, (torch.cuda.max_memory_allocated() - before) / 1e9, ""
+        return run(), ""
     except Exception as e:  # a peer can raise anything
-        missing = isinstance(e, ImportError)
-        return math.nan, math.nan, "not installed" if missing else type(e).__name__
+        return (), f"{type(e).__name__}: {e}".partition("\n")[0]
+
+
+def measure(run, seconds):
+    """Returns the median ms of a run, and its peak GB, which is 0 without a GPU."""
+    timer = Timer("run()", globals={"run": run})
+    ms = timer.blocked_autorange(min_run_time=seconds).median * 1000
+    if not CUDA:
+        return ms, 0.0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return ms, (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
 def plot(rows, path):
@@ -258,45 +257,59 @@ def plot(rows, path):
     figure.savefig(path)
 
 
+def HxV(text):
+    """Reads the width of hidden states and the size of a vocabulary."""
+    H, V = map(int, text.split("x"))
+    if min(H, V) < 1:
+        raise ValueError
+    return H, V
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--tokens", type=int, nargs="+", default=[2048, 8192, 16384, 32768] if CUDA else [64, 256])
-    add(
-        "--shapes",
-        nargs="+",
-        metavar="HxV",
-        default=["2048x151936", "3584x152064"] if CUDA else ["64x4096"],
-    )
+    counts = [2048, 8192, 16384, 32768] if CUDA else [64, 256]
+    add("--tokens", type=int, nargs="+", default=counts, help="multiples of 8")
+    shapes = [(2048, 151936), (3584, 152064)] if CUDA else [(64, 4096)]
+    add("--shapes", type=HxV, nargs="+", metavar="HxV", default=shapes)
     add("--masked", type=float, nargs="+", default=[0, 50], help="percent of the tokens")
     add("--seconds", type=float, default=1.0, help="of each measurement, at least")
-    add(
-        "--peers",
-        nargs="+",
-        default=[""],
-        metavar="NAME",
-        help="only these: how their names in the table begin",
-    )
+    begins = "only these: how their names in the table begin"
+    add("--peers", nargs="+", default=[""], metavar="NAME", help=begins)
     add("--csv", metavar="FILE", help="the rows, for a spreadsheet")
     add("--plot", metavar="FILE", help="time over tokens")
+    add("--json", action="store_true", help="print the rows as JSON, too, in the last line")
     args = parser.parse_args()
-    device = (
-        torch.cuda.get_device_name()
-        if CUDA
-        else "no GPU: this tests the script, its times say nothing"
-    )
+    if any(N < 1 or N % SEQUENCES for N in args.tokens):
+        parser.error(f"--tokens: give multiples of {SEQUENCES}")
+    if not all(0 <= masked < 100 for masked in args.masked):
+        parser.error("--masked: give percents from 0 to below 100")
+
+    for file in filter(None, (args.csv, args.plot)):
+        if not Path(file).absolute().parent.is_dir():
+            parser.error(f"{file}: there is no such directory")
+
+    # errors at a small shape
+    device = "no GPU: this tests the script, its times say nothing"
+    if CUDA:
+        device = torch.cuda.get_device_name()
     print(f"torch {torch.__version__}, {device}")
     rows, errors = [], check(tuple(args.peers))
-    for shape, masked, N in itertools.product(args.shapes, args.masked, args.tokens):
-        title = f"{N} tokens, {masked:g} % masked, H x V = {shape}"
+    if not errors:
+        parser.error(f"--peers: no name begins so; there are {', '.join(PEERS)}")
+
+    # times at each of the shapes
+    for (H, V), masked, N in itertools.product(args.shapes, args.masked, args.tokens):
+        title = f"{N} tokens, {masked:g} % masked, H x V = {H}x{V}"
         print(f"\n{title:46} ms  x ours  TFLOP/s      GB    error")
-        (H, V), first = map(int, shape.split("x")), {}
+        first = {}
         for name, (n, run) in runs_of(make_batch(N, H, V, masked / 100)).items():
             if name not in errors:
                 continue
-            ms, gb, note = measure(run, args.seconds)
+            measured, note = attempt(partial(measure, run, args.seconds))
+            ms, gb = measured or (math.nan, math.nan)
             row = dict(name=name, products=n, tokens=N, H=H, V=V, masked=masked, ms=ms)
             row["ratio"] = ms / first.setdefault(n, ms)
             row["tflops"] = 2 * n * (N - int(N * masked / 100)) * H * V / ms / 1e9
@@ -304,14 +317,16 @@ def main() -> None:
             rows.append(row)
             line = "{name:36} {ms:12.2f} {ratio:7.2f} {tflops:8.3g} {peak_gb:7.2f} {error:8.1e}  {note}"
             print(line.format(**row), flush=True)
+
     if args.csv:
         with open(args.csv, "w", newline="", encoding="utf-8") as file:
-            table = csv.writer(file)
-            table.writerows(rows[:1])  # names of the columns
-            table.writerows(row.values() for row in rows)
+            table = csv.DictWriter(file, rows[0])
+            table.writeheader()
+            table.writerows(rows)
     if args.plot:
         plot(rows, args.plot)
-    print(json.dumps({"device": device, "rows": rows}))
+    if args.json:
+        print(json.dumps({"device": device, "rows": rows}))
 
 
 if __name__ == "__main__":

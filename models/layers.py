@@ -105,20 +105,42 @@ class Rotation(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> Any:
-        from liger_kernel.ops.rope import rope_forward
-
         ctx.tables = cos, sin
-        return tuple(rotate(rope_forward, q, k, cos, sin))
+        return rotate(q, k, cos, sin, back=False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> Any:
-        from liger_kernel.ops.rope import rope_backward
+        cos, sin = ctx.tables
+        return *rotate(dq.contiguous(), dk.contiguous(), cos, sin, back=True), None, None
 
-        return *rotate(rope_backward, dq, dk, *ctx.tables), None, None
 
+def rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches Liger's kernel, whose own function takes and returns transposed tensors."""
+    from liger_kernel.ops.rope import _triton_rope
+    from triton import next_power_of_2
 
-def rotate(kernel: Any, q: torch.Tensor, k: torch.Tensor, *tables: torch.Tensor) -> list[Any]:
-    """Calls Liger's kernel, which takes and returns (1, heads, T, dim)."""
-    turned = kernel(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k)), *tables)
-    return [x.squeeze(0).transpose(0, 1) for x in turned[:2]]
+    T, heads, dim = q.shape
+    sizes = heads, k.shape[1], dim
+    padded = [next_power_of_2(n) for n in (*sizes, cos.shape[-1])]
+    _triton_rope[(T,)](
+        q,
+        q.stride(0),
+        k,
+        k.stride(0),
+        cos,
+        cos.stride(-2),
+        sin,
+        sin.stride(-2),
+        T,
+        1,
+        1,
+        *sizes,
+        *padded,
+        cos.shape[-1],
+        BLOCK_SIZE=max(padded[:2]),
+        BACKWARD_PASS=back,
+    )
+    return q, k

@@ -80,6 +80,8 @@ def _instructions(run: Run) -> dict[int, Row]:
         for id in now.keys() - out.keys():
             I = now[id]
             parents = [] if I["parent"] is None else [I["parent"]]
+            if parents and parents[0] >= id:
+                raise ValueError(f"instruction {id} is its own ancestor")
             out[id] = {"id": id, "text": I["text"], "parents": parents, "born": I["born"]}
             out[id] |= {"left": None, "why": "", "history": []}
         before = set(now)

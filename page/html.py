@@ -17,7 +17,7 @@ from page.verdict import judge_run
 from plumbing import files
 from plumbing.faults import Fault
 from plumbing.files import Row
-from plumbing.outside import without_secrets
+from plumbing.outside import in_texts, without_secrets
 
 STATIC = Path(__file__).parent / "static"
 SCRIPTS = (
@@ -51,7 +51,8 @@ def build_page(paths: Sequence[Path], live: str = "") -> str:
         }
     except (LookupError, TypeError, ValueError, AttributeError) as e:
         raise Fault(
-            f"{run.path} holds what no run writes ({type(e).__name__}: {e}): restore it"
+            f"{run.path} holds what no run writes ({type(e).__name__}: {e}): "
+            "restore it, or take the commit in its config.json"
         ) from e
     return fill_template(data, pages)
 
@@ -70,13 +71,9 @@ def describe_run(run: Run, limit: int) -> tuple[Row, dict[str, str]]:
     index, pages = sample_trajectories(run, tree, limit)
     pages["calls"] = compress_json(tree.pop("calls"))
     del tree["candidates"]
-    config = dict(run.config)
-    for knob, value in config.items():
-        if isinstance(value, str):
-            config[knob] = without_secrets(value)
     data = {
         "name": run.name,
-        "config": config,
+        "config": in_texts(run.config, without_secrets),
         "missing": run.missing,
         "curves": collect_curves(run),
         "tree": tree,
@@ -84,7 +81,7 @@ def describe_run(run: Run, limit: int) -> tuple[Row, dict[str, str]]:
         "metric": run.metrics[0],
         "metrics": run.metrics,
         "tools": run.tools,
-        "events": [{"t": e["t"], "event": e["event"]} for e in run.events],
+        "evolutions": [event["t"] for event in run.events if event["event"] == "evolve"],
     }
     return data | judge_run(run, tree), pages
 
@@ -97,13 +94,12 @@ def fill_template(data: Row, pages: dict[str, str]) -> str:
     ]
     script = "".join(scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
     blocks = [
         f'<script type="text/plain" id="page-{k}">{text}</script>'
         for k, text in enumerate(pages.values())
     ]
     values = {
-        "policy": policy + "; connect-src 'self'; base-uri 'none'; form-action 'none'",
+        "digest": digest,
         "title": html.escape(" · ".join(run["name"] for run in data["runs"])),
         "style": "\n".join((STATIC / name).read_text("utf-8").strip() for name in STYLES),
         "script": script, "data": embed_json(data), "pages": "\n".join(blocks),

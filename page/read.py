@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from journal.summary import many
 from plumbing.faults import Fault
 from plumbing.files import Row, parse_lines
 from plumbing.outside import decoded
@@ -71,16 +72,15 @@ def read_run(path: Path) -> Run:
 
     # what it has written
     run.written = max(file.stat().st_mtime for file in files)
-    run.config = _object(run, "config.json", "the settings are unknown")
-    steps = {row["t"]: row for row in _rows(run, "metrics.jsonl", "there are no curves")}
+    run.config = _object(run, "config.json")
+    steps = {row["t"]: row for row in _rows(run, "metrics.jsonl")}
     run.steps = [steps[t] for t in sorted(steps)]  # of a step that was written twice, the last
-    run.events = _rows(run, "population.jsonl", "there is no family tree")
-    reflects = run.config.get("mode", "inspo") == "inspo" and run.t > 0  # others may do without
-    run.reflections = _rows(
-        run, "reflections.jsonl", "no call to the optimizer is known" if reflects else ""
-    )
+    run.events = _rows(run, "population.jsonl")
+    calls = path / "reflections.jsonl"
+    if calls.exists() or (run.config.get("mode", "inspo") == "inspo" and run.t > 0):
+        run.reflections = _rows(run, calls.name)  # other modes may do without
     if (path / "summary.json").exists():
-        run.summary = _object(run, "summary.json", "the final table is unknown")
+        run.summary = _object(run, "summary.json")
     return run
 
 
@@ -89,24 +89,23 @@ def finite_number(x: Any) -> float | None:
     return x if isinstance(x, (int, float)) and math.isfinite(x) else None
 
 
-def _object(run: Run, name: str, without: str) -> Row:
+def _object(run: Run, name: str) -> Row:
     try:
         return dict(decoded((run.path / name).read_bytes()))
     except (OSError, ValueError, TypeError):
-        run.missing.append(f"{name} is missing or unreadable: {without}.")
+        run.missing.append(f"{name} is missing or cannot be read.")
         return {}
 
 
-def _rows(run: Run, name: str, without: str) -> list[Row]:
+def _rows(run: Run, name: str) -> list[Row]:
     """The lines of a .jsonl file that name their step."""
     try:
         lines = (run.path / name).read_text("utf-8", "replace").splitlines()
     except OSError:
-        run.missing += [f"{name} is missing: {without}."] if without else []
+        run.missing.append(f"{name} is missing or cannot be read.")
         return []
-    rows = parse_lines(lines, "t")
+    rows = [row for row in parse_lines(lines, "t") if type(row["t"]) is int]
     damaged = len(lines) - len(rows)
     if damaged:
-        are = "line is" if damaged == 1 else "lines are"
-        run.missing.append(f"{name}: {damaged} {are} cut short or damaged, and left out.")
+        run.missing.append(f"{name}: {many(damaged, 'line')} cut short or damaged, and left out.")
     return rows

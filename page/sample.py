@@ -21,7 +21,7 @@ def sample_trajectories(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str,
     """Returns (index, pages) of at most about `limit` trajectories of training, and of all that
     were kept to compare.
 
-    index: {"columns", "questions", "rows", "seen", "all"}; a row has COLUMNS, and `ins` is an
+    index: {"columns", "questions", "rows", "all"}; a row has COLUMNS, and `ins` is an
     instruction's id, or "r" and the place of a refused candidate in the tree. pages: name -> gzip
     in base64.
     """
@@ -54,7 +54,7 @@ def sample_trajectories(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str,
             pages[file.name.removesuffix(".jsonl.gz")] = compress_json(shown)
     if not index["rows"]:
         run.missing.append("trajectories/ is empty: no trajectory can be shown.")
-    return index | {"questions": list(questions), "seen": len(index["rows"])}, pages
+    return index | {"questions": list(questions)}, pages
 
 
 def encode_json(x: object) -> bytes:
@@ -105,12 +105,12 @@ def _entry(row: Row, name: str, tree: Row, T: int) -> Row:
         "t": t,
         "ins": ins,
         "reward": round(row["reward"], 4),
-        "failed": int(row["failed"]),
+        "failed": row["failed"],
         "stop": row["stop"],
         "source": row["source"],
         "calls": sum(bool(turn["tool"]) and turn["result"] is not None for turn in row["turns"]),
         "group": row["group"],
-        "tokens": int("token_data" in row),
+        "tokens": "token_data" in row,
     }
 
 

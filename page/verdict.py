@@ -25,7 +25,6 @@ def judge_run(run: Run, tree: Row) -> Row:
         "learned": describe_gain(run),
         "winner": describe_winner(run, tree),
         "cost": sum_costs(run),
-        "vain": tell_vain(run.summary),
         "warnings": find_warnings(run),
     }
 
@@ -56,40 +55,30 @@ def describe_winner(run: Run, tree: Row) -> Row | None:
     any."""
     by_id = {I["id"]: I for I in tree["instructions"]}
     weighed = [row for row in run.steps if row.get("w")]
-    w = {int(j): value for j, value in weighed[-1]["w"].items()} if weighed else {}
-    if "generations" in run.summary:
-        id = run.summary["generations"][-1]
-    else:
-        id = weighed[-1]["best"] if weighed else min(by_id, default=None)
+    last = weighed[-1] if weighed else {"w": {}, "best": min(by_id, default=None)}
+    id = run.summary.get("generations", [last["best"]])[-1]
     if id not in by_id:
         return None
     parents = {j: I["parents"][0] if I["parents"] else None for j, I in by_id.items()}
-    others = [(value, j) for j, value in w.items() if j != id]
-    second, j = max(others, default=(None, None))
+    others = [[w, j] for j, w in last["w"].items() if j != str(id)]
     return {
         "id": id,
         "lineage": trace_lineage(parents, id),
-        "w": w.get(id),
-        "second": {"id": j, "w": second} if others else None,
+        "w": last["w"].get(str(id)),
+        "second": max(others, default=None),  # weight and id
     }
 
 
 def sum_costs(run: Run) -> Row:
     """What the run has spent: calls and tokens, rollouts, seconds by phase, and how fast it was."""
     calls = [row["call"] for row in run.reflections if "call" in row]
-    costs = count_costs(run.steps, run.reflections, run.events, run.tools)
     total = run.summary.get("seconds") or max(read_column(run.steps, "time/total"), default=0.0)
     phases = count_seconds(run.steps)
     phases["other"] = max(0.0, total - sum(phases.values()))
     failed = {name for row in run.steps for name in row if name.endswith("/faults")}
-    return {
-        "calls": costs["optimizer_calls"],
+    return count_costs(run.steps, run.reflections, run.events, run.tools) | {
         "optimizer": run.config.get("optimizer_model"),
         **{name: sum(read_column(calls, name)) for name in ("prompt_tokens", "completion_tokens")},
-        "optimizer_seconds": costs["optimizer_seconds"],
-        "training": costs["training_rollouts"],
-        "verification": costs["verification_rollouts"],
-        "tool_calls": costs["tool_calls"],
         "faults": sum(max(read_column(run.steps, name), default=0) for name in failed),
         "seconds": total,
         "phases": phases,
@@ -101,15 +90,15 @@ def sum_costs(run: Run) -> Row:
 
 
 def find_warnings(run: Run) -> list[Row]:
-    """What a person who knows the failures of such runs would point at: {"text", "panel", "t"}."""
+    """What a person who knows the failures of such runs would point at: {"text", "panel"}."""
     rows = [row for row in run.steps if row["t"] > 0]
     if not rows:
         return [_warning("No step has been measured yet.")]
     return [*_of_numbers(rows, run.metrics[0]), *_of_silence(run, rows), *_of_updates(rows)]
 
 
-def _warning(text: str, panel: str = "", t: int | None = None) -> Row:
-    return {"text": text, "panel": panel, "t": t}
+def _warning(text: str, panel: str = "") -> Row:
+    return {"text": text, "panel": panel}
 
 
 def _of_numbers(rows: list[Row], metric: str) -> Iterator[Row]:
@@ -118,7 +107,7 @@ def _of_numbers(rows: list[Row], metric: str) -> Iterator[Row]:
     for name in dict.fromkeys(("loss", "grad_norm", "reward", metric)):
         broken = [row["t"] for row in rows if name in row and finite_number(row[name]) is None]
         if broken:
-            yield _warning(f"{name} is not a number at step {broken[0]}.", name, broken[0])
+            yield _warning(f"{name} is not a number at step {broken[0]}.", name)
     few = max(1, min(10, len(rows) // 5))
     entropy, reward = read_column(rows, "entropy"), read_column(rows, "reward")
     # collapsed
@@ -155,12 +144,12 @@ def _of_updates(rows: list[Row]) -> Iterator[Row]:
     if gaps:
         t, most = gaps[0]["t"], max(read_column(gaps, "logp_gap"))
         text = f"Engine and trainer differ by up to {most:.2g} nat a token, from step {t} on."
-        yield _warning(text, "logp_gap", t)
+        yield _warning(text, "logp_gap")
     skipped = [row for row in rows if row.get("skipped_updates")]
     if skipped:
         n = sum(read_column(skipped, "skipped_updates"))
         text = f"{n:.0f} optimizer steps were skipped: loss or gradient were not finite."
-        yield _warning(text, "skipped_updates", skipped[0]["t"])
+        yield _warning(text, "skipped_updates")
 
 
 def read_column(rows: Sequence[Row], name: str) -> list[float]:

@@ -1,11 +1,12 @@
-"""Checkpoints as they are read: the shares of torch.distributed.checkpoint, with a digest of every
-file.
+"""The files of a checkpoint: the shares of torch.distributed.checkpoint, a mark (state.pt), and a
+digest of every file, without which it is none.
 
-A checkpoint may come from somebody else: what is pickled in it is read by allowlist, so that no
+It may come from somebody else: what is pickled in it is read by allowlist, so that no
 code in it runs.
 """
 
 import io
+import json
 import pickle
 import warnings
 import zlib
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from plumbing.faults import CheckpointFault, first_line
+from plumbing.faults import CheckpointFault, DiskFault, first_line
 from plumbing.outside import decoded
 
 DIGESTS = "digests.json"
@@ -38,6 +39,28 @@ TYPES = {  # all that torch.distributed.checkpoint pickles into .metadata
 }
 # one process saves checkpoints without a group
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
+
+
+def save(state: dict[str, Any], path: Path, rank: int, group: Any) -> dict[str, str]:
+    """Writes this rank's shares of a state, in a process without a group all of it; returns the
+    digests of its files. Raises DiskFault."""
+    try:
+        dcp.save(state, checkpoint_id=str(path), no_dist=group is None, process_group=group)
+        files = [*path.glob(f"__{rank}_*")]
+        if rank == 0:
+            files.append(path / ".metadata")
+        return {file.name: digest(file) for file in files}
+    except (CheckpointException, OSError) as e:
+        raise DiskFault(f"cannot write {path} ({reason(e)})") from None
+
+
+def complete(path: Path, mark: dict[str, Any], digests: dict[str, str]) -> None:
+    """Adds the mark and the digests to the shares of all ranks."""
+    content = io.BytesIO()  # on a full disk torch would not raise OSError
+    torch.save(mark, content)
+    (path / "state.pt").write_bytes(content.getvalue())
+    digests = digests | {"state.pt": digest(path / "state.pt")}
+    (path / DIGESTS).write_text(json.dumps(digests, indent=1), "utf-8")
 
 
 def load(state: dict[str, Any], path: Path, alone: bool) -> None:
@@ -64,20 +87,18 @@ def digest(path: Path) -> str:
     return f"{crc:08x}"
 
 
-def damage(path: Path, rank: int = 0, size: int = 1) -> list[str]:
-    """Returns what is wrong with a checkpoint's files, of which this rank reads its share; [] if
-    they are whole."""
+def damage(path: Path) -> list[str]:
+    """Returns what is wrong with a checkpoint's files; [] if they are as they were written."""
     try:
         digests = decoded((path / DIGESTS).read_bytes())
-        names = sorted(digests)
-        if not {"state.pt", ".metadata"} <= set(names) or any("/" in name for name in names):
+        if not {"state.pt", ".metadata"} <= set(digests) or any("/" in name for name in digests):
             raise ValueError
     except (OSError, ValueError, TypeError):
         return [f"{DIGESTS} is missing or damaged"]
     faults = []
-    for name in names[rank::size]:
+    for name, value in sorted(digests.items()):
         try:
-            if digest(path / name) != digests[name]:
+            if digest(path / name) != value:
                 faults.append(f"{name} is damaged")
         except OSError as e:
             faults.append(f"{name} cannot be read: {e.strerror}")

@@ -3,7 +3,7 @@
 import http.client
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from time import monotonic, sleep
 from typing import Any, NoReturn, TypeVar
@@ -23,8 +23,17 @@ BUSY = (408, 409, 425, 429)  # statuses besides 5xx that another attempt may not
 TOO_LONG = re.compile(
     r"HTTP 413|\btokens\b|context.?(?:length|size|window|limit)|too (?:long|large)", re.I
 )
-# Some say so as a fault of their own (llama.cpp, HTTP 500 or 200), which no other attempt mends.
-BEYOND = re.compile(r"context.?(?:length|size|window)|too large to process", re.I)
+# What no other attempt mends: some say so as a fault of their own (llama.cpp, HTTP 500 or 200), some
+# in an answer of 200 that holds the status of an error (OpenRouter).
+FINAL = re.compile(
+    r"context.?(?:length|size|window)|too large to process"
+    r"|['\"]code['\"]: ?['\"]?4(?!08|09|25|29)\d\d\b",
+    re.I,
+)
+# How long to wait, in a header or, without one, in words: "in 44.2s", "in 1m12.5s", "after 26 seconds".
+WAIT = re.compile(
+    r"(?:(?:again|retry) (?:in|after) |retryDelay\W+)(?:(\d+)m)?(\d+\.?\d*) ?(m?s)", re.I
+)
 OPTION = re.compile(
     r"(?:['\"`:]|\b(?:parameter|argument|field|support))s? ?(max_(?:completion_)?tokens|temperature|stop|seed)\b",
     re.I,
@@ -107,6 +116,7 @@ class Client:
         self.session.trust_env = key is not None and not any(map(_is_loopback, self.urls))
         if key:
             self.session.headers["Authorization"] = f"Bearer {key}"
+            self.session.auth = _sign
         for scheme in ("http://", "https://"):  # as many connections as the caller has threads
             self.session.mount(scheme, Connections(pool_maxsize=1024))
 
@@ -117,25 +127,28 @@ class Client:
         A LookupError, TypeError or ValueError of `read` makes the answer malformed. `str` reads one
         that is not JSON. Raises RequestFailed.
         """
-        rounds, attempts = 1 + (self.retries if retries is None else retries), 0
-        while True:
-            attempts += 1
-            try:
-                return self._ask(path, body, read)
-            except RequestFailed as e:
-                # whole rounds, and how many servers were asked in the next one
-                round, asked = divmod(attempts, len(self.urls))
-                if not e.transient or round == rounds:
-                    times = f", {rounds} times" if e.transient and rounds > 1 else ""
-                    raise RequestFailed(f"{e}{times}", e.transient) from None
-                pause = e.retry_after
-            if not asked:
-                sleep(max(back_off(round), min(MAX_WAIT, pause)))
-            if url := self.revive():
-                self.urls[0] = at(url)
+        failed: RequestFailed | None = None
+        for round in range(1 + (self.retries if retries is None else retries)):
+            if failed:
+                sleep(max(back_off(round), min(MAX_WAIT, failed.retry_after)))
+            for _ in self.urls:
+                if failed and (new := self.revive()):
+                    self.urls[0] = at(new)
+                url = at(self.urls[0], path)
+                try:
+                    return self._exchange(url, body, read)
+                except RequestFailed as e:
+                    failed = e
+                said = clean(without_secrets(f"{url}: {failed}"), self.secrets)
+                if not failed.transient or FINAL.search(str(failed)):
+                    raise RequestFailed(said)
+                self.faults += 1
+                self.urls = [*self.urls[1:], self.urls[0]]
+        raise RequestFailed(said + f", {round + 1} times" * (round > 0), True)
 
     def chat(self, body: dict[str, Any], read: Callable[[Any], T], retries: int | None = None) -> T:
         """As `ask` of a chat endpoint, without the options that its model has refused."""
+        # some gateways stream unless they are told not to
         sent = {"stream": False} | {key: x for key, x in body.items() if key not in self.refused}
         try:
             return self.ask("/chat/completions", sent, read, retries)
@@ -149,18 +162,6 @@ class Client:
                 self.refused.remove("max_completion_tokens")
             print(f"{body['model']} refuses {named[1]}: asking without it", flush=True)
         return self.chat(body, read, retries)
-
-    def _ask(self, path: str, body: Any, read: Callable[[Any], T]) -> T:
-        url = at(self.urls[0], path)
-        try:
-            return self._exchange(url, body, read)
-        except RequestFailed as e:
-            transient = e.transient and not BEYOND.search(str(e))
-            if transient:
-                self.faults += 1
-                self.urls = [*self.urls[1:], self.urls[0]]
-            text = clean(without_secrets(f"{url}: {e}"), self.secrets)
-            raise RequestFailed(text, transient, e.retry_after) from None
 
     def _exchange(self, url: str, body: Any, read: Callable[[Any], T]) -> T:
         method, content = "GET" if body is None else "POST", bytearray()
@@ -187,12 +188,12 @@ class Client:
             raise RequestFailed(
                 f"HTTP {reply.status_code}: it redirects to {reply.headers['Location'][:200]}"
             )
+        said = " ".join(content.decode(errors="replace").split())
+        wait = _wait_asked(reply.headers, said)
         if reply.status_code >= 300:
-            text = f"HTTP {reply.status_code}: {' '.join(content.decode(errors='replace').split())[:200]}"
+            text = f"HTTP {reply.status_code}: {said[:200]}".rstrip(": ")
             transient = reply.status_code in BUSY or reply.status_code >= 500
-            raise RequestFailed(
-                text.rstrip(": "), transient, _retry_after(reply.headers.get("Retry-After", ""))
-            )
+            raise RequestFailed(text, transient, wait)
         try:
             answer = (
                 content.decode() if read is str else decoded(bytes(content), parse_constant=_refuse)
@@ -205,7 +206,7 @@ class Client:
             # perhaps a page to log in, or why there is none
             began = clean(content.decode(errors="replace"), self.secrets)[:80]
             text = f"{type(e).__name__}: {str(e)[:200]}; it begins {began!r}"
-            raise RequestFailed(f"malformed answer ({text})", True) from None
+            raise RequestFailed(f"malformed answer ({text})", True, wait) from None
 
 
 def back_off(round: int) -> float:
@@ -217,15 +218,25 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _retry_after(value: str) -> float:
-    """Returns the seconds that a Retry-After header asks for, as a number or an HTTP date; 0 if it
-    makes no sense."""
-    with suppress(ValueError):
-        return max(0.0, float(value))  # some ask for 0.5
-    try:
-        return urllib3.Retry().parse_retry_after(value)
-    except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
-        return 0.0
+def _sign(request: Any) -> Any:
+    """Signs a request with its URL's `user:password@`, or leaves it its key: requests would prefer
+    what ~/.netrc has for the host."""
+    user = requests.utils.get_auth_from_url(request.url)
+    return requests.auth.HTTPBasicAuth(*user)(request) if any(user) else request
+
+
+def _wait_asked(headers: Mapping[str, str], said: str) -> float:
+    """Returns the seconds to wait that a server asks for in Retry-After, a number or an HTTP date, or
+    in words; 0 if it does not."""
+    ms, after = headers.get("Retry-After-Ms"), headers.get("Retry-After", "").strip()
+    seconds = f"{ms}ms" if ms else after + "s" * after[-1:].isdigit()
+    asked = WAIT.search(f"retry after {seconds}. {said}")
+    if asked:
+        minutes, number, unit = asked.groups()
+        return 60 * float(minutes or 0) + float(number) / (1000 if unit == "ms" else 1)
+    with suppress(urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
+        return urllib3.Retry().parse_retry_after(after)
+    return 0.0
 
 
 def _is_loopback(url: str) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,37 @@ def write_file(path: Path, text: str) -> None:
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink()  # or a full disk stays full
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Yields an empty directory, which is called `path` in the end: a reader finds the old one,
+    none or the new. Raises DiskFault."""
+    path = path.absolute()
+    temporary, old = (path.with_name(f".{path.name}{end}.tmp") for end in ("", ".old"))
+    with writing(path):
+        remove(old)
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir(parents=True)
+            yield temporary
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(path, old)  # at once: removing it may take seconds
+            os.replace(temporary, path)
+            with contextlib.suppress(DiskFault):  # the new one is there
+                remove(old)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # or a full disk stays full
+
+
+def remove(path: Path) -> None:
+    """Removes a file or directory, if there is one; of a link only the link: what it points to is
+    not the run's. Raises DiskFault."""
+    with writing(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def parse_lines(lines: Iterable[str], key: str = "") -> list[Row]:

@@ -6,22 +6,27 @@ Servers differ in where they put thoughts, a refusal, an error and the price.
 import re
 from typing import Any, NamedTuple
 
-# Marks of thoughts, in any case: <think>, [THINK], <seed:think>, ◁think▷, <|begin_of_thought|>,
-# <|START_THINKING|>; gpt-oss, Gemma 4, MedGemma and Apertus have others. A quoted mark is mentioned, and so
-# is an opening one inside a sentence.
+# Marks of thoughts, in any case: <think>, [THINK], <seed:think>, <think duration="3">, ◁think▷,
+# <|begin_of_thought|>, <|START_THINKING|>, <|reasoning_start|>; gpt-oss, Gemma 4, MedGemma, Apertus, Kimi K3,
+# Granite, Solar and Open WebUI have others. A quoted mark is mentioned, and so is an opening one inside a
+# sentence.
 NAMES = (
     "(?:ant)?think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad|cot|monologue"
 )
-TAG = rf"(?:\w+[:_])?(?:{NAMES})(?:[:_]\w+)?[|｜]?[>\]▷]"
+WIDE = rf"(?:\w+[:_|])?(?:{NAMES})"
+END = r"(?: \w+=[^<>]*)?[|｜]?[>\]▷]"
 QUOTED = r"(?![`'\"”][\s.,;:!?)])"
 OPENING = re.compile(
-    rf"(?:^|(?<=[.!?:\0]))\s*(?:[<\[◁][|｜]?{TAG}|<\|channel\|?>(?:analysis|thought)|<\|inner_prefix\|>|<unused94>)"
-    rf"(?![.,;:!?)]){QUOTED}",
+    rf"(?:^|(?<=[.!?:\0]))\s*(?:[<\[◁][|｜]?{WIDE}(?:[:_]\w+)?{END}|<\|channel\|?>(?:analysis|thought)"
+    r"|<\|inner_prefix\|>|<unused94>|<\|open\|>think<\|sep\|>|<details type=\"reasoning\"[^>]*>"
+    rf"|to=self<\|message\|>|Here(?:'s| is) my thought process:)(?![.,;:!?)]){QUOTED}",
     re.I | re.M,
 )
 CLOSING = re.compile(
-    rf"(?:[<\[◁][|｜]?(?:/|end_(?:of_)?){TAG}|(?:<\|channel\|>|assistant)final(?:<\|message\|>)?"
-    rf"|<channel\|>|<\|inner_suffix\|>|<unused95>){QUOTED}",
+    rf"(?:[<\[◁][|｜]?(?:(?:/|end_(?:of_)?){WIDE}(?:[:_]\w+)?|{WIDE}_end){END}"
+    r"|(?:<\|channel\|>|assistant)final(?:<\|message\|>)?|<channel\|>|<\|inner_suffix\|>|<unused95>"
+    rf"|<\|close\|>think<\|sep\|>|</details>|to=user<\|message\|>|<\|content\|>|Here(?:'s| is) my response:)"
+    rf"{QUOTED}",
     re.I,
 )
 BLOCK = re.compile(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", re.S)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from plumbing.faults import Fault
@@ -20,28 +20,36 @@ def set_rewards(task: Task, taus: Sequence[Trajectory]) -> None:
     with may_stop():  # a judge may take minutes
         rewards = task.reward(list(taus))  # a copy, which it may sort or filter
 
-    # one for each trajectory
-    where = f"--task {task.cfg.task}: its reward"
-    if task.cfg.reward:
-        where = f"--reward {task.cfg.reward}: the reward"
-    if isinstance(rewards, (Mapping, Set, bytes, bytearray)):
-        raise Fault(
-            f"{where} returned a {type(rewards).__name__}; return a list of numbers, one for each trajectory"
-        )
-    count: Any = repr(rewards)
-    with suppress(TypeError):  # a scalar, numpy's too
+    rewards = read_rewards(f"--task {task.cfg.task}: its reward", rewards, taus)
+    for tau, r in zip(taus, rewards, strict=True):
+        tau.reward = r
+        tau.failed = bool(task.failed(tau))
+
+
+def read_rewards(
+    where: str, rewards: Any, taus: Sequence[Trajectory], optional: bool = False
+) -> list[Any]:
+    """Returns what a reward has returned as a list of floats, one for each trajectory; `optional`:
+    or None. Raises Fault, which begins with `where`."""
+    if hasattr(rewards, "tolist"):  # numpy's, torch's, pandas'
+        rewards = rewards.tolist()
+    count: Any = f"{rewards!r:.80}"
+    unordered = Mapping, Set, bytes, bytearray
+    if isinstance(rewards, Collection) and not isinstance(rewards, unordered):
         count = len(rewards)
     if count != len(taus):
         raise Fault(
-            f"{where} returned {count} for {len(taus)} trajectories; return a number for each"
+            f"{where} returned {count} for {len(taus)} trajectories; return a list with a number for each"
         )
-
-    # finite numbers
+    read = list[Any]()
     for tau, r in zip(taus, rewards, strict=True):
-        if not is_finite(r):
-            raise Fault(f"{where} of question {tau.question.id} is {r!r}; return a finite number")
-        tau.reward = float(r)
-        tau.failed = bool(task.failed(tau))
+        absent = optional and r is None
+        if not absent and not is_finite(r):
+            raise Fault(
+                f"{where} of question {tau.question.id} is {r!r:.80}; return a finite number"
+            )
+        read.append(None if absent else float(r))
+    return read
 
 
 def compute_metrics(
@@ -82,9 +90,9 @@ def average_by_source(
 ) -> dict[str, float]:
     """Returns the means of metrics, a row for each trajectory, as `name`, and of each source as
     `name/source`."""
-    columns: dict[str, list[float]] = {}
+    columns = defaultdict[str, list[float]](list)
     for tau, row in zip(taus, rows, strict=True):
         for name, x in row.items():
-            columns.setdefault(name, []).append(x)
-            columns.setdefault(f"{name}/{tau.question.source}", []).append(x)
+            columns[name].append(x)
+            columns[f"{name}/{tau.question.source}"].append(x)
     return {name: sum(x) / len(x) for name, x in sorted(columns.items())}

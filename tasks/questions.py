@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ COLUMNS = (
     "reward_model",
     "extra_info",
 )
-ARTICLES = ("a", "an", "the")
 JSON_TEXT = re.compile(r'\s*"?(\[[\s\\n]*["{]|\{[\s\\n]*")')  # an answer may be [0, 1]
 # as Python, numpy and DuckDB print lists and sets; an answer may be {"a": 1}, too
 PRINTED = re.compile(r"\[.*,.*\]|(array\()?[\[(\s]+['\"].*[\])]|\{'[^:]*\}", re.S)
@@ -41,36 +39,37 @@ def load_questions(path: str | Path, rows: bool = False) -> list[Question]:
     file and row.
 
     An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes
-    `{source}-{id}`. `rows`: the row of each, with all its columns, is its `data`.
+    `{source}-{id}`. `rows`: the row of each, with all its columns, is its `data`, and it needs no
+    gold answer.
     """
-    # the rows
-    path = fetch_file(str(path))
-    read_table = partial(read_parquet, columns=None) if rows else read_parquet
-    read = {".jsonl": read_json_lines, ".parquet": read_table}.get(path.suffix)
-    if read is None or not path.is_file():
-        raise Fault(f"{path}: no such .jsonl or .parquet file; check the path")
     questions, notes = list[Question](), Counter[str]()
-    for line, row in read(path):
+    for line, row in read_rows(path, None if rows else COLUMNS):
         try:
-            question = _read_question(row, line)
-            questions.append(replace(question, data=row) if rows else question)
+            question = _read_question(row, line, rows)
         except ValueError as e:
             raise Fault(f"{path}:{line}: {e}") from None
-        notes.update(_doubts(row, questions[-1]))
+        questions.append(replace(question, data=row) if rows else question)
+        notes.update(_doubts(question))
     if not questions:
         raise Fault(f"{path}: no question in it; give a file with at least one row")
-
-    # what is doubtful, and ids
     for note, count in notes.items():
         print(f"note: {path}: {count} {note}", flush=True)
     n = Counter(q.id for q in questions)
-    questions = [replace(q, id=f"{q.source}-{q.id}") if n[q.id] > 1 else q for q in questions]
-    [(id, most)] = Counter(q.id for q in questions).most_common(1)
-    if most > 1:
-        raise Fault(
-            f"{path}: {most} questions have the id {id!r}, source included; make the ids unique"
-        )
-    return questions
+    return [replace(q, id=f"{q.source}-{q.id}") if n[q.id] > 1 else q for q in questions]
+
+
+def read_rows(
+    path: str | Path, columns: Collection[str] | None = None
+) -> Iterator[tuple[int, Any]]:
+    """Yields the rows of a .jsonl or .parquet file, or of one on the hub, counted from 1: of a
+    parquet those of `columns` that it has; None: all. Raises Fault."""
+    file = fetch_file(str(path))
+    if not file.is_file():
+        raise Fault(f"{path}: no such file; check the path")
+    suffix = file.suffix.lower()
+    if suffix not in (".jsonl", ".parquet"):
+        raise Fault(f"{path}: neither .jsonl nor .parquet; write it as one of them")
+    yield from read_json_lines(file) if suffix == ".jsonl" else read_parquet(file, columns)
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
@@ -88,44 +87,32 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def read_parquet(
-    path: Path, columns: Collection[str] | None = COLUMNS
+    path: Path, columns: Collection[str] | None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the rows of a file, counted from 1: those of `columns` that it has; None: all."""
     import pyarrow.parquet as pq  # here: few files are parquet
 
+    line = 0
     try:
         with pq.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if columns is not None:
-                names = [column for column in columns if column in names]
-            as_json = [
-                name
-                for name in names
-                if str(file.schema_arrow.field(name).type) == "extension<arrow.json>"
-            ]
-            rows = (
-                row
-                for batch in file.iter_batches(10_000, columns=names)
-                for row in batch.to_pylist()
-            )
-            for line, row in enumerate(rows, 1):
-                yield (
-                    line,
-                    row | {name: decoded(row[name]) for name in as_json if row[name] is not None},
-                )
-    except (
-        OSError,
-        ValueError,
-        OverflowError,
-    ) as e:  # pyarrow's, text that is not UTF-8, a date beyond Python's
+            fields = [f for f in file.schema_arrow if columns is None or f.name in columns]
+            as_json = [f.name for f in fields if str(f.type) == "extension<arrow.json>"]
+            for batch in file.iter_batches(10_000, columns=[f.name for f in fields]):
+                for row in batch.to_pylist(maps_as_pydicts="strict"):
+                    for name in as_json:
+                        if row[name] is not None:
+                            row[name] = decoded(row[name])
+                    line += 1
+                    yield line, row
+    # pyarrow's, text that is not UTF-8, a date beyond Python's, a column or key that is there twice
+    except (OSError, ValueError, OverflowError, KeyError) as e:
         raise Fault(
             f"{path}: not a readable parquet file ({first_line(e)}); write it again"
         ) from None
 
 
-def _read_question(row: object, line: int) -> Question:
+def _read_question(row: object, line: int, bare: bool) -> Question:
     """Returns the question in a row of either format; a ValueError says what is wrong and what to
-    do."""
+    do. `bare`: it may have no gold answer that can be read."""
     if not isinstance(row, dict):
         raise ValueError("not a JSON object; write one JSON object a line")
     # whose it is, and what it asks
@@ -140,22 +127,12 @@ def _read_question(row: object, line: int) -> Question:
         raise ValueError("no question; fill `question`, or `prompt` with a user message")
 
     # the right answers, as texts
-    truth = look_up(row, "reward_model", "ground_truth", default=())
-    golds = look_up(row, "golden_answers", default=look_up(truth, "target", default=truth))
-    if isinstance(golds, str):
-        texts = unpacked(golds)
-        golds = texts if isinstance(texts, list) and isinstance(texts[0], str) else [golds]
-    if (
-        not isinstance(golds, Iterable)
-        or isinstance(golds, dict)
-        or not all(isinstance(gold, str) for gold in golds)
-    ):
-        raise ValueError(
-            f"gold answers {golds!r:.80} are neither a text nor a list of texts; write them so"
-        )
-    golds = [gold.strip() for gold in golds if gold.strip()]
-    if not golds:
-        raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth`")
+    golds = list[str]()
+    try:
+        golds = _find_golds(row)
+    except ValueError:
+        if not bare:
+            raise
 
     # as data
     id, source, text, *golds = clean([id, source, text.strip(), *golds])
@@ -164,15 +141,29 @@ def _read_question(row: object, line: int) -> Question:
     )
 
 
-def _doubts(row: object, q: Question) -> Iterator[str]:
+def _find_golds(row: object) -> list[str]:
+    """Returns the gold answers of a row: Search-R1's, or verl's ground truth."""
+    truth = look_up(row, "reward_model", "ground_truth", default=())
+    golds = look_up(row, "golden_answers", default=look_up(truth, "target", default=truth))
+    if isinstance(golds, str):
+        texts = unpacked(golds)
+        golds = texts if isinstance(texts, list) and isinstance(texts[0], str) else [golds]
+    if not isinstance(golds, list | tuple) or not all(isinstance(gold, str) for gold in golds):
+        raise ValueError(
+            f"gold answers {golds!r:.80} are neither a text nor a list of texts; write them so"
+        )
+    golds = [gold.strip() for gold in golds if gold.strip()]
+    if not golds:
+        raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth`")
+    return golds
+
+
+def _doubts(q: Question) -> Iterator[str]:
     """Yields what is probably a mistake in a question, to be counted."""
-    if any(gold.lower() in ARTICLES or not any(map(str.isalnum, gold)) for gold in q.golds):
-        yield "questions have a gold answer without a word but articles: it equals any article"
+    if not q.golds:
+        yield "questions have no gold answer: they are measured by their reward"
     if any(map(PRINTED.fullmatch, q.golds)):
         yield "questions have a list as the text of one gold answer: write a JSON list"
-    prompt = _find_question(look_up(row, "prompt"))
-    if prompt and prompt.strip().rstrip("?") != q.text.rstrip("?"):
-        yield "questions differ from the one in `prompt`, which is not asked"
 
 
 def look_up(row: object, *keys: str, default: Any = None) -> Any:

@@ -2,8 +2,18 @@
 
 import contextlib
 import json
+import random
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+def free_port():
+    """Returns a port on which nobody listens, below those that systems give to whoever asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)  # in a run `random` has its seed
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class JsonServer(ThreadingHTTPServer):
@@ -78,7 +88,7 @@ def break_off(handler):
 
 def too_slow(handler):
     """Never answers."""
-    handler.server.closing.wait(5)
+    handler.server.closing.wait(60)
 
 
 def passages(find):

@@ -7,9 +7,9 @@ from training.ranks import Ranks
 
 
 def main() -> None:
-    ranks = Ranks("cpu", patience=0.2)
+    ranks = Ranks("cpu", patience=0.4)
     if ranks.rank == 0:
-        time.sleep(0.4 * 60)
+        time.sleep(0.5 * 60)
     call = ranks.broadcast("evolve" if ranks.rank == 0 else None)
     answers = ranks.gather((ranks.rank, call))
     ranks.leave()

@@ -110,6 +110,7 @@ class Recorder:
 
     def __init__(self, cfg=None):
         self.cfg, self.events, self.seen, self.samples = cfg, [], [], []
+        self.metrics: list[str] = []
         self.run = SimpleNamespace(
             write_trajectories=lambda *sample: self.samples.append(sample),
             append=lambda name, row: self.record(next(iter({"scored"} & set(row))), row),
@@ -133,9 +134,6 @@ class Recorder:
     @contextlib.contextmanager
     def timing(self, phase):
         yield
-
-    def measure(self, taus) -> dict:
-        return make_step_row(self.task, taus, self.cfg.G)
 
     def look(self, name: str) -> None:
         """Keeps (name, weights, latest step in the buffer)."""
@@ -514,9 +512,7 @@ def test_D_B_limits_the_questions_verified_on():
     [row] = e.log.rows("verified")
     asked = {job.question.id for job in e.policy.rollouts[0][2]}
     assert len(row["D_B"]) == 3 and asked == set(row["D_B"])
-    assert row["verified"] == [
-        {"text": "a", "parent": 0, "r": 1.0, "r_parent": 1.0, "joined": True}
-    ]
+    assert row["verified"] == [{"text": "a", "r": 1.0, "r_parent": 1.0, "joined": True}]
 
 
 def test_the_task_s_reward_verifies():
@@ -527,8 +523,8 @@ def test_the_task_s_reward_verifies():
     e = Evolved({"old": 0.5}, {"old": 0, "new": 0}, ["new"], N_P=2, D_B=2, task=Marked, rounds=1)
     [row] = e.log.rows("verified")
     # the means of -2 and 1.5, and of 0.5 and 1
-    refused = {"text": "new", "parent": 0, "r": -0.25, "r_parent": 0.75, "joined": False}
-    assert row["verified"] == [refused] and row["r_parent"] == 0.75
+    refused = {"text": "new", "r": -0.25, "r_parent": 0.75, "joined": False}
+    assert row["verified"] == [refused] and row["parent"] == 0
     [(_, _, jobs, _)] = e.policy.rollouts
     assert [job.group for job in jobs] == [0, 1, 2, 3]
 
@@ -694,7 +690,6 @@ def run(
     policy, log = WatchedPolicy({FIRST: 0} | right), Recorder(cfg)
     policy.log, optimizer = log, None if static else TableOptimizer(*replies)
     evolution = inspo.Evolution(cfg, task := task(cfg, D), optimizer, population(cfg), log)
-    log.task = task
     checkpoints = Kept(evolution.P, evolution.B, log, restored, at)
     return inspo.inspo(cfg, task, policy, evolution, checkpoints, log), policy, log, optimizer
 

@@ -105,7 +105,7 @@ def count(browser, selector):
     return browser.execute_script("return document.querySelectorAll(arguments[0]).length", selector)
 
 
-def until(browser, condition, seconds=10):
+def until(browser, condition, seconds=60):
     # Any of the driver's errors: a page that reloads between finding and reading is reported in
     # several ways.
     ignored = [WebDriverException]

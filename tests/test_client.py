@@ -4,14 +4,13 @@ knows."""
 import email.utils
 import gzip
 import json
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from json_server import Handler, break_off, hang_up, too_slow, trickle
+from json_server import Handler, break_off, free_port, hang_up, too_slow, trickle
 
 from plumbing import client as module
 from plumbing.client import Client, RequestFailed, back_off
@@ -29,7 +28,7 @@ def waits(monkeypatch):
     return waited
 
 
-def client(*urls, timeout=5, retries=3, **more):
+def client(*urls, timeout=60, retries=3, **more):
     return Client(urls, timeout, retries, **more)
 
 
@@ -44,11 +43,6 @@ class KeepAlive(Handler):
 def slowly(handler):
     time.sleep(0.7)
     return OK
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
 
 
 # ---- requests
@@ -107,11 +101,11 @@ def test_threads_may_share_a_client(serve, waits):
         ((529, {}, "x" * 999), f"HTTP 529: {'x' * 200}"),
         (hang_up, "ConnectionError"),
         (break_off, "ProtocolError"),
-        (too_slow, "no whole answer in 0.2 s"),
+        (too_slow, "no whole answer in 1 s"),
     ],
 )
 def test_a_transient_fault_is_retried_and_named_in_one_line_if_it_stays(serve, waits, fault, words):
-    timeout = 0.2 if fault is too_slow else 5
+    timeout = 1 if fault is too_slow else 60
     server = serve(fault, fault, OK)
     asker = client(server.url, timeout=timeout)
     assert asker.ask("/path", {"k": 1}, value) == 1
@@ -178,6 +172,24 @@ def test_a_malformed_body_is_never_read_and_may_be_better_the_next_time(serve, w
     assert len(server.requests) == 2 and len(waits) == 1
 
 
+@pytest.mark.parametrize(
+    "error, final",
+    [
+        ({"code": 403, "message": "flagged"}, True), ({"code": "402", "message": "no credits"}, True),
+        ({"code": 400, "message": "x"}, True), ({"code": 429, "message": "x"}, False),
+        ({"code": 408, "message": "x"}, False), ({"code": 502, "message": "x"}, False),
+        ({"message": "x", "code": None}, False), ({"code": 4031}, False),
+    ],
+)  # fmt: skip
+def test_the_status_that_an_answer_of_200_holds_counts(serve, waits, error, final):
+    def read(answer):
+        raise ValueError(answer["error"])
+
+    with pytest.raises(RequestFailed) as failed:
+        client(serve({"error": error}).url, retries=2).ask("/path", {}, read)
+    assert failed.value.transient != final and len(waits) == (0 if final else 2)
+
+
 def test_a_fault_in_the_reader_itself_is_not_hidden(serve):
     def read(_):
         raise ZeroDivisionError
@@ -198,8 +210,8 @@ def test_a_request_that_must_not_be_repeated_is_sent_once(serve, waits):
 
 def test_after_a_read_time_out_a_busy_server_can_be_spared(serve, waits):
     server = serve(too_slow, OK)
-    with pytest.raises(RequestFailed, match="/path: no whole answer in 0.2 s$"):
-        client(server.url, timeout=0.2, retry_timeout=False).ask("/path", {}, value)
+    with pytest.raises(RequestFailed, match="/path: no whole answer in 1 s$"):
+        client(server.url, timeout=1, retry_timeout=False).ask("/path", {}, value)
     assert len(server.requests) == 1 and not waits
     assert client(serve(BUSY, OK).url, retry_timeout=False).ask("/path", {}, value) == 1
 
@@ -215,12 +227,12 @@ def test_no_fault_names_a_header(serve):
 
 
 def test_the_deadline_is_that_of_the_whole_call_however_the_answer_trickles_in(serve, waits):
-    body = trickle(b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 500, 0.01)
+    body = trickle(b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 500)
     server, began = serve(body, OK), time.perf_counter()
     with pytest.raises(RequestFailed, match="/path: no whole answer in 0.3 s$"):
         client(server.url, timeout=0.3).ask("/path", {}, value, retries=0)
-    assert 0.25 < time.perf_counter() - began < 1.5
-    assert client(serve(body, OK).url, timeout=0.3).ask("/path", {}, value) == 1
+    assert 0.25 < time.perf_counter() - began < 8  # of the ten in which it comes
+    assert client(serve(body, OK).url, timeout=1).ask("/path", {}, value) == 1
 
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -250,16 +262,16 @@ def test_the_deadline_holds_whatever_trickles_in(serve, at_once, then):
     server, began = serve(answer), time.perf_counter()
     with pytest.raises(RequestFailed, match="/path: no whole answer in 0.4 s$"):
         client(server.url, timeout=0.4).ask("/path", {}, value, retries=0)
-    assert 0.35 < time.perf_counter() - began < 1.5
+    assert 0.35 < time.perf_counter() - began < 8
 
 
 def test_each_call_has_a_deadline_of_its_own_on_a_connection_that_stays(serve):
     """A slow call that is whole in time leaves its connection, and all of its time, to the next
     one."""
-    server = serve(*[slowly] * 4)
+    server = serve(*[slowly] * 5)
     server.RequestHandlerClass = KeepAlive
-    asker = client(server.url, timeout=2)
-    assert [asker.ask("/path", {}, value) for _ in range(4)] == [1] * 4
+    asker = client(server.url, timeout=3)
+    assert [asker.ask("/path", {}, value) for _ in range(5)] == [1] * 5
     assert len(server.clients) == 1
 
 
@@ -321,6 +333,16 @@ def test_a_key_that_the_server_echoes_goes_nowhere(serve, answer):
     assert KEY not in found and "password" not in found
 
 
+@pytest.mark.parametrize("user, sent", [("", "Bearer sk-12345678"), ("me:x@", "Basic bWU6eA==")])
+def test_a_netrc_replaces_no_key(serve, monkeypatch, tmp_path, user, sent):
+    (tmp_path / "netrc").write_text("default login me password other\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("no_proxy", "*")
+    server = serve(OK)
+    client(f"http://{user}0.0.0.0:{server.server_port}", key="sk-12345678").ask("/path", {}, value)
+    assert server.requests[0][1]["Authorization"] == sent
+
+
 def test_a_key_that_no_header_can_hold_is_not_shown(serve):
     with pytest.raises(RequestFailed, match="InvalidHeader") as failed:
         client(serve(OK).url, key="sk-12345678\n").ask("/path", {}, value)
@@ -344,15 +366,30 @@ def test_the_wait_doubles_varies_by_half_and_has_an_upper_bound(serve, waits):
 
 
 @pytest.mark.parametrize(
-    "asked, wait", [("17", 17), (" 3 ", 3), ("7.66", 7.66), ("3600", 60), ("9" * 400, 60)]
-)
+    "headers, said, wait",
+    [
+        ({"Retry-After": "17"}, "", 17), ({"Retry-After": " 3 "}, "", 3), ({"Retry-After": "7.66"}, "", 7.66),
+        ({"Retry-After": "3600"}, "", 60), ({"Retry-After": "9" * 400}, "", 60), ({"Retry-After": "9s"}, "", 9),
+        ({"retry-after-ms": "7500"}, "", 7.5),
+        ({"retry-after-ms": "7500", "retry-after": "8"}, "", 7.5), ({"retry-after": "8"}, "Try again in 20s.", 8),
+        # without a header: Gemini, LiteLLM, Azure, OpenAI
+        ({}, '[{"error": {"code": 429, "details": [{"retryDelay": "44s"}]}}]', 44),
+        ({}, "Quota exceeded. Please retry in 44.241889s.", 44.241889),
+        ({}, "No deployments available, Try again in 41 seconds. Passed model=x", 41),
+        ({}, "have exceeded call rate limit. Please retry after 26 seconds.", 26),
+        ({}, "Please try again in 0m8.5s.", 8.5), ({}, "Please try again in 1m5s.", 60),
+        ({}, "x" * 300 + " Please try again in 9000ms.", 9),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("status", [429, 503])
-def test_retry_after_in_seconds_is_honoured_up_to_a_minute(serve, waits, status, asked, wait):
-    assert client(serve((status, {"Retry-After": asked}, ""), OK).url).ask("/path", {}, value) == 1
+def test_what_a_server_asks_to_wait_is_waited_up_to_a_minute(
+    serve, waits, status, headers, said, wait
+):
+    assert client(serve((status, headers, said), OK).url).ask("/path", {}, value) == 1
     assert waits == [wait]
 
 
-@pytest.mark.parametrize("ahead, low, high", [(30, 25, 30), (3600, 60, 60), (-3600, 0.5, 1.5)])
+@pytest.mark.parametrize("ahead, low, high", [(50, 20, 50), (3600, 60, 60), (-3600, 0.5, 1.5)])
 def test_retry_after_as_a_date_is_honoured_up_to_a_minute(serve, waits, ahead, low, high):
     date = email.utils.formatdate(time.time() + ahead, usegmt=True)
     client(serve((503, {"Retry-After": date}, ""), OK).url).ask("/path", {}, value)
@@ -376,7 +413,7 @@ def test_a_retry_after_of_nothing_or_nonsense_waits_as_usual(serve, waits, asked
     | st.from_regex(r"Wed, \d{1,5} (Oct|Xyz) [0-9]{1,12} \d\d:\d\d:\d\d (GMT|[+-]\d{1,9})")
 )
 def test_no_retry_after_breaks_the_client(text):
-    assert module._retry_after(text) >= 0
+    assert module._wait_asked({"Retry-After": text}, text) >= 0
 
 
 def test_retry_after_never_shortens_the_back_off(serve, waits):

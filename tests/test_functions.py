@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import pytest
 import torch
 from json_server import passages
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from test_rollout import ASKED, ROOT, Plain, Script, play, roll, spelled
 from tiny_model import FIXTURE
 
@@ -60,7 +60,7 @@ async def shout(text: str) -> str:
 
 
 def answered(function, argument):
-    return TypedFunction(function, "--tools x").submit(argument).result(10)
+    return TypedFunction(function, "--tools x").submit(argument).result(60)
 
 
 # ---- calls
@@ -140,16 +140,16 @@ def test_a_call_that_hangs_or_exits_is_answered_in_time_and_concerns_no_other_ca
 
     @no_arguments
     def hangs():
-        gate.wait(20)
+        gate.wait(100)
 
     @no_arguments
     async def blocks():
-        gate.wait(20)
+        gate.wait(100)
 
     @no_arguments
     async def sleeps():
         try:
-            await asyncio.sleep(20)
+            await asyncio.sleep(100)
         finally:
             cancelled.set()
 
@@ -161,28 +161,28 @@ def test_a_call_that_hangs_or_exits_is_answered_in_time_and_concerns_no_other_ca
     async def interrupted():
         raise KeyboardInterrupt
 
-    hangs.timeout = blocks.timeout = sleeps.timeout = 1.0
-    began = time.monotonic()
+    hangs.timeout = blocks.timeout = sleeps.timeout = 0.3
     calls = [TypedFunction(f, "").submit("") for f in (hangs, blocks, sleeps)]
-    assert answered(shout, "hi") == ["HI"] and not any(call.done() for call in calls)
+    assert answered(shout, "hi") == ["HI"]  # before the gate opens
     assert answered(exits, "") == ["exits failed: SystemExit: enough"]
     assert answered(interrupted, "")[0].startswith("interrupted failed: KeyboardInterrupt")
-    replies = [call.result(10) for call in calls]
-    assert replies == [[f"{name} took longer than 1 s"] for name in ("hangs", "blocks", "sleeps")]
-    assert time.monotonic() - began < 5 and answered(shout, "hi") == ["HI"]
+    replies = [call.result(60) for call in calls]
+    assert replies == [[f"{name} took longer than 0.3 s"] for name in ("hangs", "blocks", "sleeps")]
+    assert answered(shout, "hi") == ["HI"]
     gate.set()
-    assert cancelled.wait(20)  # a second after its reply
+    assert cancelled.wait(60)  # a second after its reply
 
 
 def test_calls_run_side_by_side():
-    barrier = threading.Barrier(20, timeout=10)
+    barrier = threading.Barrier(20, timeout=60)
 
     @no_arguments
     def meets():
         return barrier.wait() >= 0
 
     tool = TypedFunction(meets, "")
-    assert [call.result(20) for call in [tool.submit("") for _ in range(20)]] == [["true"]] * 20
+    tool.timeout = 60
+    assert [call.result(60) for call in [tool.submit("") for _ in range(20)]] == [["true"]] * 20
 
 
 def test_a_result_is_text_that_a_tokenizer_accepts_and_no_longer_than_is_read():
@@ -230,21 +230,25 @@ def test_numbers_and_arrays_of_numpy_and_torch_and_iterators_are_json(result, re
 def test_a_result_without_an_end_is_cut(result):
     began = time.monotonic()
     [text] = answered(no_arguments(lambda: result()), "")
-    assert len(text) == MAX_RESULT and time.monotonic() - began < 5
+    assert len(text) == MAX_RESULT and time.monotonic() - began < 30
+
+
+def never_returns():
+    threading.Event().wait()
 
 
 @pytest.mark.parametrize(
     "call, failed",
     [
         (lambda: raises(ValueError("no")), True), (lambda: raises(Mute()), True), (lambda: raises(SystemExit()), True),
-        (object, True), (lambda: time.sleep(9), True), (lambda: "", False), (lambda: None, False),
+        (object, True), (never_returns, True), (lambda: "", False), (lambda: None, False),
     ],
 )  # fmt: skip
 def test_a_call_that_fails_is_told_from_one_that_does_not(call, failed):
     function = no_arguments(lambda: call())
-    function.timeout = 0.5
-    began, result = time.monotonic(), answered(function, "")
-    assert isinstance(result, Failure) == failed and time.monotonic() - began < 3
+    function.timeout = 0.5 if call is never_returns else 60
+    result = answered(function, "")
+    assert isinstance(result, Failure) == failed
     assert pickle.loads(pickle.dumps(result)) == result and json.loads(json.dumps(result)) == result
 
 
@@ -334,14 +338,83 @@ def test_docstrings_with_types_defaults_and_choices(function, argument, reply):
     assert answered(function, argument) == [reply]
 
 
+def shown_of(tool):
+    """What every prompt says of a tool's arguments, by name; "": of them together."""
+    lines = [line.strip().partition(": ") for line in tool.usage().splitlines()[1:]]
+    named = {name: json.loads(rest) for name, _, rest in lines if not name.startswith("{")}
+    return named | {"": json.loads("".join(lines[-1]))}
+
+
 def test_types_in_a_docstring_are_no_part_of_the_descriptions():
-    shown = TypedFunction(typed, "").usage().splitlines()[1:]
-    assert shown[0] == "  city: Its name (or its number): a text that goes on"
-    assert TypedFunction(pick, "").usage().splitlines()[1] == (
-        '  names: Of whom; {"items": {"type": "string"}}'
-    )
-    assert shown[1] == "  days: How many. Defaults to 1.; may be left out"
-    assert shown[2] == '  kind: Which; one of "a", "b"; may be left out' and len(shown) == 4
+    assert shown_of(TypedFunction(typed, "")) == {
+        "city": {"type": "string", "description": "Its name (or its number): a text that goes on"},
+        "days": {"type": "integer", "description": "How many. Defaults to 1."},
+        "kind": {"type": "string", "enum": ["a", "b"], "description": "Which"},
+        "among": {
+            "type": "array", "items": {"type": "string"}, "nullable": True, "enum": ["x", "y"], "description": "Some"
+        },
+        "": {"type": "object", "required": ["city"]},
+    }  # fmt: skip
+
+
+def kinds(
+    pair: tuple[int, str], all: tuple[int, ...], some: set[int], either: int | str,
+    days: Annotated[int, Field(ge=1, le=7, description="How many")] = 1,
+    *, perhaps: float | None = None,
+) -> object:  # fmt: skip
+    """Takes kinds.
+
+    Args:
+        pair: Two
+        all: Any number
+        some: Each once
+        either: Of two types
+        perhaps: Or none
+    """
+    return [pair, all, sorted(some), either, days, perhaps]
+
+
+GIVEN = {"pair": [1, "a"], "all": [1, 2, 3], "some": [2, 2, 1], "either": "x"}
+
+
+@pytest.mark.parametrize(
+    "argument, reply",
+    [
+        (GIVEN, [[1, "a"], [1, 2, 3], [1, 2], "x", 1, None]),
+        (GIVEN | {"either": 5, "days": 7, "perhaps": 1}, [[1, "a"], [1, 2, 3], [1, 2], 5, 7, 1.0]),
+        (GIVEN | {"perhaps": None}, [[1, "a"], [1, 2, 3], [1, 2], "x", 1, None]),
+        (GIVEN | {"days": 8}, "days: "), (GIVEN | {"pair": [1]}, "pair: "), (GIVEN | {"all": ["a"]}, "all: "),
+    ],
+)  # fmt: skip
+def test_types_that_pydantic_has_a_schema_of_are_types_of_arguments(argument, reply):
+    [text] = answered(kinds, json.dumps(argument))
+    assert json.loads(text) == reply if isinstance(reply, list) else f"kinds: {reply}" in text
+
+
+def test_what_is_returned_may_be_of_a_type_that_only_its_values_make_json():
+    def count(n: int) -> np.ndarray:
+        """Counts.
+
+        Args:
+            n: How far
+        """
+        return np.arange(n)
+
+    assert answered(count, '{"n": 3}') == ["[0, 1, 2]"]
+
+
+def test_the_bounds_and_the_description_of_an_argument_are_shown():
+    tool = TypedFunction(kinds, "")
+    shown = shown_of(tool)
+    assert shown["days"] == {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": 7,
+        "description": "How many",
+    }
+    assert shown["perhaps"] == {"type": "number", "nullable": True, "description": "Or none"}
+    assert shown["either"] == {"type": ["integer", "string"], "description": "Of two types"}
+    assert shown[""] == {"type": "object", "required": ["pair", "all", "some", "either"]}
 
 
 @pytest.mark.parametrize("timeout", ["5", float("nan"), -1, 0, None, float("inf"), 1e12])
@@ -383,18 +456,12 @@ def send(order: Order, on: date, unit: Unit = Unit.C, copies: list[Place] | None
 
 def test_classes_have_their_fields_and_results_are_json():
     tool = TypedFunction(send, "")
-    _, *lines = tool.usage().split("\n")
-    shown = {line.strip().partition(": ")[0]: line.partition(": ")[2] for line in lines}
-    assert tool.argument == '{"order": Order, "on": string, "unit": Unit, "copies": any}'
-    assert (
-        shown["order"] == 'What to send; {"$ref": "#/$defs/Order"}'
-        and '{"format": "date"}' in shown["on"]
-    )
-    assert (
-        json.loads(shown["Unit"])["enum"] == ["celsius", "fahrenheit"]
-        and "may be left out" in shown["unit"]
-    )
-    assert {"name", "within"} == json.loads(shown["Place"])["properties"].keys()
+    shown = shown_of(tool)
+    assert tool.argument == '{"order": ..., "on": ..., "unit": ..., "copies": ...}'
+    assert shown["order"] == {"$ref": "#/$defs/Order", "description": "What to send"}
+    assert shown["on"]["format"] == "date" and shown[""]["required"] == ["order", "on"]
+    assert shown[""]["$defs"]["Unit"]["enum"] == ["celsius", "fahrenheit"]
+    assert {"name", "within"} == shown[""]["$defs"]["Place"]["properties"].keys()
     # for --format hermes
     assert tool.schema["parameters"]["$defs"].keys() == {"Order", "Place", "Unit"}
     order = {"to": {"name": "Bern", "within": {"name": "CH", "within": None}}, "units": ["celsius"]}
@@ -436,7 +503,7 @@ def test_the_words_of_a_tool_come_from_its_function():
     assert list_stop_strings([weather, loud]) == ("</forecast>", "</shout>", "</answer>")
     check_words("--tools x", [weather, loud])
     assert (loud.argument, loud.plural, loud.result_tag) == ("text", "shout_calls", "result")
-    assert weather.argument == '{"city": string, "days": integer, "unit": string}'
+    assert weather.argument == '{"city": ..., "days": ..., "unit": ...}'
     shout.result_tag = "echo"
     try:
         assert TypedFunction(shout, "").result_tag == "echo"
@@ -495,10 +562,10 @@ def test_every_prompt_names_the_functions_whatever_the_instruction(tiny):
     for instruction in ("Answer.", "Be quick."):
         text = tiny[1].decode(task.make_format(tiny[1]).encode_prompt(instruction, ASKED))
         assert (
-            '<forecast> {"city": string, "days": integer, "unit": string} </forecast>: Returns the weather'
+            '<forecast> {"city": ..., "days": ..., "unit": ...} </forecast>: Returns the weather'
             in text
         )
-        assert re.search(r"days: How many days ahead; may be left out\n.*one of \"C\", \"F\"", text)
+        assert re.search(r"days: .*How many days ahead.*\n.*\"enum\": \[\"C\", \"F\"\]", text)
         before, _, after = text.partition(f"{instruction}\n\nTools, ")
         without = tiny[1].decode(plain.make_format(tiny[1]).encode_prompt(instruction, ASKED))
         assert without.startswith(before + instruction) and without.endswith(
@@ -511,7 +578,7 @@ def test_functions_alone_need_no_search_server():
     task.check()
     assert task.start(None) == "tools: shout (1)" and [tool.tag for tool in task.tools] == ["shout"]
     task.tools = task.tools * 13
-    assert task.start(None) == f"tools: {'shout, ' * 8}... (13)"
+    assert task.start(None) == f"tools: {'shout, ' * 12}shout (13)"
 
 
 @pytest.mark.parametrize(
@@ -583,7 +650,6 @@ def test_a_run_with_the_function_of_the_page(tmp_path, monkeypatch, tiny_path, s
 
 MODULE = '''
 from __future__ import annotations
-from threading import Event as Lock
 
 def typeless(x):
     """Does.
@@ -612,13 +678,6 @@ def many(*xs: int):
 
     Args:
         xs: Things
-    """
-
-def locked(x: int) -> Lock:
-    """Does.
-
-    Args:
-        x: A thing
     """
 
 def odd(x: Unheard):
@@ -650,19 +709,12 @@ class Kind:
 @pytest.mark.parametrize(
     "tools, says",
     [
-        ("my_tools:typeless", "--tools my_tools:typeless: Argument x is missing a type hint"),
-        (
-            "my_tools:silent",
-            "--tools my_tools:silent: Cannot generate JSON schema for silent because it has no docs",
-        ),
-        ("my_tools:half", "the docstring has no description for the argument 'y'"),
+        ("my_tools:typeless", "--tools my_tools:typeless: its argument x has no type"),
+        ("my_tools:silent", "--tools my_tools:silent: its docstring does not say what it does"),
+        ("my_tools:half", "its docstring has no description for the argument 'y'"),
         ("my_tools:aimless", "--tools my_tools:aimless: its docstring does not say what it does"),
         ("my_tools:many", "its argument xs has no name to call it by"),
         ("my_tools:odd", "--tools my_tools:odd: name 'Unheard' is not defined"),
-        (
-            "my_tools:locked",
-            "my_tools:locked: Unable to generate pydantic-core schema for <class 'threading.Event",
-        ),
         ("my_tools:Kind", "Kind is not a function in my_tools"),
         ("my_tools:nothing", "nothing is not a function in my_tools"),
         ("my_toolz:search", "--tools my_toolz:search: my_toolz cannot be imported"),

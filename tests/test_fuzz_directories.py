@@ -61,7 +61,7 @@ def state(t: int) -> dict:
 def save(run: RunDirectory, t: int, weights: dict) -> None:
     """Writes a checkpoint after step t."""
     checkpoints = checkpoints_of(run)
-    checkpoints.last = state(t) | {"run": run.id, "lengths": dict(run.lengths)}
+    checkpoints.last = state(t) | {"run": run.id}
     checkpoints.policy.t, checkpoints.policy.learner.state_dict = t, lambda: weights
     checkpoints.save()
     checkpoints.settle()
@@ -146,7 +146,7 @@ def resume(path: Path) -> int | None:
     read_config(path)
     run = RunDirectory.open(Config(out=str(path), resume=True, keep=3), "x")
     try:
-        found = run.rewind(checkpoint.damage, lambda text: None)
+        found = run.rewind(lambda text: None)
         if not found:
             return None
         loaded = tensors(0)

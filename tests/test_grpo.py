@@ -19,6 +19,7 @@ from engines.torch_engine import TorchEngine
 from grpo import Learner, describe_gaps, lr_at, minibatches
 from models import lora
 from models.packing import micro_batches
+from plumbing import checkpoint
 from plumbing.faults import EngineFault
 from rollout import rollout
 from tasks import Job, Question, Trajectory
@@ -487,7 +488,6 @@ def test_what_ranks_reduce_has_one_dtype_also_without_trajectories(model, refere
 
 
 def test_saving_before_the_first_update_changes_nothing(model):
-    """torch makes AdamW's state for it by a step, which must not count."""
     saved, other = (learner_of(model, beta=0.0) for _ in range(2))
     saved.state_dict()
     for learner in (saved, other):
@@ -692,6 +692,26 @@ def test_a_learner_restored_from_its_state_continues_bit_by_bit(world):
     resumed = learner_of(saved[0], world[0])
     resumed.load_state_dict(saved[1])
     resumed.update(2, [taus])
+    for p, q in zip(through.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_checkpoint_is_whole_though_a_parameter_never_had_a_gradient(world, tmp_path):
+    """As an expert that no token was sent to; another process cannot know which these were."""
+
+    def make() -> Learner:
+        model = copy.deepcopy(world[0])
+        model.unused = torch.nn.Linear(3, 2)
+        return learner_of(model, beta=0.0)
+
+    through, resumed = make(), make()
+    through.update(1, [batch_of(2)])
+    checkpoint.save(through.state_dict(), tmp_path, 0, None)
+    state = resumed.state_dict()
+    checkpoint.load(state, tmp_path, alone=True)
+    resumed.load_state_dict(state)
+    for learner in (through, resumed):
+        learner.update(2, [batch_of(2)])
     for p, q in zip(through.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(p, q)
 

@@ -168,8 +168,9 @@ def test_a_run_waits_for_its_server_as_long_as_its_corpus_takes(elsewhere):
         file.truncate(500_000_000)  # takes no disk
     argv, deadline = started_with(Config(corpus=str(corpus)))
     assert argv == ("--corpus", str(corpus)) and 300 < deadline < 1800
+    (elsewhere / "never.py").write_text("import time; time.sleep(600)")
     with Servers(elsewhere / "log") as serve, pytest.raises(Fault, match="not ready after 0.01 s"):
-        serve("-m", "world.optimizer", "--seed", "0", deadline=0.01)
+        serve(str(elsewhere / "never.py"), deadline=0.01)
 
 
 def test_search_r1_s_corpus_is_served_with_its_index_if_both_are_there(elsewhere):

@@ -306,15 +306,16 @@ def test_weights_probabilities_and_draws_follow_from_the_rewards(whole):
 
 def test_who_joins_is_not_below_the_parent_on_the_same_questions(whole):
     rounds = [row for row in read_jsonl(whole[0] / "reflections.jsonl") if "verified" in row]
-    assert any(row["r_parent"] > 0 for row in rounds)  # the gate is not 0 >= 0
+    # the gate is not 0 >= 0
+    assert any(row["verified"][0]["r_parent"] > 0 for row in rounds)
     for event in read_jsonl(whole[0] / "population.jsonl"):
         if event["event"] == "evolve":
             room, joined = 6, []  # N_P = 7, one parent
             for row in (row for row in rounds if row["t"] == event["t"]):
                 best_first = sorted(row["verified"], key=lambda c: -c["r"])
-                good = [c for c in best_first if c["r"] >= row["r_parent"]][: room - len(joined)]
+                good = [c for c in best_first if c["r"] >= c["r_parent"]][: room - len(joined)]
                 assert [c for c in row["verified"] if c["joined"]] == good
-                assert all(c["r_parent"] == row["r_parent"] for c in row["verified"])
+                assert len({c["r_parent"] for c in row["verified"]}) == 1
                 joined += [(c["text"], c["r"]) for c in good]
             assert [
                 (I["text"], I["verified"]) for I in event["P"] if I["born"] == event["t"]
@@ -671,6 +672,16 @@ def test_export_says_in_one_line_what_it_cannot_do(whole, tmp_path, flags, says)
     )
     with pytest.raises(SystemExit, match="holds no run"):
         export.main([str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        export.main([str(whole[0]), "--step", "9", "--best"])
+
+
+@pytest.mark.parametrize("rows", ["", "not json\n", '{"t": 1, "reward": 0.5}\n'])
+def test_an_export_of_a_run_whose_numbers_are_lost_has_a_card(whole, tmp_path, rows):
+    run = shutil.copytree(whole[0], tmp_path / "r")
+    (run / "metrics.jsonl").write_text(rows)
+    export.main([str(run), "--out", str(tmp_path / "to")])
+    assert (run / "I_star.txt").read_text().strip() in (tmp_path / "to" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -867,7 +867,7 @@ def test_inside_fsdp2(rows):
         env=os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     errors = json.loads(done.stdout.splitlines()[-1])

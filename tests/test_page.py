@@ -132,12 +132,14 @@ def test_lines_cut_short_and_damaged_are_counted_and_left_out(tmp_path):
         "[1]",
         '{"t": 1, "reward": 0.75}',
         "[" * 5000,
+        '{"t": "2"}',
+        '{"t": null}',
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*rows, '{"t": 2, "rew']))
     run = read_run(tmp_path)
     # of two rows of a step the later one
     assert run.steps == [{"t": 1, "reward": 0.75}] and (run.t, run.T) == (1, 5)
-    assert "metrics.jsonl: 5 lines are cut short or damaged" in " ".join(run.missing)
+    assert "metrics.jsonl: 7 lines cut short or damaged" in " ".join(run.missing)
 
 
 @pytest.mark.parametrize(
@@ -168,12 +170,14 @@ def test_files_cut_anywhere_make_a_page(tmp_path, cut):
 
 @pytest.mark.parametrize("name, row", [
     ("metrics.jsonl", {"t": 3, "w": [1], "reward": "high"}), ("reflections.jsonl", {"t": 3, "verified": [1]}),
-    ("population.jsonl", {"t": 1, "event": "prune", "P": [3]}), ("summary.json", {"generations": 3}),
+    ("population.jsonl", {"t": 1, "event": "prune", "P": [3]}),
+    ("population.jsonl", {"t": 0, "event": "start", "P": [instruction(2, "a", 2)]}),
+    ("summary.json", {"generations": 3}),
 ])  # fmt: skip
 def test_what_no_run_writes_is_a_fault(tmp_path, name, row):
     path = shutil.copytree(RUN, tmp_path / "run")
     write(path, name, row)
-    with pytest.raises(Fault, match=f"^{path} holds what no run writes .*: restore it$"):
+    with pytest.raises(Fault, match=f"^{path} holds what no run writes .*: restore it, or "):
         build_page([path])
 
 
@@ -275,7 +279,7 @@ def test_the_sample_takes_watched_groups_first_and_says_how_many_there_were(tmp_
     # 9 steps, one group of five each
     assert len(training) == 45 and all(row["tokens"] for row in training)
     everything, _ = sample.sample_trajectories(run, collect_family(run), 10**6)
-    assert everything["all"] == everything["seen"] == index["all"] > index["seen"] == len(rows)
+    assert everything["all"] == len(everything["rows"]) == index["all"] > len(rows)
     contents = [unpack(page) for page in pages.values()]
     for row in rows:
         shown = contents[row["page"]][row["place"]]
@@ -381,12 +385,20 @@ def test_what_a_person_would_point_at_is_a_warning(rows, panels, numbers):
 
 
 @pytest.mark.parametrize(
-    "mode, evolved, n", [("inspo", False, 1), ("inspo", True, 0), ("static", False, 0)]
+    "mode, evolved, times, n",
+    [
+        ("inspo", False, 2, 1),
+        ("inspo", False, 0, 1),
+        ("inspo", True, 2, 0),
+        ("static", False, 0, 0),
+    ],
 )
-def test_a_run_in_which_nothing_evolved_says_so(mode, evolved, n):
+def test_a_run_in_which_nothing_evolved_says_so(mode, evolved, times, n):
     run = run_of(*[GOOD] * 10)
-    run.summary |= {"mode": mode, "evolved": evolved, "ledger": {"evolutions": 2}}
-    assert [warning["panel"] for warning in find_warnings(run)] == ["tree"] * n
+    run.summary |= {"mode": mode, "evolved": evolved, "ledger": {"evolutions": times}}
+    found = find_warnings(run)
+    assert [warning["panel"] for warning in found] == ["tree"] * n
+    assert all((str(times) in warning["text"]) == (times > 0) for warning in found)
 
 
 def test_the_cost_of_an_unfinished_run_is_that_of_the_finished_one():
@@ -394,13 +406,14 @@ def test_the_cost_of_an_unfinished_run_is_that_of_the_finished_one():
     whole, summary = sum_costs(run), run.summary
     run.summary = {}
     part = sum_costs(run)
-    for name in ("calls", "prompt_tokens", "completion_tokens", "training", "verification"):
+    names = ("optimizer_calls", "training_rollouts", "verification_rollouts")
+    for name in (*names, "prompt_tokens", "completion_tokens"):
         assert part[name] == whole[name] > 0, name
     assert (
         whole["prompt_tokens"] + whole["completion_tokens"] == summary["ledger"]["optimizer_tokens"]
     )
     phases, evolve = whole["phases"], sum(row.get("time/evolve", 0) for row in rows)
-    assert whole["training"] == sum(sum(row["n"].values()) for row in rows if row["t"])
+    assert whole["training_rollouts"] == sum(sum(row["n"].values()) for row in rows if row["t"])
     assert sum(phases.values()) == pytest.approx(whole["seconds"]) and min(phases.values()) >= 0
     # it is a part of time/evolve
     assert phases["verify"] == sum(row.get("time/verify", 0) for row in rows) > 0
@@ -418,7 +431,7 @@ def test_the_first_screen_of_a_real_run():
     assert find_status(run)["state"] == "finished" and find_status(run)["t"] == 9
     run.summary, run.written = {}, 0.0
     best = describe_winner(run, tree)
-    assert best["id"] != best["second"]["id"] and best["w"] >= best["second"]["w"]
+    assert str(best["id"]) != best["second"][1] and best["w"] >= best["second"][0]
     assert find_status(run)["state"] == "stopped" and describe_gain(run)["table"] == {}
 
 
@@ -560,7 +573,7 @@ def test_the_server_answers_this_machine_alone_and_follows_the_run(tmp_path):
     with served(path) as url:
 
         def get(where, **headers):
-            reply = requests.get(url + where, headers=headers, timeout=10)
+            reply = requests.get(url + where, headers=headers, timeout=60)
             return reply.status_code, reply.text
 
         before = get("/stamp")[1]
@@ -585,7 +598,7 @@ def test_report_py_serves_until_it_is_interrupted(tmp_path):
     url = process.stdout.readline().strip().removeprefix("listening on ")
     assert (
         url.startswith("http://127.0.0.1:")
-        and "<!doctype html>" in requests.get(url, timeout=10).text
+        and "<!doctype html>" in requests.get(url, timeout=60).text
     )
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=30) == ("", "stopped by SIGINT\n")
+    assert process.communicate(timeout=100) == ("", "stopped by SIGINT\n")

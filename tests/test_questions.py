@@ -11,10 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from config import Config
+from config import PRESETS, Config
 from plumbing.faults import Fault
 from plumbing.words import split_words
 from tasks import Question, Trajectory, search_qa
+from tasks.loading import check_questions, load_task
 from tasks.metrics import compute_metrics, set_rewards
 from tasks.questions import em, f1, holds_gold, load_questions, normalize
 from tasks.search_qa import SearchQA
@@ -293,6 +294,36 @@ def test_parquet_columns_of_the_json_type(tmp_path):
     assert load_questions(tmp_path / "r.parquet")[0].golds == ("x",)
 
 
+def test_parquet_columns_that_are_maps(tmp_path):
+    """As DuckDB and Spark write objects."""
+    text = pa.map_(pa.string(), pa.string())
+    columns = {
+        "reward_model": pa.array([[("style", "rule"), ("ground_truth", "x")]], text),
+        "extra_info": pa.array([[("index", "7")]], text),
+    }
+    pq.write_table(pa.table({"question": ["Who?"]} | columns), tmp_path / "q.parquet")
+    assert load_questions(tmp_path / "q.parquet") == [Question("7", "Who?", ("x",))]
+
+
+@pytest.mark.parametrize(
+    "row, golds",
+    [
+        ({"prompt": CHAT, "solution": "42"}, ()),  # TRL's
+        ({"prompt": "who wrote it", "answer": 42}, ()),
+        ({"prompt": CHAT, "reward_model": {"ground_truth": {"numbers": [3, 8], "target": 24}}}, ()),  # verl's
+        ({"prompt": CHAT, "reward_model": {"ground_truth": 42}}, ()),
+        ({"prompt": CHAT, "golden_answers": []}, ()),
+        ({"prompt": CHAT, "reward_model": {"ground_truth": "42"}}, ("42",)),
+    ],
+)  # fmt: skip
+def test_a_row_that_a_reward_of_its_own_scores_needs_no_gold_answer(tmp_path, row, golds):
+    path = write(tmp_path / "q.jsonl", row)
+    [q] = load_questions(path, rows=True)
+    assert (q.text, q.golds, q.data) == ("who wrote it?", golds, row)
+    if not golds:
+        assert "gold answer" in fault(path)
+
+
 def test_parquet_reads_as_jsonl_does_and_its_metadata_are_not_read(tmp_path):
     """HotpotQA's passages are there: here they could not even be read."""
     rows = [json.loads(line) for line in (FIXTURE / "train.jsonl").open(encoding="utf-8")]
@@ -356,17 +387,19 @@ def test_a_faulty_row_is_named(tmp_path, row, want):
 def test_an_id_that_two_sources_share_gets_the_source_and_one_that_a_source_repeats_is_refused(
     tmp_path,
 ):
+    """Whatever case the file's name ends in."""
     path = write(tmp_path / "q.jsonl", ROW, ROW | {"data_source": "hotpotqa"}, ROW | {"id": "b"})
     assert [q.id for q in load_questions(path)] == ["nq-a", "hotpotqa-a", "b"]
-    path = write(tmp_path / "q.jsonl", ROW, ROW | {"id": "b"}, ROW)
-    assert fault(path) == ": 2 questions have the id 'nq-a', source included; make the ids unique"
+    path = str(write(tmp_path / "q.JSONL", ROW, ROW | {"id": "b"}, ROW))
+    with pytest.raises(Fault, match="several train questions have the id 'nq-a'"):
+        check_questions(load_task(Config(train=path, test=path)))
 
 
 def test_a_faulty_file_is_named(tmp_path):
     (tmp_path / "q.jsonl").write_bytes(json.dumps(ROW).encode() + b'\n{"question": "caf\xe9"}\n')
     assert fault(tmp_path / "q.jsonl").startswith(":2: invalid JSON ('utf-8' codec can't decode")
-    assert fault(tmp_path / "none.jsonl") == ": no such .jsonl or .parquet file; check the path"
-    assert fault(write(tmp_path / "q.csv", ROW)).startswith(": no such .jsonl or .parquet file")
+    assert fault(tmp_path / "none.jsonl") == ": no such file; check the path"
+    assert fault(write(tmp_path / "q.csv", ROW)).startswith(": neither .jsonl nor .parquet; ")
     assert fault(write(tmp_path / "empty.jsonl", "", " ")).startswith(": no question in it; give")
 
 
@@ -383,22 +416,15 @@ def test_a_parquet_s_value_that_python_cannot_hold_is_a_fault(tmp_path, kind):
 
 
 def test_what_is_hardly_meant_is_noted_with_its_count(tmp_path, capsys):
-    same, other = (
-        [{"role": "user", "content": f"Answer. Question: {text}?\n"}] for text in ("Who", "Why")
-    )
     rows = [
-        ROW | {"id": "a", "golden_answers": ["The", "x"]},
-        ROW | {"id": "b", "golden_answers": ["?!"]},
         ROW | {"id": "c", "golden_answers": "['x', 'y']"},
-        ROW | {"id": "d", "prompt": other},
-        ROW | {"id": "e", "prompt": same},
         ROW | {"id": "g", "golden_answers": "[1990, 1991]"},
         ROW | {"id": "f", "golden_answers": ["[x]", "yes!"], "question": "Who", "prompt": None},
     ]
-    assert len(load_questions(write(tmp_path / "q.jsonl", *rows))) == 7
+    assert len(load_questions(write(tmp_path / "q.jsonl", *rows))) == 3
     notes = capsys.readouterr().out.splitlines()
-    assert [int(re.search(r"q\.jsonl: (\d+) ", note)[1]) for note in notes] == [2, 2, 1]
-    load_questions(write(tmp_path / "q.jsonl", *rows[4:5], rows[6]))
+    assert [int(re.search(r"q\.jsonl: (\d+) ", note)[1]) for note in notes] == [2]
+    load_questions(write(tmp_path / "q.jsonl", rows[2]))
     assert capsys.readouterr().out == ""
     lists = [
         "('x', 'y')",
@@ -465,6 +491,35 @@ def test_without_valid_a_tenth_of_the_training_questions_at_most_500_are_set_asi
     assert any(split(monkeypatch, seed=seed)[1] != chosen for seed in (1, 2))
     for n, sizes in ((9, [9, 0, 1]), (6000, [5500, 500, 1])):
         assert [len(part) for part in split(monkeypatch, n)] == sizes
+
+
+class Own(SearchQA):
+    """Has training questions of its own."""
+
+    def questions(self, split):
+        return [Question("a", "Who?", ("x",))] if split == "train" else super().questions(split)
+
+
+class Fewer(SearchQA):
+    """Leaves some of the training questions out."""
+
+    def questions(self, split):
+        return super().questions(split)[::2] if split == "train" else super().questions(split)
+
+
+@pytest.mark.parametrize(
+    "kind, valid, used",
+    [(Own, "world", False), (Own, "own", True), (Fewer, "world", True), (SearchQA, "world", True)],
+)
+def test_a_preset_s_validation_questions_are_for_its_training_questions(
+    tmp_path, capsys, kind, valid, used
+):
+    world = {name: PRESETS["world"][name] for name in ("train", "valid", "test")}
+    files = world | ({"valid": str(write(tmp_path / "v.jsonl", ROW))} if valid == "own" else {})
+    task = load_task(Config(**files), kind)
+    check_questions(task)
+    assert bool(task.questions("valid")) == used and len(task.questions("test")) > 100
+    assert ("it is not used" in capsys.readouterr().out) != used
 
 
 @pytest.mark.parametrize("mark", "?？؟")

@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -43,7 +42,7 @@ CFG = Config(
     max_rows=8,
     engine="torch",
 )
-LIMIT = 600  # seconds; enough on cores that are shared with others
+LIMIT = 600  # seconds; enough on cores that are shared with others, and less than --patience
 
 
 def torchrun(n: int, *argv: object) -> subprocess.Popen:
@@ -305,10 +304,9 @@ def test_a_killed_rank_ends_the_job_which_resumes_on_another_number_of_ranks(who
     process = torchrun(2, "inspo.py", "--out", out, *SMALL, *SCORED)
     wait_for_step(out, random.Random(5).randint(4, 7), process)
     [victim] = [pid for pid in children_of(process) if b"RANK=1" in environment(pid)]
-    start = time.time()
     os.kill(int(victim), signal.SIGKILL)
-    code, _, _ = finish(process, 60)
-    assert code != 0 and time.time() - start < 45
+    code, _, _ = finish(process, LIMIT)
+    assert code != 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in [victim])
     saved = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
     assert saved
@@ -388,12 +386,12 @@ def test_a_slurm_job_that_is_queued_again_resumes(whole, tmp_path):
         wait_for_step(out, 0, process)
         for pid in (str(process.pid), *descendants(process.pid)):
             os.kill(int(pid), signal.SIGKILL)
-        process.communicate(timeout=60)
+        process.communicate(timeout=LIMIT)
         assert not list((out / "checkpoints").glob("step-*"))
         process = popen(command, env | {"SLURM_RESTART_COUNT": "1"})
         wait_for_step(out, 4, process)
         process.terminate()
-        code, stdout, stderr = finish(process, 90)
+        code, stdout, stderr = finish(process, LIMIT)
         assert (
             code != 0
             and "attempt 2, 2 nodes, head localhost:" in stdout
@@ -407,7 +405,7 @@ def test_a_slurm_job_that_is_queued_again_resumes(whole, tmp_path):
 def test_a_rank_that_raises_in_a_reduction_ends_the_job_at_once(tmp_path):
     out = tmp_path / "r"
     process = torchrun(2, "tests/ranks_raise.py", "--out", out, *SMALL)
-    code, stdout, stderr = finish(process, 90)  # --patience is 30 minutes
+    code, stdout, stderr = finish(process, LIMIT)
     assert code != 0 and stderr.count("MemoryError: out of memory, say") == 1, stderr
     assert "inspo: world" in stdout
 
@@ -461,13 +459,12 @@ def test_what_only_one_rank_misses_ends_the_others_at_once(tmp_path, monkeypatch
     for line in process.stderr:
         if "missing cannot be imported (not on this rank)" in line:
             break
-    said = time.time()
-    code, _, stderr = finish(process, 90)
-    assert code != 0 and time.time() - said < 15 and "SIGKILL" not in stderr
+    code, _, stderr = finish(process, LIMIT)
+    assert code != 0 and "SIGKILL" not in stderr
 
 
 def test_a_slow_optimizer_ends_no_run_of_several_ranks():
-    code, _, stderr = finish(torchrun(2, "tests/ranks_slow.py"), 90)
+    code, _, stderr = finish(torchrun(2, "tests/ranks_slow.py"), LIMIT)
     assert code == 0, stderr
 
 
@@ -481,7 +478,7 @@ def test_a_signal_saves_and_ends_every_rank(tmp_path, number):
     process = torchrun(2, "inspo.py", "--out", out, *SMALL, "--T", 500, "--save_every", 500)
     wait_for_step(out, 3, process)
     process.send_signal(number)
-    code, _, stderr = finish(process, 60)
+    code, _, stderr = finish(process, LIMIT)
     assert code != 0 and stderr.count(f"stopped by {number.name}") == 1 and "--resume" in stderr
     t = int(re.search(r"resume from step (\d+)", stderr).group(1))
     [saved] = (out / "checkpoints").glob("step-*")
@@ -501,7 +498,7 @@ def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
             2, "inspo.py", "--out", out, *SMALL, "--search_retries", 1, "--retriever", child.url
         )
         wait_for_step(out, 4, process)
-    code, _, stderr = finish(process, 90)
+    code, _, stderr = finish(process, LIMIT)
     ours = stderr.split("torch/distributed/elastic")[0]  # torchrun says it again, last
     assert code != 0 and ours.count("no usable answer") == 1 and ours.count("--resume") == 1
     assert "Traceback" not in ours
@@ -534,7 +531,7 @@ def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
 )
 def test_bad_input_is_reported_once_whatever_the_number_of_ranks(tmp_path, flags, says):
     flags = [str(WORLD / "train.jsonl") if flag == "T" else flag for flag in flags]
-    code, stdout, stderr = finish(torchrun(4, "inspo.py", "--out", tmp_path / "r", *flags), 90)
+    code, stdout, stderr = finish(torchrun(4, "inspo.py", "--out", tmp_path / "r", *flags), LIMIT)
     assert code != 0 and stderr.split("torch/distributed/elastic")[0].count(says) == 1, stderr
     assert all(line.startswith("note: ") for line in stdout.splitlines())
     assert not (tmp_path / "r").exists()

@@ -165,9 +165,9 @@ def test_a_large_file_is_sampled_and_says_so(tmp_path):
     large, small = tmp_path / "large", tmp_path / "small"
     with open(large, "wb") as f:
         f.truncate(14 << 30)  # sparse
-    began = time.perf_counter()
+    began = time.thread_time()
     first = digest_file(large)
-    assert time.perf_counter() - began < 20 and first.endswith(f" (a sample of {14 << 30:,} bytes)")
+    assert time.thread_time() - began < 3 and first.endswith(f" (a sample of {14 << 30:,} bytes)")
     for place in (0, (14 << 30) - 1):
         with open(large, "r+b") as f:
             f.seek(place)

@@ -282,10 +282,10 @@ def test_talk_about_the_blocks_never_becomes_an_instruction(parent):
 
 
 def test_a_long_broken_reply_is_parsed_in_no_time():
-    start = time.time()
+    start = time.thread_time()
     assert read_blocks("<ins_1>" * 20_000 + "x" * 200_000) == []
     assert read_blocks("<ins_1>" + "a < b " * 50_000) == []
-    assert time.time() - start < 2
+    assert time.thread_time() - start < 2
 
 
 # --- which candidates may join
@@ -453,7 +453,7 @@ def test_what_an_instruction_says_about_the_format_is_welcome(harmless):
 
 
 def test_a_long_reply_is_checked_in_no_time():
-    start = time.time()
+    start = time.thread_time()
     for text in (
         "a " * 100_000,
         "<answer>" * 20_000,
@@ -462,7 +462,7 @@ def test_a_long_reply_is_checked_in_no_time():
         "é\u0301" * 50_000,
     ):
         reason(text, golds=["a" * 50, "aaaa", "Andrei Tarkovsky"], max_tokens=10**9)
-    assert time.time() - start < 3
+    assert time.thread_time() - start < 3
 
 
 def test_the_example_answer_of_search_r1_s_instruction_is_no_leak():

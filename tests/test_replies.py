@@ -234,6 +234,13 @@ MARKS = [
     ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
     ("<antThinking>", "</antThinking>"), ("<unused94>thought\n", "<unused95>"),
     ("analysis", "assistantfinal"),  # gpt-oss where special tokens are skipped
+    ("<|open|>think<|sep|>", "<|close|>think<|sep|><|open|>response<|sep|>"), ("<ifm|think>", "</ifm|think_fast>"),
+    ("<|think|>", "<|end|><|begin|>assistant<|content|>"), ("<mm:think>", "</mm:think>"),
+    ("to=self<|message|>", "<|eom|>to=user<|message|>"), ('<think duration="3">', "</think>"),
+    ("<|reasoning_start|>", "<|reasoning_end|>"), ("<|think_start|>", "<|think_end|>"),
+    ('<details type="reasoning" done="true">\n', "</details>"),
+    ("Here is my thought process:\n", "Here is my response:\n"),
+    ("Here's my thought process:\n", "Here's my response:\n"),
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import statistics
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -105,7 +106,7 @@ class Policy:
 
     tokenizer, in_step, shared, synced = TOKENIZER, True, True, True
     sleep, evaluate = lambda self: None, policy.Policy.evaluate
-    save, load, damage = policy.Policy.save, policy.Policy.load, policy.Policy.damage
+    save, load = policy.Policy.save, policy.Policy.load
 
     def __init__(self, calls: Calls, task: Judged):
         self.calls, self.task, self.cfg, self.weight, self.t = calls, task, task.cfg, 1.0, 0
@@ -354,7 +355,8 @@ def test_without_room_for_a_copy_training_waits_until_a_checkpoint_is_written(mo
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     mine = Policy(Calls(), Judged(CFG, Calls()))
     mine.learner.model = torch.nn.Linear(10, 80, bias=False)
-    mine.write_share = lambda state, path: time.sleep(0.2) or {"__0_0": "digest"}
+    slow = threading.Event()
+    mine.write_share = lambda state, path: slow.wait(60) and {"__0_0": "digest"}
     # 4 on this node,
     mine.ranks = SimpleNamespace(rank=0, size=8, broadcast=lambda x=None: x, gather=lambda x: [x])
     # and so half of the 9,600 bytes
@@ -362,8 +364,11 @@ def test_without_room_for_a_copy_training_waits_until_a_checkpoint_is_written(mo
         monkeypatch.setattr(
             policy.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free)
         )
+        slow.clear() if copied else slow.set()
         mine.save(Path("step-1"))
-        assert mine.written.done() is not copied and mine.written.result() == {"__0_0": "digest"}
+        assert mine.written.done() is not copied
+        slow.set()
+        assert mine.written.result() == {"__0_0": "digest"}
 
 
 def test_stopped_at_every_call_again_and_again_a_run_still_ends_the_same(whole, tmp_path):

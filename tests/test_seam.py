@@ -84,7 +84,7 @@ def test_a_task_is_a_class_of_any_module(game):
     assert (
         isinstance(task, Task)
         and type(task).__name__ == "Toolless"
-        and task.cfg is cfg
+        and task.cfg == cfg
         and list(task.tools) == []
     )
     assert type(load_task(Config())) is SearchQA
@@ -316,17 +316,11 @@ def test_a_failure_is_what_the_task_says_of_a_rewarded_trajectory():
 @pytest.mark.parametrize(
     "rewards, says",
     [
-        ([1.0, 0.0], "its reward returned 2 for 3 trajectories; return a number for each"),
-        (None, "its reward returned None for 3 trajectories; return a number for each"),
-        (
-            np.array(1.0),
-            "its reward returned array(1.) for 3 trajectories; return a number for each",
-        ),
-        (
-            torch.tensor(1.0),
-            "its reward returned tensor(1.) for 3 trajectories; return a number for each",
-        ),
-        (3, "its reward returned 3 for 3 trajectories; return a number for each"),
+        ([1.0, 0.0], "its reward returned 2 for 3 trajectories"),
+        (None, "its reward returned None for 3 trajectories"),
+        (np.array(1.0), "its reward returned 1.0 for 3 trajectories"),
+        (torch.tensor(1.0), "its reward returned 1.0 for 3 trajectories"),
+        (3, "its reward returned 3 for 3 trajectories"),
         ([0.0, math.nan, 0.0], "its reward of question 1 is nan; return a finite number"),
         ([0.0, 0.0, -math.inf], "its reward of question 2 is -inf; return"),
         ([None, 0.0, 0.0], "its reward of question 0 is None; return"),
@@ -334,17 +328,14 @@ def test_a_failure_is_what_the_task_says_of_a_rewarded_trajectory():
         ("101", "its reward of question 0 is '1'; return"),
         ([0.0, 10**400, 0.0], "its reward of question 1 is 1000"),
         ([0.0, [1.0], 0.0], "its reward of question 1 is [1.0]; return"),
-        ({0: 1.0, 1: 0.0, 2: 1.0}, "its reward returned a dict; return a list of numbers"),
-        (Counter({2: 1, 0: 3, 1: 2}), "its reward returned a Counter; return a list of numbers"),
-        (
-            MappingProxyType({0: 1.0, 1: 0.0, 2: 1.0}),
-            "its reward returned a mappingproxy; return a list of numbers",
-        ),
-        ({0.0, 0.5, 1.0}, "its reward returned a set; return a list of numbers"),
-        (frozenset({0.0, 0.5, 1.0}), "its reward returned a frozenset; return a list of numbers"),
-        ({0: 1, 1: 0, 2: 1}.keys(), "its reward returned a dict_keys; return a list of numbers"),
-        (b"101", "its reward returned a bytes; return a list of numbers"),
-        (bytearray(b"101"), "its reward returned a bytearray; return a list of numbers"),
+        ({0: 1.0, 1: 0.0, 2: 1.0}, "its reward returned {0: 1.0"),
+        (Counter({2: 1, 0: 3, 1: 2}), "its reward returned Counter("),
+        (MappingProxyType({0: 1.0, 1: 0.0, 2: 1.0}), "its reward returned mappingproxy("),
+        ({0.0, 0.5, 1.0}, "its reward returned {"),
+        (frozenset({0.0, 0.5, 1.0}), "its reward returned frozenset("),
+        ({0: 1, 1: 0, 2: 1}.keys(), "its reward returned dict_keys("),
+        (b"101", "its reward returned b'101'"),
+        (bytearray(b"101"), "its reward returned bytearray("),
     ],
 )
 def test_what_is_no_reward_for_each_is_refused_by_name(rewards, says):

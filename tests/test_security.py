@@ -79,15 +79,15 @@ def test_connections_that_ask_nothing_or_break_off_keep_nobody_waiting(capfd):
     with served(Path(__file__).parent / "fixture" / "run") as url, contextlib.ExitStack() as stack:
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
         for sent in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: 127.0.0.1"):
-            stack.enter_context(socket.create_connection(address, timeout=10)).sendall(sent)
+            stack.enter_context(socket.create_connection(address, timeout=60)).sendall(sent)
         with socket.create_connection(address) as gone:  # asks, reads nothing, closes abruptly
             gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             gone.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:80\r\n\r\n")
         # asks, and reads nothing for long
-        slow = stack.enter_context(socket.create_connection(address, timeout=10))
+        slow = stack.enter_context(socket.create_connection(address, timeout=60))
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:80\r\n\r\n")
-        assert requests.get(url, timeout=10).text.startswith("<!doctype html>")
+        assert requests.get(url, timeout=60).text.startswith("<!doctype html>")
     assert "Traceback" not in capfd.readouterr().err
 
 

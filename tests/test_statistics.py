@@ -16,7 +16,6 @@ from evaluation.statistics import (
     average_intervals,
     compare_pairs,
     compare_seeds,
-    count_discordant,
     estimate_mean,
     estimate_over_seeds,
     find_visible,
@@ -156,8 +155,8 @@ def test_pairing_sees_what_two_separate_intervals_do_not():
 def test_mcnemar_is_the_binomial_of_the_discordant():
     a = [1] * 8 + [0] * 1 + [1] * 20 + [0] * 11
     b = [0] * 8 + [1] * 1 + [1] * 20 + [0] * 11
-    assert count_discordant(a, b) == (8, 1, pytest.approx(2 * (1 + 9) / 2**9))
-    assert count_discordant([1, 0], [1, 0]) == (0, 0, 1.0)
+    assert compare_pairs(a, b).p == pytest.approx(2 * (1 + 9) / 2**9)
+    assert compare_pairs([1, 0], [1, 0]).p == 1.0
 
 
 def test_the_macro_average_adds_squared_errors_and_weighs_benchmarks_alike():

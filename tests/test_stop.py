@@ -76,7 +76,7 @@ def test_a_ctrl_c_is_one_line_in_programs_that_are_still_importing(tmp_path, pro
         if line.endswith("plumbing.stop\n"):
             break
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=100)
     lines = [line for line in stderr.splitlines() if not line.startswith("import time:")]
     assert lines == ["stopped by SIGINT"] and process.returncode == 1
     assert line.count("|") == 2 and "torch" not in stderr.partition("plumbing.stop")[0]
@@ -111,7 +111,7 @@ def test_a_terminal_shows_what_a_run_does_before_its_first_line(tmp_path):
             shown += os.read(terminal, 1000)
     os.close(terminal)
     # in the place of that line
-    assert process.wait(60) == 1 and shown.endswith(b"\r\x1b[Kstopped by SIGTERM\r\n")
+    assert process.wait(100) == 1 and shown.endswith(b"\r\x1b[Kstopped by SIGTERM\r\n")
 
 
 def test_without_a_terminal_rollouts_are_a_line_now_and_then(capsys):
@@ -156,18 +156,34 @@ def test_where_it_may_a_request_ends_a_wait_at_once(listening):
     with pytest.raises(stop.Stopped, match="stopped by SIGHUP"), stop.may_stop():
         pid = os.getpid()
         subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -HUP {pid}"])
+        time.sleep(100)
+    assert time.time() - began < 60
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_request_inside_a_del_is_granted_a_moment_later(listening):
+    class Closes:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+
+    reached = []
+    with pytest.raises(stop.Stopped, match="stopped by SIGINT"), stop.may_stop():
+        Closes()
+        reached.append("after it")
         time.sleep(20)
-    assert time.time() - began < 10
+    assert reached
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_request_inside_a_del_is_granted_at_the_next_place(listening):
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_request_inside_a_del_waits_where_an_update_has_begun_meanwhile(listening):
     class Closes:
         def __del__(self):
             os.kill(os.getpid(), signal.SIGINT)
 
     with stop.may_stop():
         Closes()
+    time.sleep(0.2)
     with pytest.raises(stop.Stopped, match="stopped by SIGINT"), stop.may_stop():
         pass
 

@@ -178,9 +178,9 @@ def test_the_query_of_a_search(text, query):
     ],
 )  # fmt: skip
 def test_a_degenerate_turn_is_read_in_linear_time(text):
-    start = time.perf_counter()
+    start = time.thread_time()
     assert find_call(text, [SEARCH, CALCULATOR]) is None and find_answer(text) is None
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - start < 2
 
 
 @settings(max_examples=100, deadline=None)
@@ -251,9 +251,9 @@ def test_last_answer(response, want):
     ],
 )
 def test_the_calculator_computes_arithmetic_and_answers_whatever_it_is_given(expression, result):
-    start = time.perf_counter()
+    start = time.thread_time()
     assert CALCULATOR.show(CALCULATOR.submit(expression).result(0)) == result
-    assert time.perf_counter() - start < 0.5
+    assert time.thread_time() - start < 0.5
 
 
 # ---- the search client
@@ -289,7 +289,7 @@ def naps(monkeypatch):
 def test_a_query_brings_as_many_passages_as_were_asked_for(serve):
     server = serve(ECHO, passages(lambda query: ["a", "b", "c"]), {"result": [[]]})
     search = Search(server.url + "/", topk=2)
-    assert [search.submit("who").result(10) for _ in range(3)] == [['"who"\nText.'], ["a", "b"], []]
+    assert [search.submit("who").result(60) for _ in range(3)] == [['"who"\nText.'], ["a", "b"], []]
     path, _, body = server.requests[0]
     assert path == "/retrieve" and json.loads(body) == {
         "queries": ["who"],
@@ -305,18 +305,18 @@ def test_queries_that_wait_leave_together_in_bounded_batches_and_a_duplicate_amo
 
     def first(handler):
         began.set()
-        assert gate.wait(5)
+        assert gate.wait(60)
         return ECHO(handler)
 
     server = serve(first, ECHO)
     search = Search(server.url, topk=3)
     queries = ["a", *"bcdcb", *(f"q{k}" for k in range(300))]
     futures = [search.submit("a")]
-    assert began.wait(5)
+    assert began.wait(60)
     futures += [search.submit(query) for query in queries[1:]]
     gate.set()
-    assert [future.result(10) for future in futures] == [[f'"{query}"\nText.'] for query in queries]
-    search.submit("a").result(10)  # it keeps no answers
+    assert [future.result(60) for future in futures] == [[f'"{query}"\nText.'] for query in queries]
+    search.submit("a").result(60)  # it keeps no answers
     assert [(batch[:4], len(batch)) for batch in batches(server)] == [
         (["a"], 1),
         (["b", "c", "d", "q0"], 254),
@@ -327,8 +327,8 @@ def test_queries_that_wait_leave_together_in_bounded_batches_and_a_duplicate_amo
 
 def test_a_transient_fault_is_repeated_and_counted(serve, naps):
     server = serve((503, {}, "busy"), too_slow, ECHO)
-    search = Search(server.url, topk=3, timeout=0.2)
-    assert search.submit("who").result(10) == ['"who"\nText.']
+    search = Search(server.url, topk=3, timeout=1)
+    assert search.submit("who").result(60) == ['"who"\nText.']
     assert batches(server) == [["who"]] * 3 and search.faults == len(naps) == 2
 
 
@@ -336,17 +336,17 @@ def test_a_fault_that_stays_is_named_and_later_queries_are_sent_all_the_same(ser
     server = serve(*[(500, {}, "")] * 3, ECHO)
     search = Search(server.url, topk=3, retries=2)
     with pytest.raises(ToolDown, match=f"{server.url}/retrieve: HTTP 500.*, 3 times"):
-        search.submit("who").result(10)
-    assert search.submit("who").result(10) and len(server.requests) == 4
+        search.submit("who").result(60)
+    assert search.submit("who").result(60) and len(server.requests) == 4
     with pytest.raises(ToolDown, match="ConnectionError, 7 times"):  # by default
-        Search("http://127.0.0.1:9", topk=3).submit("who").result(10)
+        Search("http://127.0.0.1:9", topk=3).submit("who").result(60)
     assert len(naps) == 2 + 6
 
 
 def test_several_servers_are_asked_in_turn_and_the_one_in_use_is_named_first(serve, naps):
     broken, well = serve((500, {}, "")), serve(ECHO)
     search = Search(f"{broken.url}/, {well.url}", topk=3)
-    assert search.submit("who").result(10) == search.submit("who").result(10) == ['"who"\nText.']
+    assert search.submit("who").result(60) == search.submit("who").result(60) == ['"who"\nText.']
     assert (len(broken.requests), len(well.requests), search.faults, naps) == (1, 2, 1, [])
     assert search.urls == [well.url, broken.url]
 
@@ -356,7 +356,7 @@ def test_a_connection_is_kept(serve, monkeypatch):
     server = serve({"result": [[]]})
     search = Search(server.url, topk=3)
     for k in range(5):
-        search.submit(str(k)).result(10)
+        search.submit(str(k)).result(60)
     assert len(server.requests) == 5 and len(server.clients) == 1
 
 
@@ -372,7 +372,7 @@ def test_a_connection_is_kept(serve, monkeypatch):
     ],
 )
 def test_a_hit_is_a_document_or_has_one_with_contents_or_title_and_text(serve, hit, contents):
-    assert Search(serve({"result": [[hit]]}).url, topk=3, retries=0).submit("who").result(10) == [
+    assert Search(serve({"result": [[hit]]}).url, topk=3, retries=0).submit("who").result(60) == [
         contents
     ]
 
@@ -402,7 +402,7 @@ def test_a_title_loses_its_quotes_and_none_of_its_own(line, title):
 )  # fmt: skip
 def test_a_malformed_answer_is_search_down(serve, body):
     with pytest.raises(ToolDown, match="malformed answer"):
-        Search(serve((200, {}, body)).url, topk=3, retries=0).submit("who").result(10)
+        Search(serve((200, {}, body)).url, topk=3, retries=0).submit("who").result(60)
 
 
 def test_before_a_retry_the_server_is_revived_and_its_new_url_used(serve):
@@ -410,7 +410,7 @@ def test_before_a_retry_the_server_is_revived_and_its_new_url_used(serve):
     urls = ["", new.url + "/"]  # the first attempt to revive it changes nothing
     search = Search("", topk=3)
     search.connect("http://127.0.0.1:9", revive=lambda: urls.pop(0))
-    assert search.submit("who").result(10) == ['"who"\nText.']
+    assert search.submit("who").result(60) == ['"who"\nText.']
     assert not urls and search.urls == [new.url] and search.faults == 2
 
 
@@ -422,4 +422,4 @@ def test_a_server_that_cannot_be_revived_is_search_down():
     search = Search("", topk=3)
     search.connect("http://127.0.0.1:9", revive)
     with pytest.raises(ToolDown, match="no memory"):
-        search.submit("who").result(10)
+        search.submit("who").result(60)

@@ -68,3 +68,11 @@ def test_tensorboard_has_numbers_and_texts(tmp_path, monkeypatch):
         call.add_scalar("loss", 0.5, 3),
         call.add_text("instructions", "Think.", 3),
     ]
+
+
+def test_a_tracker_that_fails_ends_no_run(tracker, tmp_path, capsys):
+    name, api = tracker
+    api.log.side_effect = [None, None, BrokenPipeError("its service has died")]
+    play(tmp_path / "r", Calls(), tracker=name)
+    assert api.log.call_count == 3 and (tmp_path / "r" / "summary.json").is_file()
+    assert capsys.readouterr().out.count("its service has died") == 1

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 from test_kernels import SETTINGS, batch, differentiate, eq2, error, head, same
 
 from grpo import objective
-from kernels import rows_torch, rows_triton
+from kernels import bench, rows_torch, rows_triton
 from kernels.head import _two_passes
 
 ROOT = Path(__file__).parent.parent
@@ -151,7 +151,7 @@ def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
         "50",
     ]
     done = subprocess.run(
-        [*command, "--seconds", "0.01", "--csv", "head.csv", "--plot", "head.png"],
+        [*command, "--seconds", "0.01", "--json", "--csv", "head.csv", "--plot", "head.png"],
         cwd=tmp_path,
         env=env,
         capture_output=True,
@@ -173,6 +173,26 @@ def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
     assert (tmp_path / "head.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--shapes", "2048"],
+        ["--shapes", "0x16"],
+        ["--tokens", "7"],
+        ["--tokens", "0"],
+        ["--masked", "100"],
+        ["--masked", "nan"],
+        ["--peers", "nobody"],
+        ["--csv", "/nowhere/head.csv"],
+    ],
+)
+def test_what_the_benchmark_cannot_measure_is_one_line(flags, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", *flags])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 2 and "bench: error: " in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_the_benchmark_measures_the_peers_that_are_named_alone():
     command = [
@@ -187,7 +207,7 @@ def test_the_benchmark_measures_the_peers_that_are_named_alone():
         "0",
     ]
     done = subprocess.run(
-        [*command, "--seconds", "0.01", "--peers", "TRL", "torch,"],
+        [*command, "--seconds", "0.01", "--json", "--peers", "TRL", "torch,"],
         cwd=ROOT,
         capture_output=True,
         text=True,

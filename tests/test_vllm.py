@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ import pytest
 import requests
 import torch
 import urllib3
-from json_server import json_servers
+from json_server import free_port, json_servers
 from test_engine import contexts_of, plain_logprobs
 from test_lora import trained
 from test_model import EXPERTS, PER_LAYER, make_family, own_logps
@@ -60,9 +59,7 @@ def starting(tiny_path):
     started = []
     try:
         for _ in range(2):
-            with socket.socket() as s:
-                s.bind(("127.0.0.1", 0))
-                port = s.getsockname()[1]
+            port = free_port()
             own = [*command, "--port", str(port)]
             process = subprocess.Popen(
                 own, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, start_new_session=True
@@ -430,12 +427,12 @@ def test_each_of_two_ranks_has_its_engine_with_the_weights_of_the_sharded_policy
 
 @pytest.fixture(scope="module")
 def urls(starting):
-    end = time.time() + 180
+    end = time.time() + 600
     for url, process in starting:
         while True:
             assert process.poll() is None and time.time() < end, "vllm serve did not start"
             try:
-                if requests.get(f"{url}/health", timeout=1).ok:
+                if requests.get(f"{url}/health", timeout=10).ok:
                     break
             except requests.RequestException:
                 time.sleep(0.3)
@@ -576,10 +573,8 @@ def test_a_request_that_fails_is_sent_again(server, tiny, monkeypatch):
 
 def test_a_server_that_does_not_answer_in_time_is_not_asked_again(server, tiny, monkeypatch):
     monkeypatch.setattr(server.clients[server.urls[0]], "timeout", 0.005)
-    begin = time.time()
-    with pytest.raises(Outage, match="generate: no whole answer in 0.005 s"):
+    with pytest.raises(Outage, match="generate: no whole answer in 0.005 s$"):
         turns(server, {0: contexts_of(tiny[1])[0]}, 400, 1.0)
-    assert time.time() - begin < 1
 
 
 def test_a_request_that_the_server_refuses_is_reported_at_once(server):

@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -102,10 +101,9 @@ def test_killed_and_resumed_in_two_processes(whole, tmp_path):
     [victim] = [
         p for p in children_of(process) if b"RANK=1" in Path(f"/proc/{p}/environ").read_bytes()
     ]
-    begin = time.time()
     os.kill(int(victim), signal.SIGKILL)
-    code, _, _ = finish(process, 60)
-    assert code != 0 and time.time() - begin < 45
+    code, _, _ = finish(process)  # --patience is 30 minutes
+    assert code != 0
     code, stdout, stderr = finish(start(1, *flags, "--resume"), 300)
     assert code == 0, stderr
     assert "resumed after step" in stdout

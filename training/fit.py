@@ -27,24 +27,17 @@ GRAPHS = 30e6  # bytes of vLLM's CUDA graphs, a layer: an allowance
 SAMPLER = 4
 SURE = 0.9  # share of what is usable up to which an estimate decides alone: it has been 7 % off
 CHUNK = 4096  # rows of logits that kernels/head.py allocates at a time
-KNOWN = {  # the presets' models, so that estimating needs no hub
-    "Qwen/Qwen2.5-0.5B": dict(
-        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
-        vocab_size=151936, tie_word_embeddings=True,
-    ),
-    "Qwen/Qwen2.5-1.5B": dict(
-        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
-        vocab_size=151936, tie_word_embeddings=True,
-    ),
-    "Qwen/Qwen2.5-3B": dict(
-        hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
-        vocab_size=151936, tie_word_embeddings=True,
-    ),
-    "Qwen/Qwen2.5-7B": dict(
-        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-        vocab_size=152064, tie_word_embeddings=False,
-    ),
-}  # fmt: skip
+SHAPES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
+MODELS = {  # of the presets, so that estimating needs no hub
+    "Qwen/Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "Qwen/Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen/Qwen2.5-3B": (2048, 11008, 36, 16, 2, 151936, True),
+    "Qwen/Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064, False),
+}
+KNOWN: dict[str, Any] = {name: dict(zip(SHAPES, MODELS[name], strict=True)) for name in MODELS}
 
 
 def shapes(model: str) -> Any:
@@ -110,6 +103,10 @@ class Fit:
             f"{self.title} do not fit: the {phase} needs {need / 1e9:.1f} GB on each,"
             f" {self.usable / 1e9:.1f} are usable; largest: {largest}"
         )
+
+    def is_sure(self) -> bool:
+        """Returns whether it fits even where the estimate of the update is too low."""
+        return not self.fault() and self.update < SURE * self.usable
 
 
 def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -> Fit:
@@ -209,23 +206,6 @@ def of_gathering(cfg: Config, model: Any, gpus: int) -> Part:
     return Part("all weights gathered, gradients not yet reduced (--gather)", size, 0)
 
 
-def gather_with_room(
-    cfg: Config, fit: Fit, config: Any, engine: str, gpus: int, gpu_mem: float
-) -> tuple[Config, Fit]:
-    """Returns `cfg` with --gather -1 decided, and its estimate; `fit` is that of a block at a
-    time."""
-    if cfg.gather < 0:
-        kept = replace(cfg, gather=1)
-        larger = estimate(kept, config, engine, gpus, gpu_mem)
-        if larger.update < SURE * larger.usable:
-            return kept, larger
-        fit.notes.append(
-            "Each micro-batch gathers its weights a block at a time: with all of them, once an update"
-            f" (--gather 1), it needs {larger.update / 1e9:.1f} GB."
-        )
-    return replace(cfg, gather=max(cfg.gather, 0)), fit
-
-
 def of_torch_engine(cfg: Config, model: Any) -> list[Part]:
     # Remaining rows are copied before the old cache is freed. A logit's probability is summed in
     # float64, out of place.
@@ -276,19 +256,32 @@ def add_vllm(fit: Fit, cfg: Config, model: Any, gpus: int, share: float) -> None
 def decide(
     cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float, flops: float
 ) -> tuple[Config, Fit]:
-    """Returns `cfg` with --recompute and --gather -1 decided, and its estimate: activations are kept
-    where there is room, if need be in smaller micro-batches, and the update takes no more time so,
-    as computed for a card of that many FLOP/s."""
+    """Returns `cfg` with --recompute and --gather -1 decided, and its estimate, as computed for a
+    card of that many FLOP/s."""
     best, model = replace(cfg, recompute=abs(cfg.recompute)), skeleton(config)
     fit = estimate(best, config, engine, gpus, gpu_mem)
+
+    # Activations are kept where there is room, if need be in smaller micro-batches, and the update
+    # takes no more time so.
+    longest = update_seconds(best, model, gpus, flops)
     for halvings in range(3 if cfg.recompute < 0 else 0):
         kept = replace(cfg, recompute=0, micro_tokens=cfg.micro_tokens >> halvings)
         room = estimate(kept, config, engine, gpus, gpu_mem)
-        if not room.fault() and room.update < SURE * room.usable:
-            seconds = update_seconds(kept, model, gpus, flops)
-            if seconds <= update_seconds(best, model, gpus, flops):
-                return gather_with_room(kept, room, config, engine, gpus, gpu_mem)
-    return gather_with_room(best, fit, config, engine, gpus, gpu_mem)
+        if room.is_sure() and update_seconds(kept, model, gpus, flops) <= longest:
+            best, fit = kept, room
+            break
+
+    # Weights are gathered once an update where there is room.
+    if cfg.gather < 0:
+        kept = replace(best, gather=1)
+        room = estimate(kept, config, engine, gpus, gpu_mem)
+        if room.is_sure():
+            return kept, room
+        fit.notes.append(
+            "Each micro-batch gathers its weights a block at a time: with all of them, once an update"
+            f" (--gather 1), it needs {room.update / 1e9:.1f} GB."
+        )
+    return replace(best, gather=max(cfg.gather, 0)), fit
 
 
 def find_flags(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import math
 import os
 import pickle
@@ -20,9 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from config import Config
@@ -117,10 +114,6 @@ def of_rank_0(answers: list[A]) -> A:
     return answers[0]
 
 
-def joined(shares: list[list[A]]) -> list[A]:
-    return [x for share in shares for x in share]
-
-
 def in_order(shares: list[dict[int, A]]) -> list[A]:
     """Returns the values by their keys, 0, 1, ..., which the ranks share."""
     values = {k: x for share in shares for k, x in share.items()}
@@ -169,12 +162,7 @@ def fsdp(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
     return trained, fill(frozen[0], first) if frozen else None
 
 
-def unsharded(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
-    """Returns the policy and a copy of it as pi_ref, for one process without shares."""
-    return first, copy.deepcopy(first)
-
-
-def vllm(policy: Policy, first: Any) -> Engine:
+def vllm(policy: Policy) -> Engine:
     """Returns vLLM in this process, or a client of the servers that --vllm names."""
     cfg, max_len = policy.cfg, policy.cfg.max_prompt + policy.cfg.max_response
     if cfg.vllm == "colocate":
@@ -187,8 +175,11 @@ def vllm(policy: Policy, first: Any) -> Engine:
             memory=cfg.vllm_memory,
             rows=math.ceil(max(cfg.batch * cfg.G, cfg.eval_n) / policy.ranks.size),
         )
-    remote: type[Engine] = importlib.import_module("engines.vllm_server").VllmServer
-    return remote(cfg.vllm, policy.tokenizer, policy.stop_strings, model=cfg.model, max_len=max_len)  # type: ignore[call-arg]
+    from engines.vllm_server import VllmServer
+
+    return VllmServer(
+        cfg.vllm, policy.tokenizer, policy.stop_strings, model=cfg.model, max_len=max_len
+    )
 
 
 def plain_torch(policy: Policy, first: Any) -> Engine:
@@ -217,20 +208,22 @@ class Policy:
     def __init__(self, cfg: Config, ranks: Ranks, task: Task, learner: type[Learner] | None = None):
         status("loading the policy")
         learner = learner or Learner
-        models = fsdp if ranks.grouped else unsharded
-        engine = vllm if cfg.engine == "vllm" else plain_torch
         self.cfg, self.ranks, self.task = cfg, ranks, task
         self.stop_strings = task.make_format().stop_strings()
         self.tokenizer = load_tokenizer(cfg.model, self.stop_strings)
         first = first_policy(cfg, ranks)
-        model, reference = models(first, cfg, ranks)
+        model, reference = first, None
+        if ranks.grouped:
+            model, reference = fsdp(first, cfg, ranks)
+        elif cfg.beta and not cfg.lora_rank:
+            reference = copy.deepcopy(first)
         if cfg.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.learner = learner(model, reference, cfg, max_gap=learner.MAX_GAP[ranks.dtype])
         if first and first is not model:
             # a cycle: after vLLM's gc.freeze() the policy would stay for ever
             vars(first).pop("forward_packed", None)
-        self.engine: Engine = engine(self, first)
+        self.engine = vllm(self) if cfg.engine == "vllm" else plain_torch(self, first)
         self.t = 0  # the last step whose update has begun; -1: the weights are those of no step
         self.seconds: dict[str, float] = {}  # of each method's last call, and "tools"
         self.in_step = True  # whether all ranks wait for the next call
@@ -415,19 +408,7 @@ class Policy:
         fault of any rank."""
         answer: dict[str, str] | Exception
         try:
-            dcp.save(
-                state,
-                checkpoint_id=str(path),
-                no_dist=not self.ranks.grouped,
-                process_group=self.ranks.saves,
-            )
-            files = [
-                *path.glob(f"__{self.ranks.rank}_*"),
-                *([path / ".metadata"] if self.ranks.rank == 0 else []),
-            ]
-            answer = {file.name: checkpoint.digest(file) for file in files}
-        except (CheckpointException, OSError) as e:
-            answer = DiskFault(f"cannot write {path} ({checkpoint.reason(e)})")
+            answer = checkpoint.save(state, path, self.ranks.rank, self.ranks.saves)
         except Exception as e:  # rank 0 waits for an answer
             answer = e
         digests: dict[str, str] = {}
@@ -436,12 +417,6 @@ class Policy:
                 raise share
             digests |= share
         return digests
-
-    @on_all_ranks(joined)
-    def damage(self, path: Path) -> list[str]:
-        """Returns what is wrong with the files of a checkpoint; [] if they are as they were
-        written."""
-        return checkpoint.damage(path, self.ranks.rank, self.ranks.size)
 
     @on_all_ranks(of_rank_0)
     def load(self, path: Path, t: int) -> None:

@@ -139,7 +139,7 @@ ON_GPU = (
     " or on_a_gpu or triton- or triton] or fused_layers"
 )
 WORLD, TOY = "-m extras.bench.resume", "--device cpu --steps 3 --kill_at 2"
-HEAD = "-m kernels.bench --seconds 0.5 --peers ours Liger torch, three"
+HEAD = "-m kernels.bench --json --seconds 0.5 --peers ours Liger torch, three"
 STAGES = {
     "card": ("kernels", "update", "head", "wide", "peer"),
     "run": ("world", "ranks", "url"),

@@ -12,6 +12,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -24,7 +25,7 @@ from plumbing.faults import Fault, first_line
 from plumbing.outside import without_secrets
 from tasks import Message, Question, Task, Trajectory
 from tasks.functions import TypedFunction
-from tasks.questions import look_up, read_json_lines
+from tasks.questions import look_up, read_rows, unpacked
 from tasks.tools import Failure, Tool
 
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods that the policy cannot call
@@ -80,8 +81,7 @@ class EnvironmentTask(Task):
     for a group.
     """
 
-    environment: ClassVar[type[Any]]
-    environments: ClassVar[dict[str, type[Any]]] = {}  # by name, where there are several
+    environments: ClassVar[dict[str, type[Any]]]  # by name; a single one has none, ""
     unmade: ClassVar[str] = "it cannot be made"
     instruction: str = "Do what is asked with the tools that you have. When it is done, write <answer> done </answer>."
 
@@ -91,7 +91,7 @@ class EnvironmentTask(Task):
         self.idle = list[Any]()  # those that wait for an episode
         self.offered = dict[type[Any], list[Tool]]()
         try:
-            for kind in self.environments.values() or [self.environment]:
+            for kind in self.environments.values():
                 self.idle.append(kind())
                 self.offered[kind] = [*self.offer(self.idle[-1])]
         except Fault:
@@ -122,59 +122,48 @@ class EnvironmentTask(Task):
 
     def kind_of(self, question: Question) -> type[Any]:
         """Returns the class that plays a question."""
-        several = self.environments
-        return several[question.data["environment"]] if several else self.environment
+        return self.environments.get("") or self.environments[question.data["environment"]]
 
     def tools_of(self, question: Question) -> Sequence[Tool]:
-        own = self.offered[self.kind_of(question)]
-        others = sum(self.offered.values(), [])
-        return [tool for tool in self.tools if tool in own or tool not in others]
+        own = self.kind_of(question)
+        hidden = [t for kind, tools in self.offered.items() for t in tools if kind is not own]
+        return [tool for tool in self.tools if tool not in hidden]
 
     def questions(self, split: str) -> list[Question]:
         """Returns the rows of a split. Raises Fault if a file is missing or a row has nothing to
         ask."""
-        file, takes = (
-            getattr(self.cfg, split),
-            dict(inspect.signature(self.environment.reset).parameters),
-        )
-        data = [
-            p
-            for name, p in takes.items()
-            if name not in ("self", "seed") and p.kind is not p.VAR_KEYWORD
-        ]
-        given = file not in ("", *(preset.get(split) for preset in PRESETS.values()))
-        if (
-            not self.environments
-            and not given
-            and not data
-            and ("seed" in takes or len(takes) == 1)
-        ):
-            rows = ({"seed": seed} if "seed" in takes else {} for seed in SEEDS[split])
-            return [
-                Question(f"{split}-{k}", "", source="seeds", data=row) for k, row in enumerate(rows)
-            ]
+        file = getattr(self.cfg, split)
+        if file in [preset.get(split) for preset in PRESETS.values()]:
+            file = ""  # those are search QA's
+        single = self.environments.get("")
+        takes = inspect.signature(single.reset).parameters if single else {}
+        named = {name for name, p in takes.items() if p.kind is not p.VAR_KEYWORD} - {"self"}
+        if not file and (named == {"seed"} or len(takes) == 1):
+            rows: list[Any] = [{"seed": seed} if named else {} for seed in SEEDS[split]]
+            return [Question(f"{split}-{k}", "", (), "seeds", row) for k, row in enumerate(rows)]
         if not file and split == "valid":
             return []
-        path, questions = Path(file), []
-        if path.suffix != ".jsonl" or not path.is_file():
-            raise Fault(
-                f"--{split} {file or 'is missing'}: give a .jsonl file, each line a row for reset()"
-            )
-        for line, row in read_json_lines(path):
-            try:
-                text = _asked(row)
-            except (AttributeError, ValidationError):
-                text = ""
-            if not (text or self.environments) or not isinstance(row, dict):
+        if not file:
+            raise Fault(f"--{split} is missing: give a .jsonl or .parquet file of rows for reset()")
+
+        # what is asked, and of which environment
+        try:
+            rows = list(read_rows(file))
+        except Fault as e:
+            raise Fault(f"--{split} {e}") from None
+        questions = []
+        for line, row in rows:
+            text = _asked(row)
+            if not isinstance(row, dict) or (single and not text):
                 raise Fault(
                     f"--{split} {file}:{line}: nothing is asked that is text; fill `prompt` (a text, or messages of the"
                     " system and the user) or `question`"
                 )
-            if self.environments and row.get("environment") not in self.environments:
+            if not single and row.get("environment") not in self.environments:
                 names = ", ".join(self.environments)
                 raise Fault(f"--{split} {file}:{line}: its `environment` is none of {names}")
             id = look_up(row, "id", default=f"{split}-{line}")
-            questions.append(Question(id, text, source=path.stem, data=row))
+            questions.append(Question(id, text, (), Path(file).stem, row))
         return questions
 
     def prompt(self, instruction: str, question: Question) -> list[Message]:
@@ -189,7 +178,7 @@ class EnvironmentTask(Task):
         """Returns an environment in which the question's row has begun. Raises Fault if it cannot
         be played."""
         kind, row = self.kind_of(question), dict(question.data)
-        if self.environments:  # as in TRL it is not passed on
+        if "" not in self.environments:  # as in TRL it is not passed on
             del row["environment"]
         fitting = [k for k, episode in enumerate(self.idle) if type(episode) is kind]
         episode = self.idle.pop(fitting[-1]) if fitting else kind()
@@ -231,16 +220,20 @@ class EnvironmentTask(Task):
 
 def close(episodes: list[Any]) -> None:
     for episode in episodes:
-        wait_for(getattr(episode, "close", lambda: None)())
+        with suppress(Exception):  # it is no longer needed
+            wait_for(getattr(episode, "close", lambda: None)())
 
 
 def _asked(row: Any) -> str:
-    """Returns the text of a row: its `prompt`, whose messages are joined, or its `question`."""
-    prompt = PROMPT.validate_python(row.get("prompt") or row.get("question"))
-    texts = (
-        [prompt] if isinstance(prompt, str) else [_text(message["content"]) for message in prompt]
-    )
-    return "\n\n".join(texts).strip()
+    """Returns the text of a row: its `prompt`, whose messages are joined, or its `question`; "" if
+    neither is text."""
+    try:
+        prompt = PROMPT.validate_python(unpacked(row.get("prompt") or row.get("question")))
+    except (AttributeError, ValidationError):
+        return ""
+    if isinstance(prompt, str):
+        return prompt.strip()
+    return "\n\n".join(_text(message["content"]) for message in prompt).strip()
 
 
 def _text(content: str | list[Block]) -> str:
@@ -258,7 +251,7 @@ def task_of(kind: type[Any] | dict[str, type[Any]], where: str = "task") -> type
         raise Fault(
             f"{where}: it neither extends tasks.Task nor has a reset(), as TRL's environments do"
         )
-    attributes: dict[str, Any] = {"environment": kind, "__module__": kind.__module__}
+    attributes: dict[str, Any] = {"environments": {"": kind}, "__module__": kind.__module__}
     for name in ("instruction", "passing_reward"):
         if hasattr(kind, name):
             attributes[name] = getattr(kind, name)

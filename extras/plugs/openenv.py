@@ -14,15 +14,18 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.pool import ThreadPool
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from extras.plugs.environment import EnvironmentTask, close
-from extras.plugs.mcp import RETRIES, CheckedTool
+from extras.plugs.mcp import RETRIES, CheckedTool, make_tools
 from plumbing.client import Client, back_off
 from plumbing.faults import Fault, ToolDown, first_line
 from plumbing.outside import at, decoded, without_secrets
 from tasks import Question, Trajectory
 from tasks.functions import Failed
+from tasks.loading import choose_fitting
+from tasks.tools import Tool
 
 PATIENCE = 60.0  # seconds for a reply
 SESSIONS = 256  # at most, of one run
@@ -78,8 +81,8 @@ class Session:
 
     def step(self, action: dict[str, Any]) -> str:
         answer = self.ask("step", data=action)
-        self.total += float(answer["reward"] or 0)
-        self.done = bool(answer["done"])
+        self.total += float(answer.get("reward") or 0)
+        self.done = bool(answer.get("done"))
         return text_of(answer["observation"])
 
     def get_reward(self) -> float:
@@ -89,12 +92,14 @@ class Session:
         self.connection.close()
 
 
-def text_of(observation: dict[str, Any]) -> str:
+def text_of(observation: Any) -> str:
     """Returns what the policy reads of an observation; raises Failed where a tool has failed.
 
     That is an MCP tool's result, or else what fields say, as text where it is one text; `metadata`
     only where no other does.
     """
+    if not isinstance(observation, dict):
+        observation = {"text": observation}
     if isinstance(error := observation.get("error"), dict):
         raise Failed(str(error.get("message")))
     if "tool_name" in observation:
@@ -107,7 +112,7 @@ def text_of(observation: dict[str, Any]) -> str:
         said = {name: x for name, x in observation.items() if x not in (None, "", [], {})}
         about = said.pop("metadata", {})
         fields = said or {name: x for name, x in about.items() if name != "episode_id"}
-    values = list(fields.values())
+    values = list(fields.values()) or [""]
     one = len(values) == 1 and isinstance(values[0], str)
     return values[0] if one else json.dumps(fields, ensure_ascii=False)
 
@@ -148,20 +153,18 @@ class Call(Step):
 class OpenEnvTask(EnvironmentTask):
     """Plays as many episodes at once as the server allows sessions."""
 
-    environment: ClassVar[type[Session]]
     unmade = "no OpenEnv environment answers there"
 
-    def offer(self, episode: Session) -> Sequence[CheckedTool]:
+    def offer(self, episode: Session) -> Sequence[Tool]:
         where = without_secrets(f"--task {self.cfg.task}")
         with contextlib.suppress(Failed, LookupError):
             listed = episode.ask("step", data={"type": "list_tools"})["observation"]["tools"]
-            return [
-                Call(where, tool["name"], tool["description"], tool["input_schema"])
-                for tool in listed
-            ]
+            if listed:
+                tools = make_tools(Call, where, [SimpleNamespace(**tool) for tool in listed])
+                return choose_fitting(where, [], tools)
         client = Client([episode.url], 10, 0)
-        action = client.ask("/schema", None, lambda answer: answer["action"])
-        action["properties"].pop("metadata", None)
+        action = client.ask("/schema", None, lambda answer: dict(answer["action"]))
+        action.setdefault("properties", {}).pop("metadata", None)
         about = action.get("description") or "Makes a step in the environment."
         return [Step(where, "step", about, action)]
 
@@ -178,7 +181,7 @@ class OpenEnvTask(EnvironmentTask):
 
     def open(self, _: int) -> Session | None:
         with contextlib.suppress(ConnectionError):
-            return self.environment()
+            return self.environments[""]()  # type: ignore[no-any-return]
         return None
 
     def address(self) -> int:
@@ -207,4 +210,6 @@ def task_of(url: str) -> type[OpenEnvTask]:
     """Returns the task of the server at a URL."""
     gc.collect()  # the sessions of an earlier run, which cycles keep
     environment = type("Environment", (Session,), {"url": url})
-    return type("OpenEnv", (OpenEnvTask,), {"environment": environment, "__module__": __name__})
+    return type(
+        "OpenEnv", (OpenEnvTask,), {"environments": {"": environment}, "__module__": __name__}
+    )

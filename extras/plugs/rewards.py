@@ -13,17 +13,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from statistics import fmean
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from plumbing.faults import Fault
 from plumbing.outside import decoded
 from tasks import Question, Task, Trajectory
-from tasks.metrics import is_finite
+from tasks.metrics import read_rewards
 from tasks.plugs import import_named
 from tasks.questions import look_up, unpacked
 
@@ -64,10 +64,11 @@ def read_score(item: str) -> Score:
     needs = [
         name for name, p in parameters.items() if p.default is p.empty and p.kind not in UNNAMED
     ]
+    others = [name for name in needs if name not in TRL]
     if "solution_str" in parameters and {*needs} <= {*VERL}:
         return Score(item, weight, function, "verl's")
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or {*TRL} & {*parameters}:
-        return Score(item, weight, function, "TRL's", [name for name in needs if name not in TRL])
+        return Score(item, weight, function, "TRL's", others)
     if len(needs) == 1 and parameters[needs[0]].kind is not inspect.Parameter.KEYWORD_ONLY:
         return Score(item, weight, function, "ours")
     raise Fault(
@@ -107,32 +108,21 @@ class Rewarded(Task):
         """
         sums = [list[float]() for _ in taus]
         for score in self.scores:
-            part = self.call(score, taus)
-            if np.shape(part) != (len(taus),):
-                count = len(part) if np.ndim(part) else part
-                raise Fault(
-                    f"--reward {score.item}: the reward returned {count!r:.80} for {len(taus)}"
-                    " trajectories; return a list with a number, or None, for each"
-                )
+            where = f"--reward {score.item}: the reward"
+            part = read_rewards(where, self.call(score, taus), taus, optional=True)
             for terms, r in zip(sums, part, strict=True):
-                if r is not None and not is_finite(r):
-                    raise Fault(
-                        f"--reward {score.item}: the reward of a trajectory is {r!r:.80}; return a"
-                        " finite number, or None"
-                    )
-                terms += [] if r is None else [score.weight * float(r)]
+                terms += [] if r is None else [score.weight * r]
 
+        rewards, groups = list(map(sum, sums)), defaultdict[int, list[float]](list)
         self.apart = [tau for tau, terms in zip(taus, sums, strict=True) if not terms]
-        if not self.apart:
-            return list(map(sum, sums))
-        print(f"note: no reward applies to {len(self.apart)} of {len(taus)} trajectories")
-        groups = dict[int, list[float]]()
-        for tau, terms in zip(taus, sums, strict=True):
-            groups.setdefault(tau.group, []).extend([sum(terms)] if terms else [])
+        if self.apart:
+            print(f"note: no reward applies to {len(self.apart)} of {len(taus)} trajectories")
+        for tau, terms, r in zip(taus, sums, rewards, strict=True):
+            groups[tau.group] += [r] if terms else []
         every = sum(groups.values(), []) or [0.0]
         return [
-            sum(terms) if terms else float(np.mean(groups[tau.group] or every))
-            for tau, terms in zip(taus, sums, strict=True)
+            r if terms else fmean(groups[tau.group] or every)
+            for tau, terms, r in zip(taus, sums, rewards, strict=True)
         ]
 
     def failed(self, tau: Trajectory) -> bool:
@@ -147,7 +137,7 @@ class Rewarded(Task):
         results = [score.call(self.solved(tau)) for tau in taus]
         if results and inspect.isawaitable(results[0]):
             results = wait_for(gather(results))
-        return [result["score"] if isinstance(result, dict) else result for result in results]
+        return [r.get("score", r) if isinstance(r, dict) else r for r in results]
 
     # ---- a trajectory as TRL and verl have it
 
@@ -230,8 +220,9 @@ def rewarded(kind: type[Task], spec: str) -> type[Task]:
     """Returns the task with the reward of --reward; the first `passing_reward` that one of its
     functions has replaces the task's. Raises Fault."""
     scores = [read_score(item.strip()) for item in spec.split(",")]
-    best = [getattr(score.function, "passing_reward", None) for score in scores]
-    least = next((r for r in best if r is not None), kind.passing_reward)
+    functions = [score.function for score in scores]
+    marked = [f.passing_reward for f in functions if hasattr(f, "passing_reward")]
+    least = [*marked, kind.passing_reward][0]
     own = {"scores": scores, "passing_reward": least, "__module__": kind.__module__}
     return type(kind.__name__, (Rewarded, kind), own)
 

@@ -58,13 +58,9 @@ function drawCurves() {
   for (const chart of shown) {
     const box = h("figure", { class: "chart", id: `panel-${chart.id}` });
     grid.append(box);
-    chart.events = DATA.runs.length > 1 ? [] : evolutions(DATA.runs[0]);
+    chart.events = DATA.runs.length > 1 ? [] : DATA.runs[0].evolutions;
     charts.push(drawChart(box, chart));
   }
-}
-
-function evolutions(run) {
-  return [...new Set(run.events.filter((event) => event.event === "evolve").map((event) => event.t))];
 }
 
 function single(run) {

@@ -7,9 +7,9 @@ function drawCost(k) {
   const tokens = cost.prompt_tokens + cost.completion_tokens;
   replace($("#cost .body"), h("div", { class: "two" },
     h("div", {}, h("h3", {}, "The optimizer"),
-      definitions([["Model", cost.optimizer || "none"], ["Calls", num(cost.calls)], ["Tokens", `${num(cost.prompt_tokens)} of prompts, ${num(cost.completion_tokens)} of replies`], ["Waiting", duration(cost.optimizer_seconds)], ["Price", priceFields(cost, tokens)]]),
+      definitions([["Model", cost.optimizer || "none"], ["Calls", num(cost.optimizer_calls)], ["Tokens", `${num(cost.prompt_tokens)} of prompts, ${num(cost.completion_tokens)} of replies`], ["Waiting", duration(cost.optimizer_seconds)], ["Price", priceFields(cost, tokens)]]),
       h("h3", {}, "Rollouts"),
-      definitions([["Training", num(cost.training)], ["Verification", num(cost.verification)], ["Tool calls", num(cost.tool_calls)], ["Failed requests", num(cost.faults)]]),
+      definitions([["Training", num(cost.training_rollouts)], ["Verification", num(cost.verification_rollouts)], ["Tool calls", num(cost.tool_calls)], ["Failed requests", num(cost.faults)]]),
       overheadBar(cost)),
     h("div", {}, h("h3", {}, `Time: ${duration(cost.seconds)}`), phaseBar(cost.phases, false), phaseTable(cost),
       h("h3", {}, "Speed of the middle step"), definitions(speedFacts(cost.speed)),
@@ -37,8 +37,8 @@ function priceFields(cost) {
 
 // Verification rollouts as a share of the training rollouts, beside the paper's 1.4 to 7 %.
 function overheadBar(cost) {
-  if (!cost.training) return null;
-  const share = (100 * cost.verification) / cost.training, end = Math.max(10, share * 1.15);
+  if (!cost.training_rollouts) return null;
+  const share = (100 * cost.verification_rollouts) / cost.training_rollouts, end = Math.max(10, share * 1.15);
   const x = (value) => `${(100 * value) / end}%`;
   return h("figure", { class: "overhead" },
     h("div", { class: "track" }, h("i", { class: "paper", style: { left: x(1.4), width: x(5.6) } }), h("i", { class: "here", style: { left: `calc(${x(share)} - 1px)` } })),

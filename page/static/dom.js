@@ -74,7 +74,7 @@ function mean(values) {
 
 // Returns a metric's name as the page shows it.
 function named(metric) {
-  return metric === "em" ? "EM" : metric;
+  return { em: "EM", f1: "F1" }[metric] ?? metric;
 }
 
 // Returns the scale of some scores: from 0 to 1, or further where they go further.

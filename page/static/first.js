@@ -19,7 +19,7 @@ function firstChart(box, run) {
   const colours = palette();
   const lines = [["reward", "reward"], ["w_best", "best weight w"]].filter(([key]) => key in series)
     .map(([key, label], c) => ({ label, values: series[key], colour: colours[c] }));
-  spark = lines.length ? drawChart(box, { id: "spark", title: "", t, lines, events: evolutions(run) }, 130) : null;
+  spark = lines.length ? drawChart(box, { id: "spark", title: "", t, lines, events: run.evolutions }, 130) : null;
 }
 
 function card(name, question, ...content) {
@@ -85,7 +85,6 @@ function winnerCard(run, k) {
   const finished = run.status.state === "finished", why = run.tree.instructions.length + run.tree.refused.length > 1 ? reasons(won, I, run) : [];
   return card("winner", finished ? "Which instruction won?" : "Which instruction leads?",
     h("p", { class: "headline" }, line),
-    run.vain ? h("p", { class: "sentence" }, run.vain) : null,
     diffText(first.text, I.text, false),
     h("p", { class: "note" }, I.id === first.id ? "It is the first instruction." : ["Marked: what the first instruction does not say."]),
     why.length ? [h("h3", {}, "Why"), h("ul", { class: "why" }, why.map((text) => h("li", {}, text)))] : null);
@@ -94,7 +93,7 @@ function winnerCard(run, k) {
 function reasons(won, I, run) {
   const out = [];
   if (won.w !== undefined && won.w !== null) {
-    const rival = won.second ? `; the next, #${won.second.id}, has ${fixed(won.second.w)}` : "";
+    const rival = won.second ? `; the next, #${won.second[1]}, has ${fixed(won.second[0])}` : "";
     out.push(`Its weight is ${fixed(won.w)}${rival}.`);
   }
   if (typeof I.r === "number") out.push(`When it joined at step ${I.born} it scored ${fixed(I.r)} on ${plural(I.questions, "question")}, its parent ${fixed(I.r_parent)}.`);
@@ -102,7 +101,7 @@ function reasons(won, I, run) {
   const { "trained policy, first instruction": before, "trained policy, I_star": after } = run.learned.table;
   if (before && after) {
     const used = Object.fromEntries(callsOf(run, before));
-    const calls = callsOf(run, after).filter(([name]) => name in used).map(([name, n]) => `, with ${fixed(n, 1)} ${name} instead of ${fixed(used[name], 1)}`);
+    const calls = callsOf(run, after).filter(([name]) => name in used).map(([name, n]) => [name, fixed(n, 1), fixed(used[name], 1)]).filter(([, now, then]) => now !== then).map(([name, now, then]) => `, with ${now} ${name} instead of ${then}`);
     out.push(`The trained policy has ${fixed(after[run.metric])} under it and ${fixed(before[run.metric])} under the first one${calls.join("")}.`);
   }
   const { instructions, refused } = run.tree;
@@ -112,11 +111,11 @@ function reasons(won, I, run) {
 
 function costCard(run) {
   const cost = run.cost;
-  const share = cost.training ? cost.verification / cost.training : null;
+  const share = cost.training_rollouts ? cost.verification_rollouts / cost.training_rollouts : null;
   const facts = [
     ["Time", `${duration(cost.seconds)}${run.status.t ? `, ${num(cost.seconds / run.status.t, 2)} s a step` : ""}`],
     ...speedFacts(cost.speed),
-    cost.calls && ["Optimizer", `${plural(cost.calls, "call")}, ${plural(cost.prompt_tokens + cost.completion_tokens, "token")}`],
+    cost.optimizer_calls && ["Optimizer", `${plural(cost.optimizer_calls, "call")}, ${plural(cost.prompt_tokens + cost.completion_tokens, "token")}`],
     share && ["Verification", h("span", {}, `${percent(share, 1)} of the training rollouts `, h("span", { class: "muted" }, "(the paper: 1.4–7 %)"))],
   ];
   return card("spent", "What did it cost?", definitions(facts.filter(Boolean)), phaseBar(cost.phases), h("p", { class: "more" }, h("a", { href: "#cost" }, "All of it")));

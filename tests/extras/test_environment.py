@@ -6,6 +6,8 @@ import itertools
 import json
 import time
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from test_rollout import Script, roll
 
@@ -122,6 +124,16 @@ class Safe(Vault):
         return f"Safe number {seed}."
 
 
+class Open(Vault):
+    def reset(self, **row):
+        super().reset(code="1")
+
+
+class Jammed(Vault):
+    def close(self):
+        raise OSError("the door jams")
+
+
 class Lone(Vault):
     def reset(self) -> str:
         return "The only safe."
@@ -209,7 +221,7 @@ def test_resets_and_rewards_are_awaited_and_content_blocks_read(tiny, tmp_path):
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("Idle", "it has no method to call"), ("Undocumented", "its method poke: Cannot generate"),
+        ("Idle", "it has no method to call"), ("Undocumented", "its method poke: its docstring"),
         ("Locked", "it cannot be made .*'key'"), ("Unpaid", "no reward; define get_reward"),
         ("Forgetful", r"reset\(\) returned two texts for question train-1"),
         ("Lone", r"reset\(\) does not take the row of question train-1 .*'prompt'"),
@@ -234,7 +246,7 @@ def test_a_row_without_a_text_to_ask_is_one_line(tmp_path, row):
     task = task_of("Vault", tmp_path / "rows.jsonl", [ROWS[0], row], test="rows.csv")
     with pytest.raises(Fault, match="rows.jsonl:2: nothing is asked that is text; fill `prompt`"):
         task.questions("train")
-    with pytest.raises(Fault, match="--test rows.csv: give a .jsonl"):
+    with pytest.raises(Fault, match="--test rows.csv: no such file"):
         task.questions("test")
 
 
@@ -286,6 +298,33 @@ def test_environments_are_made_once_reset_often_and_closed(tiny, tmp_path, kind)
     del task
     gc.collect()
     assert kind.open == 0
+
+
+def test_an_environment_that_cannot_be_closed_ends_no_run(tiny, tmp_path, capfd):
+    task = task_of("Jammed", tmp_path / "rows.jsonl")
+    turns = ["<dial>123</dial>", "<dial>123</dial>", "<answer>x</answer>"]
+    [tau] = play(tiny, task, turns)
+    assert tau.reward == 1.0 and isinstance(tau.turns[1].result, Failure)  # which closes it
+    play(tiny, task, ["<answer>x</answer>"])
+    del task
+    gc.collect()
+    assert "jams" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_may_be_parquet_and_their_prompts_json_texts(tmp_path, packed):
+    prompts = [[USER], [SYSTEM, USER]]
+    table = {
+        "prompt": [json.dumps(p) for p in prompts] if packed else prompts,
+        "code": ["123", "4"],
+    }
+    pq.write_table(pa.table(table), tmp_path / "q.parquet")
+    files = dict.fromkeys(("train", "test"), str(tmp_path / "q.parquet"))
+    questions = task_of("Vault", tmp_path / "rows.jsonl", **files).questions("train")
+    assert [(q.text, q.data["code"], q.source) for q in questions] == [
+        ("Open the vault.", "123", "q"),
+        ("You crack safes.\n\nOpen the vault.", "4", "q"),
+    ]
 
 
 class Told(Vault):
@@ -367,8 +406,9 @@ def test_an_environment_that_owns_its_data_gets_seeds_which_a_group_shares(tmp_p
         load_task(Config(task="test_environment:Safe", **world)).questions("test")[0].source
         == "seeds"
     )
-    with pytest.raises(Fault, match="--train"):
-        load_task(Config(task="test_environment:Vault")).questions("train")
+    for kind in ("Vault", "Open"):
+        with pytest.raises(Fault, match="--train is missing"):
+            load_task(Config(task=f"test_environment:{kind}", **world)).questions("train")
     [q] = task_of("Safe", tmp_path / "q.jsonl", [{"prompt": "Open it.", "seed": 3}]).questions(
         "train"
     )

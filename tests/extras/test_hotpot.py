@@ -115,7 +115,7 @@ def test_the_command_fetches_the_hub_s_files_once(tmp_path):
         for _ in range(2):
             command = [sys.executable, HERE / "extras" / "hotpot.py", "out"]
             done = subprocess.run(
-                command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+                command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
             )
             assert done.returncode == 0, done.stderr
             assert "2 questions to train on, 1 held out, 3 passages" in done.stdout

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from hermes_like import small
-from json_server import JsonServer
+from json_server import JsonServer, free_port
 from scripted import Says
 from test_rollout import roll
 from test_seam import refused
@@ -24,6 +24,8 @@ from websockets.sync.client import connect
 from websockets.sync.server import serve
 
 from config import Config
+from extras.plugs.openenv import OpenEnvTask, Session, text_of
+from plumbing.client import Client
 from plumbing.faults import ToolDown
 from tasks import Job
 from tasks.loading import load_task
@@ -31,12 +33,6 @@ from tasks.metrics import set_rewards
 from tasks.tools import Failure
 
 PYTHON = os.environ.get("OPENENV_PYTHON", sys.executable)
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +87,10 @@ def sessions_left(url, most=8):
     """Returns how many sessions the server gives to a stranger."""
     with contextlib.ExitStack() as stack:
         for n in range(most):
-            ws = stack.enter_context(connect(url.replace("http", "ws") + "/ws", open_timeout=10))
+            ws = stack.enter_context(connect(url.replace("http", "ws") + "/ws", open_timeout=60))
             with contextlib.suppress(ConnectionClosed):
                 ws.send('{"type": "state"}')
-            if json.loads(ws.recv(10))["type"] == "error":
+            if json.loads(ws.recv(60))["type"] == "error":
                 return n
     return most
 
@@ -177,8 +173,8 @@ def test_sessions_are_given_back(vault):
     assert wait_until(lambda: sessions_left(vault) == 3)
 
 
-def wait_until(true, seconds=20):
-    end = time.monotonic() + seconds
+def wait_until(true):
+    end = time.monotonic() + 60
     while not true() and time.monotonic() < end:
         time.sleep(0.1)
     return true()
@@ -196,6 +192,32 @@ def test_the_rows_of_a_file_begin_episodes(vault, tmp_path):
     task, _ = task_at(vault, train=str(file))
     [q] = task.questions("train")
     assert task.prompt("Go.", q)[0]["content"] == "Go.\n\nOpen it.A vault of 1 digits. Try 7.\n"
+
+
+@pytest.mark.parametrize(
+    "observation, text",
+    [
+        ({"text": "ok"}, "ok"), ({"text": "ok", "legal": []}, "ok"),
+        ({"board": [1], "turn": 2}, '{"board": [1], "turn": 2}'),
+        ({}, ""), ({"text": ""}, ""), ({"metadata": {}}, ""), ({"metadata": {"episode_id": "x", "said": "ä"}}, "ä"),
+        ("ok", "ok"), (None, ""), ([1], '{"text": [1]}'),
+        ({"tool_name": "go", "result": "ok"}, "ok"), ({"tool_name": "go", "result": None}, '{"result": null}'),
+        ({"tool_name": "go", "result": {"content": [{"type": "text", "text": "ok"}]}}, "ok"),
+    ],
+)  # fmt: skip
+def test_what_the_policy_reads_of_an_observation(observation, text):
+    assert text_of(observation) == text
+
+
+@pytest.mark.parametrize("schema", [{"type": "object"}, {"properties": {}, "type": "object"}])
+def test_an_action_without_fields_is_a_tool_without_arguments(schema, monkeypatch):
+    monkeypatch.setattr(Client, "ask", lambda *_: schema)
+    episode = Session.__new__(Session)
+    episode.url, episode.ask = "http://x", lambda *_, **__: {"observation": {}}
+    task = OpenEnvTask.__new__(OpenEnvTask)
+    task.cfg = Config(task="openenv:http://x")
+    [tool] = task.offer(episode)
+    assert tool.argument == "{}" and tool.read_arguments("{}") == {}
 
 
 # ---- servers that are none
@@ -227,31 +249,41 @@ def test_what_is_no_openenv_server_is_refused_in_one_line():
 
 
 class Fragile:
-    """Speaks the protocol with one MCP tool, and ends the connection at the second call; `dead`: at
-    every message."""
+    """Speaks the protocol with one MCP tool that a policy can call, and ends the connection at the
+    second call; `dead`: at every message."""
 
     dead = False
 
     def __call__(self, ws):
         calls = 0
         tool = {"name": "go", "description": "Goes.", "input_schema": {"type": "object"}}
+        others = [{"name": "3d"}, {"name": "mute", "description": ""}, {"name": "answer"}]
+        others = [tool | other for other in others]
         try:
             for message in map(json.loads, ws):
                 called = message.get("data", {}).get("type") == "call_tool"
                 calls += called
                 if self.dead or calls == 2:
                     return
-                listed = {"tools": [tool]} if message.get("type") == "step" and not called else {}
-                seen = {"observation": listed | {"text": "ok"}, "reward": 1, "done": False}
+                listed = (
+                    {"tools": [*others, tool]}
+                    if message.get("type") == "step" and not called
+                    else {}
+                )
+                seen = {"observation": listed | {"text": "ok"}}
+                seen |= {"reward": 1} if called else {}
                 ws.send(json.dumps({"type": "observation", "data": seen}))
         except ConnectionClosed:
             pass
 
 
-def test_a_lost_connection_ends_its_episode_and_a_lost_server_the_run(monkeypatch):
+def test_a_lost_connection_ends_its_episode_and_a_lost_server_the_run(monkeypatch, capsys):
     monkeypatch.setattr("extras.plugs.openenv.back_off", lambda round: 0)
     server, url = socket_server(fragile := Fragile())
     task, _ = task_at(url)
+    # a tool that cannot be offered is left out, and the rest serves
+    assert [tool.tag for tool in task.tools] == ["go"]
+    assert capsys.readouterr().out.count("; it is left out\n") == 3
     taus = play(task, "<go> </go>", "<go> </go>", "<answer>x</answer>", seeds=(1, 2))
     for tau in taus:
         assert tau.stop == "over" and tau.reward == 1.0

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,10 @@ from extras.real import __main__ as real
 from extras.real.__main__ import Part
 from plumbing.faults import Fault
 
-SLOW = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('saved')))\ntime.sleep(60)"
+SLOW = (
+    "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('saved')))\n"
+)
+SLOW += "print('it runs', flush=True); time.sleep(600)"
 
 
 def test_every_part_is_a_command_with_flags_that_exist(tmp_path, monkeypatch):
@@ -85,11 +87,10 @@ def test_a_request_to_stop_reaches_the_part_and_ends_in_a_line(tmp_path):
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
-    while "$ python" not in child.stdout.readline():
+    while child.stdout.readline() != "it runs\n":  # the command is shown before
         pass
-    time.sleep(1.5)
     child.send_signal(signal.SIGTERM)
-    out, err = child.communicate(timeout=30)
+    out, err = child.communicate(timeout=100)
     assert (
         "saved" in out
         and child.returncode

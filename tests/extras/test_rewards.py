@@ -20,7 +20,7 @@ from config import Config
 from inspo import train
 from tasks import Job, Question, Task, Trajectory, Turn
 from tasks.loading import check_questions, load_task
-from tasks.metrics import set_rewards
+from tasks.metrics import compute_metrics, set_rewards
 from tasks.search import Search
 
 GRADES = """
@@ -53,6 +53,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 async def awaited(solution_str, ground_truth):
     return 1.0 * (str(ground_truth) in solution_str)
 
+def unscored(solution_str, ground_truth): return {"acc": 1.0}
+def two(solution_str, ground_truth): return 0.5, {"acc": 1.0}
+def ragged(completions, **_): return [1.0, [2.0], 1.0, 1.0]
+def nested(completions, **_): return [[1.0]] * len(completions)
+def few(completions, **_): return [1.0]
+def lazily(completions, **_): yield from [1.0] * len(completions)
 def pair(a, b): return []
 def strict(solution_str, ground_truth, tolerance): return 1.0
 def keyed(*, taus): return []
@@ -173,6 +179,12 @@ def test_a_sum_that_cannot_be_read_is_refused(grades, spec, says):
         ("nan", "is nan; return a finite number"),
         ("texts", "is '0.5'; return a"),
         ("dicts", "is {'score': 1.0}; return a"),
+        ("unscored", "question 0 is {'acc': 1.0}; return a"),
+        ("two", "question 0 is (0.5, {'acc': 1.0}); return a"),
+        ("ragged", "question 1 is [2.0]; return a"),
+        ("nested", "question 0 is [1.0]; return a"),
+        ("few", "returned 1 for 4"),
+        ("lazily", "returned <generator"),
     ],
 )
 def test_what_is_no_number_for_each_is_refused(grades, name, says):
@@ -285,6 +297,24 @@ def test_the_columns_of_a_file_reach_trl_s_and_verl_s_functions(grades, tmp_path
     assert (source, text, truth) == ("quiz", "y", {"target": ["x"]}) and info["index"] == 1
     # without such a function a question carries no row
     assert load_task(Config(**files)).questions("train")[1].data is None
+
+
+def test_rows_without_gold_answers_are_scored_and_measured_by_the_reward(grades, tmp_path):
+    """As TRL's data sets have them."""
+    rows = [{"prompt": [{"role": "user", "content": f"Who is {x}?"}], "solution": x} for x in "xy"]
+    file = tmp_path / "q.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    files = dict.fromkeys(("train", "valid", "test"), str(file))
+    task = task_with("grades_here:word", None, **files)
+    check_questions(task)
+    played = [
+        Trajectory(0, q, 0, [], 0, turns=[Turn("It is x.")], prediction="x", response="x")
+        for q in task.questions("train")
+    ]
+    set_rewards(task, played)
+    assert [tau.reward for tau in played] == [1.0, 0.0]
+    assert compute_metrics(task, played) == [{"reward": 1.0}, {"reward": 0.0}]
+    assert "no gold answer" in refused(load_task(Config(**files)).questions, "train")
 
 
 TRLS = """

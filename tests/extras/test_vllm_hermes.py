@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import requests
 import torch
 from found_search import Found
 from hermes_like import chat_model
+from json_server import free_port
 from test_hermes import Chat, conversation, forecast, functions, play, prompt_of
 
 from engines.vllm_engine import VllmEngine
@@ -44,9 +44,7 @@ def path(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     command = [
         sys.executable, "tests/store_transfer.py", "serve", path, "--host", "127.0.0.1", "--port", str(port),
         "--dtype", "float32", "--max-model-len", "2000", "--enforce-eager", "--gpu-memory-utilization", "0.08",
@@ -56,7 +54,7 @@ def url(path):
         command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, start_new_session=True
     )
     try:
-        for _ in range(300):
+        for _ in range(600):
             time.sleep(1)
             assert process.poll() is None, f"vllm serve ended with {process.returncode}"
             with contextlib.suppress(requests.ConnectionError):

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import requests
+from json_server import free_port
 from marimo._ast import codegen
 from marimo._ast.parse import parse_notebook
 from requests.adapters import HTTPAdapter
@@ -356,9 +356,7 @@ def test_a_prediction_comes_before_its_answer():
 @pytest.fixture(scope="module")
 def url():
     """The address of the notebooks that `make labs` serves."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     argv = [
         "make",
         "-o",
@@ -372,8 +370,8 @@ def url():
     )
     try:
         with requests.Session() as session:
-            # for up to 50 s
-            session.mount("http://", HTTPAdapter(max_retries=Retry(connect=8, backoff_factor=0.2)))
+            # for up to 100 s
+            session.mount("http://", HTTPAdapter(max_retries=Retry(connect=9, backoff_factor=0.2)))
             session.get(f"http://127.0.0.1:{port}/health")
         yield f"http://127.0.0.1:{port}/"
     finally:
@@ -400,7 +398,7 @@ def test_a_lab_runs_when_it_is_opened(url, tmp_path):
     before = (ROOT / "labs" / "lab1.py").read_bytes()
     with webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver"))) as driver:
         driver.get(f"{url}?file=lab1.py")
-        WebDriverWait(driver, 60).until(lambda d: "it returns nothing yet" in d.page_source)
+        WebDriverWait(driver, 200).until(lambda d: "it returns nothing yet" in d.page_source)
         assert (
             "Traceback" not in driver.page_source
             and "ModuleNotFoundError" not in driver.page_source

@@ -69,14 +69,14 @@ RESULT = "import json; print(json.dumps({'line': '7 ms', 'missed': %s}))"
         ("raise SystemExit(3)", 2, 1, "SKIP", "it takes 2 cards; here is 1"),
         ("raise SystemExit('no luck')", 2, 2, "FAIL", "no luck"), (RESULT % [], 1, 0, "PASS", "7 ms"),
         (RESULT % ["the goal"], 1, 0, "FAIL", "missed: the goal: 7 ms"),
-        ("import time; print('step 1', flush=True); time.sleep(60)", 1, 0, "FAIL", "not done after 2 s; last: step 1"),
+        ("import time; print('step 1', flush=True); time.sleep(60)", 1, 0, "FAIL", "not done after 5 s; last: step 1"),
     ],
 )  # fmt: skip
 def test_a_part_passes_fails_or_is_skipped(tmp_path, code, needs, cards, status, line):
     part = gpu.Part("x", 5, "json", f"-c {shlex.quote(code)}", toy="--toy", cards=needs)
-    limit = 2 if "sleep" in code else 30
+    limit = 5 if "sleep" in code else 50
     row = gpu.attempt(part, cards, limit, tmp_path, dict(os.environ))
-    assert (row["status"], row["line"]) == (status, line) and row["seconds"] < 30
+    assert (row["status"], row["line"]) == (status, line) and row["seconds"] < 50
 
 
 def test_a_part_without_its_package_is_skipped_and_names_it(tmp_path):
