@@ -71,7 +71,7 @@ class RunKnobs:
         False,
         "resume the run in --out, with the flags it had, from its last checkpoint, on any number of ranks",
     )
-    seed: int = knob(0, "seed of everything random", least=0)
+    seed: int = knob(0, "seed of everything random")
 
     def find_fault(self) -> str:
         return "--resume: say which run with --out" if self.resume and not self.out else ""
@@ -118,7 +118,6 @@ class TaskKnobs:
     search_retries: int = knob(
         6,
         "times a search is repeated, at growing intervals, before the run stops (resumable)",
-        least=0,
         more=True,
     )
 
@@ -154,16 +153,14 @@ class GRPOKnobs(RolloutKnobs):
     mini: int = knob(256, "questions per optimizer update", least=1)
     G: int = knob(5, "G: trajectories per question, the group of Eq. 3", least=2)
     lr: float = knob(
-        5e-7,
-        "peak learning rate of AdamW; cosine. 0 freezes the policy; adapters get more",
-        least=0,
+        5e-7, "peak learning rate of AdamW; cosine. 0 freezes the policy; adapters get more"
     )
     eps: float = knob(0.2, "epsilon of Eq. 2: the clip", above=0)
     beta: float = knob(
-        0.001, "beta of Eq. 2: weight of the KL to the first policy; 0: no reference model", least=0
+        0.001, "beta of Eq. 2: weight of the KL to the first policy; 0: no reference model"
     )
     lora_rank: int = knob(
-        0, "rank of LoRA adapters on all linear layers but the head; 0: train all weights", least=0
+        0, "rank of LoRA adapters on all linear layers but the head; 0: train all weights"
     )
     lora_alpha: int = knob(32, "LoRA's scale is this / --lora_rank", least=1, more=True)
     dither: int = knob(
@@ -184,7 +181,7 @@ class GRPOKnobs(RolloutKnobs):
         of=(-1, 0, 1),
         more=True,
     )
-    warmup: float = knob(0.1, "share of T in which lr rises", least=0, below=1, more=True)
+    warmup: float = knob(0.1, "share of T in which lr rises", below=1, more=True)
     max_grad_norm: float = knob(1.0, "gradients are clipped to this norm", above=0, more=True)
 
     def find_fault(self) -> str:
@@ -208,7 +205,7 @@ class PopulationKnobs:
     window: int = knob(5, "n of Eq. 6: steps in the moving average of the reward", least=1)
     K_p: int = knob(5, "K_p: steps between prunings; more than T: none (Fig. 3)", least=1)
     K_e: int = knob(15, "K_e: steps between evolutions", least=1)
-    T_e: int = knob(150, "T_e: evolutions happen at steps below it", least=0)
+    T_e: int = knob(150, "T_e: evolutions happen at steps below it")
 
     def find_fault(self) -> str:
         if self.N_parent > self.N_P:
@@ -227,9 +224,7 @@ class ReflectionKnobs:
     )
     failures: int = knob(4, "failed trajectories shown to the optimizer", least=1)
     D_B: int = knob(
-        200,
-        "|D_B|: questions on which candidates are verified; 0: they join unverified (Fig. 3)",
-        least=0,
+        200, "|D_B|: questions on which candidates are verified; 0: they join unverified (Fig. 3)"
     )
     rounds: int = knob(
         5, "rounds of generate and verify in one evolution, at most (App. C)", least=1
@@ -248,13 +243,10 @@ class ReflectionKnobs:
         16000, "tokens of failures in a reflection prompt; longer ones are cut", least=1, more=True
     )
     max_optimizer_tokens: int = knob(
-        0, "tokens to and from the optimizer after which it is not called; 0: no limit", least=0
+        0, "tokens to and from the optimizer after which it is not called; 0: no limit"
     )
     optimizer_retries: int = knob(
-        4,
-        "times a call to the optimizer is repeated before the evolution is given up",
-        least=0,
-        more=True,
+        4, "times a call to the optimizer is repeated before the evolution is given up", more=True
     )
 
 
@@ -275,7 +267,6 @@ class EngineKnobs:
         0,
         "CPU threads, at most: a run takes one per core that is idle when it starts, and keeps that number when"
         " resumed; 0: no limit",
-        least=0,
         more=True,
     )
     engine: str = knob(
@@ -339,12 +330,9 @@ class KeepKnobs:
     eval_every: int = knob(
         100,
         "steps between evaluations on --valid and --test; 0: only --test, at the start and the end",
-        least=0,
     )
     eval_n: int = knob(
-        0,
-        "questions of an evaluation, a fixed sample with every source in its share; 0: all",
-        least=0,
+        0, "questions of an evaluation, a fixed sample with every source in its share; 0: all"
     )
     save_every: int = knob(25, "steps between checkpoints", least=1)
     keep: int = knob(
@@ -398,6 +386,15 @@ C = TypeVar("C", bound=Config)
 # What a knob of a type takes from Python.
 TYPES: dict[Any, Any] = {bool: bool, int: Integral, float: Real, str: (str, os.PathLike)}
 
+DATA = ("valid", "test", "corpus", "instruction")  # what goes with a preset's --train
+
+
+def list_data(folder: Path) -> dict[str, str]:
+    """Returns the files of a preset's folder, by their flags."""
+    rows = {name: str(folder / f"{name}.jsonl") for name in ("train", *DATA)}
+    return rows | {"instruction": str(folder / "instruction.txt")}
+
+
 # Search-R1's questions, from the Hugging Face hub: 169,615 of NQ and HotpotQA to train on, and the
 # 51,713 of the paper's seven benchmarks, of which an evaluation asks a sample.
 SEARCH_R1 = "hf://datasets/PeterJinGo/nq_hotpotqa_train@b7d80abfee334a7a91cb377544f09180d58b34f6"
@@ -407,18 +404,16 @@ NQ_HOTPOTQA: dict[str, Any] = dict(
 # When the reward of the large ones rises, from others' runs: docs/real.md.
 PRESETS: dict[str, dict[str, Any]] = {
     "world": dict(
-        model=str(WORLD / "policy"), train=str(WORLD / "train.jsonl"), valid=str(WORLD / "valid.jsonl"),
-        test=str(WORLD / "test.jsonl"), corpus=str(WORLD / "corpus.jsonl"), instruction=str(WORLD / "instruction.txt"),
-        optimizer_model="scripted", T=80, batch=24, mini=24, lr=1e-3, max_response=48,
+        model=str(WORLD / "policy"), **list_data(WORLD), optimizer_model="scripted",
+        T=80, batch=24, mini=24, lr=1e-3, max_response=48,
         max_observation=100, max_prompt=480, K_p=5, K_e=10, T_e=40, D_B=48, rounds=1, buffer=960, max_instruction=120,
         eval_every=0, save_every=10, vllm_memory=0.05, threads=2,
     ),
     # A chat model and real facts for a machine without a GPU: `make real` fetches it, or the hub gives
     # it.
     "smollm2-135m": dict(
-        model=str(SMOLLM) if SMOLLM.is_dir() else SMOLLM_HUB, train=str(FACTS / "train.jsonl"),
-        valid=str(FACTS / "valid.jsonl"), test=str(FACTS / "test.jsonl"), corpus=str(FACTS / "corpus.jsonl"), topk=1,
-        instruction=str(FACTS / "instruction.txt"), optimizer_model="scripted", T=16, batch=8, mini=8,
+        model=str(SMOLLM) if SMOLLM.is_dir() else SMOLLM_HUB, **list_data(FACTS), topk=1,
+        optimizer_model="scripted", T=16, batch=8, mini=8,
         lr=2e-5, max_turns=3, max_response=48, max_observation=112, max_prompt=1024, N_P=4, K_p=4,
         K_e=4, T_e=12, D_B=16, rounds=1, buffer=320, max_instruction=200, eval_every=0, eval_n=100, save_every=4,
         vllm_memory=0.2,
@@ -430,7 +425,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen2.5-3b": dict(model="Qwen/Qwen2.5-3B", vllm_memory=0.8, **NQ_HOTPOTQA),
     "qwen2.5-7b": dict(model="Qwen/Qwen2.5-7B", lr=3e-7, max_turns=6, vllm_memory=0.75, **NQ_HOTPOTQA),
 }  # fmt: skip
-DATA = ("valid", "test", "corpus", "instruction")  # what goes with a preset's --train
 OPENAI = "https://api.openai.com/v1"
 OPTIMIZER = "gpt-5"  # of OpenAI, where a run names neither a model nor another endpoint
 LORA_LR = {
@@ -513,11 +507,14 @@ def check_settings(kind: type[Config], given: Mapping[str, Any]) -> dict[str, An
     settings = {}
     for name, value in given.items():
         if name not in types:
-            known = (*types, "learner", "population", "evolution")
-            names = {other.lower(): other for other in known}
-            nearest = difflib.get_close_matches(name.lower(), names, 1, cutoff=0)[0]
+            words = f" {name.replace('_', ' ')} "
+            said = [f.name for f in dataclasses.fields(kind) if words in f" {f.metadata['doc']} "]
+            others = *types, "learner", "population", "evolution"
+            known = {other.lower(): other for other in others}
+            alike = difflib.get_close_matches(name.lower(), known, 1, cutoff=0)
+            nearest = said[0] if said else known[alike[0]]
             raise Fault(
-                f"{name}: there is no such setting; the nearest is {names[nearest]} (docs/python.md)"
+                f"{name}: there is no such setting; the nearest is {nearest} (docs/python.md)"
             )
         if name == "task" and not isinstance(value, str):
             owner = value if isinstance(value, type) else type(value)
@@ -553,7 +550,7 @@ def _parser(kind: type[Config], changes: dict[str, Any], everything: bool = Fals
     )
     text = "the preset whose other settings apply to a --model of another name or folder"
     parser.add_argument("--preset", choices=PRESETS, help=text)
-    add_flags(parser, kind, PRESETS["world"] | changes, HERE, everything)
+    add_flags(parser, kind, PRESETS["world"] | changes, everything)
     return parser
 
 
@@ -584,23 +581,18 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
     own = program_of(kind)
     if resume and program != own:
         raise Fault(f"--resume: {run} was started by {program}, not {own}: resume it with that")
-    fields = {f.name: f.type for f in dataclasses.fields(kind)}
-    unknown = [name for name in content if name not in fields]
-    missing = [name for name in fields if name not in content]
-    differs = f"it lacks --{missing[0]}" if missing else ""
-    if unknown and program == own:
-        differs = f"it has --{unknown[0]}, which this one lacks"
-    if differs:
+    fields = [f.name for f in dataclasses.fields(kind)]
+    differing = [name for name in content if name not in fields and program == own]
+    differing += [name for name in fields if name not in content]
+    if differing:
         raise Fault(
-            f"{path} is of another version of {program} (commit {commit}; {differs}): use that one"
+            f"{path} is of another version of {program} (commit {commit}; it has no --{differing[0]}, or this one): use"
+            " that one"
         )
-    for name, wanted in fields.items():
-        value = content[name]
-        if type(value) is int and wanted is float:
-            continue
-        if type(value) is not wanted:
-            raise Fault(f"{path} is damaged ({name} is {value!r}): restore it from a copy")
-    return kind(**{name: content[name] for name in fields})
+    try:
+        return kind(**check_settings(kind, {name: content[name] for name in fields}))
+    except Fault as e:
+        raise Fault(f"{path} is damaged ({e}): restore it from a copy") from None
 
 
 def holds_a_run(path: str) -> str:

@@ -22,6 +22,7 @@ from journal.rows import (
     make_evolution_row,
     make_prune_row,
     make_start_row,
+    make_step_row,
     make_verification_row,
     make_weights_row,
     sample_verification,
@@ -81,7 +82,7 @@ def inspo(
                 set_rewards(task, taus)  # Alg.1 L7
             policy.learner.set_advantages(taus)  # Eq.3
             # the task's own code runs before the update, where a fault of it costs nothing
-            row = log.measure(taus)
+            row = make_step_row(task, taus, cfg.G, log.metrics)
             texts = list(map(task.shown, taus))
             update = policy.update(t, taus)  # Alg.1 L8 Eq.5
             P.update_weights(taus)  # Alg.1 L9
@@ -285,6 +286,15 @@ def list_own(*parts: Any) -> list[Any]:
     return [part for part in parts if part not in usual]
 
 
+def check_parts(*parts: Any) -> None:
+    """Raises Fault for a class that is no learner, population or evolution."""
+    import grpo
+
+    for part, kind in zip(parts, (grpo.Learner, Population, Evolution), strict=True):
+        if isinstance(part, type) and not issubclass(part, kind):
+            raise Fault(f"{kind.__name__.lower()}: {part} does not extend {kind.__name__}")
+
+
 class Result(NamedTuple):
     """What a run leaves: its directory, the best instruction, and summary.json."""
 
@@ -319,6 +329,7 @@ def train(
     from journal.log import Log
     from training.policy import Policy, follow
 
+    check_parts(learner, population, evolution)
     cfg, fitted, why, task, ranks = started
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:

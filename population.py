@@ -109,18 +109,17 @@ class Population:
         parent."""
         return [c for c in tested if c.r >= c.r_parent][:n]  # CHOICE-12
 
-    def replace_by(
-        self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int
-    ) -> list[Instruction]:
-        """Replaces P by the parents, with weight 0, and the new ones, which it returns. Without new
-        ones P and W stay."""
+    def replace_by(self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int) -> None:
+        """Replaces P by the parents, with weight 0, and the new ones. Without new ones P and W
+        stay."""
         if not new:  # CHOICE-26
-            return []
+            return
         self._drop([I for I in self.active if I not in parents], t)
         self.ids = [I.id for I in parents]  # by rank
         for I in parents:
             I.rewards = []  # W <- 0
-        return [self.join(c.text, c.parent, t, c.r) for c in new]
+        for c in new:
+            self.join(c.text, c.parent, t, c.r)
 
     def _drop(self, dropped: Sequence[Instruction], t: int) -> list[Instruction]:
         for I in dropped:
@@ -226,6 +225,4 @@ class ReplayBuffer:
         return {"items": [vars(e) for e in self.items]}  # not copied: they are frozen
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.items = [
-            Experience(**(item | {"golds": tuple(item["golds"])})) for item in state["items"]
-        ]
+        self.items = [Experience(**item) for item in state["items"]]

@@ -144,22 +144,14 @@ def shorten(
     for keep in (2000, 1000, 500, 250, 100, 40, 0):
         if count(text) <= budget:
             return text
-        text = shorten_observations(text, keep, observations)
+
+        def cut(observation: re.Match[str], keep: int = keep) -> str:
+            return cut_middle(observation[0], keep)
+
+        for tag in map(re.escape, observations):
+            text = re.sub(f"(?<=<{tag}>).*?(?=</{tag}>)", cut, text, flags=re.S)
     while count(text) > budget and len(text) > 80:
         text = cut_middle(text, len(text) * 3 // 4)
-    return text
-
-
-def shorten_observations(text: str, keep: int, tags: Sequence[str]) -> str:
-    """Returns a text whose observations, by their tags, have lost their middle but for `keep`
-    characters."""
-
-    def cut(match: re.Match[str]) -> str:
-        begin, observation, end = match.groups()
-        return begin + cut_middle(observation, keep) + end
-
-    for tag in map(re.escape, tags):
-        text = re.sub(f"(<{tag}>)(.*?)(</{tag}>)", cut, text, flags=re.S)
     return text
 
 
@@ -310,7 +302,7 @@ class Optimizer:
         if key in self.paid:
             return replace(self.paid[key], paid_before=True)
         self.check_budget()
-        began, before = time.perf_counter(), self.tokens
+        began = time.perf_counter()
         messages = [{"role": "user", "content": prompt}]
         body = {"model": self.model, "messages": messages}
         billed = [0, 0]  # tokens of prompt and reply, of all tries
@@ -344,7 +336,7 @@ class Optimizer:
             down.call = call if any(billed) else None
             raise down
         # with the estimates, where the endpoint counted none
-        self.tokens = before + call.prompt_tokens + call.completion_tokens
+        self.tokens += call.prompt_tokens + call.completion_tokens - sum(billed)
         return call
 
 
@@ -373,22 +365,21 @@ def connect_optimizer(
     """
     if not evolves(cfg):
         return None
-    connect = functools.partial(
-        Optimizer,
-        model=cfg.optimizer_model,
-        retries=cfg.optimizer_retries,
-        max_tokens=cfg.max_optimizer_tokens,
-        paid=read_paid_calls(rows),
-    )
-    if not scripted(cfg):
-        url, key = find_endpoint(cfg)
-        return connect(url, api_key=key)
     control = ["--guess"] if cfg.optimizer_model == "guessing" else []
 
     def start() -> str:
         return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *control) + "/v1"
 
-    return connect(start(), revive=start)
+    url, key = (start(), "") if scripted(cfg) else find_endpoint(cfg)
+    return Optimizer(
+        url,
+        cfg.optimizer_model,
+        key,
+        retries=cfg.optimizer_retries,
+        paid=read_paid_calls(rows),
+        revive=start if scripted(cfg) else lambda: "",
+        max_tokens=cfg.max_optimizer_tokens,
+    )
 
 
 def describe_optimizer(optimizer: Optimizer | None) -> str:

@@ -20,16 +20,12 @@ def device_of(cfg: EngineKnobs) -> str:
 
 def without_cuda() -> str:
     """Returns why torch finds no CUDA device."""
-    if not torch.version.cuda:
-        return f"torch {torch.__version__} finds no CUDA device (it is built without CUDA)"
     reason = "there is none"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as e:  # of an old driver it names the version
         reason = first_line(e)
-    return (
-        f"torch {torch.__version__} for CUDA {torch.version.cuda} finds no CUDA device ({reason})"
-    )
+    return f"torch {torch.__version__} finds no CUDA device ({reason})"
 
 
 def explain_too_old(device: str) -> str:

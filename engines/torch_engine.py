@@ -156,7 +156,7 @@ class TorchEngine:
         slots = torch.arange(len(self.order), device=self.device)
         ids: list[list[int]] = [[] for _ in self.order]
         logps: list[list[float]] = [[] for _ in self.order]
-        starts = torch.tensor([len(contexts[key]) for key in self.order], device=self.device)
+        starts = self._tensor([len(contexts[key]) for key in self.order])
         lengths, finished = starts, set[int]()
         capacity = int(starts.max()) + max_new
         while True:
@@ -185,7 +185,7 @@ class TorchEngine:
                     self.cache.write(slots, cache, places)
                 if not unfinished:
                     break
-                keep = torch.tensor(unfinished, device=self.device)
+                keep = self._tensor(unfinished)
                 cache = cache.copy(keep, capacity)
                 slots = slots[keep]
                 lengths = lengths[keep]
@@ -203,7 +203,7 @@ class TorchEngine:
         if self.order:  # turns that go on
             starts = [self.cached[key] for key in order]
             new = [contexts[key][n:] for key, n in zip(order, starts, strict=True)]
-            kept = torch.tensor([self.order.index(key) for key in order], device=self.device)
+            kept = self._tensor([self.order.index(key) for key in order])
             self.cache = self.cache.copy(kept, max(starts) + max(map(len, new)) + room)
             self.order = order
             return self._extend(starts, new)
@@ -211,10 +211,8 @@ class TorchEngine:
         # a new batch: equal prompts, those of a group, are computed once
         self.order = order
         prompts = list(dict.fromkeys(map(tuple, contexts.values())))
-        prompt_of = torch.tensor(
-            [prompts.index(tuple(ids)) for ids in contexts.values()], device=self.device
-        )
-        lengths = torch.tensor(list(map(len, prompts)), device=self.device)
+        prompt_of = self._tensor([prompts.index(tuple(ids)) for ids in contexts.values()])
+        lengths = self._tensor(list(map(len, prompts)))
         longest = max(map(len, prompts))
         self.cache = RowCache(torch.zeros_like(lengths))
         h = self._extend([0] * len(prompts), list(map(list, prompts)))[prompt_of]
@@ -232,15 +230,14 @@ class TorchEngine:
         hidden states, (B, H)."""
         width = max(map(len, new))
         # Later tokens overwrite the padding in the cache.
-        ids = torch.tensor(
-            [row + [row[-1]] * (width - len(row)) for row in new], device=self.device
-        )
-        positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(
-            width, device=self.device
-        )
+        ids = self._tensor([row + [row[-1]] * (width - len(row)) for row in new])
+        positions = self._tensor([range(start, start + width) for start in starts])
         h = self._forward(self.cache, ids, positions)
-        ends = torch.tensor([len(row) - 1 for row in new], device=self.device)
+        ends = self._tensor([len(row) - 1 for row in new])
         return h[torch.arange(len(new), device=self.device), ends]
+
+    def _tensor(self, values: Any) -> torch.Tensor:
+        return torch.tensor(values, device=self.device)
 
     def _forward(self, cache: RowCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Returns hidden states (B, T, H) of ids (B, T) at positions (B, T); attention is causal

@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stderr
-from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -51,10 +50,6 @@ def check_vllm() -> None:
         )
 
 
-class StaleWeights(EngineFault):
-    """The engine computes with other weights than it was sent."""
-
-
 class VllmEngine:
     """An Engine: vLLM in this process; its weights are uninitialized until `load`.
 
@@ -75,12 +70,6 @@ class VllmEngine:
         from vllm.v1.engine.core_client import InprocClient
         from vllm.v1.executor.abstract import Executor
 
-        unknown = engine_args.keys() - {field.name for field in fields(EngineArgs)}
-        if unknown:
-            raise Fault(
-                f"--engine vllm: vLLM {vllm_version()} has no {', '.join(sorted(unknown))};"
-                f" pip install vllm=={VERSION}.0, or use --engine torch"
-            )
         # vLLM's CPU worker replaces it for the whole process
         set_num_threads = torch.set_num_threads
         self.had_group = dist.is_initialized()
@@ -172,7 +161,7 @@ class VllmEngine:
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """As Engine; a tied head comes with the embedding.
 
-        Raises StaleWeights, naming the first of them, unless the engine's layers compute with all
+        Raises EngineFault, naming the first of them, unless the engine's layers compute with all
         these weights.
         """
         self.begin(self.seed)
@@ -188,7 +177,7 @@ class VllmEngine:
                 )
             except (ValueError, LookupError, AssertionError) as e:  # of the family's own loader
                 why = " ".join(str(e).split())[:200]
-                raise StaleWeights(
+                raise EngineFault(
                     f"vLLM does not take the weights ({why}); take --engine torch"
                 ) from None
             rebuild_heads(model)
@@ -309,7 +298,7 @@ class Proof:
 
     @torch.inference_mode()
     def check(self, model: Any) -> None:
-        """Raises StaleWeights for the first layer that differs, or else for the first weight that
+        """Raises EngineFault for the first layer that differs, or else for the first weight that
         was not found."""
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -360,9 +349,9 @@ class Proof:
             require_equal("lm_head.weight", columns * self.scale, logits)
             unproven.pop(head, None)
         for name in unproven:  # renamed, split or packed in an unknown way
-            raise StaleWeights(f"{name} was sent and not found in the engine; take --engine torch")
+            raise EngineFault(f"{name} was sent and not found in the engine; take --engine torch")
         for name in missing:
-            raise StaleWeights(f"{name} was not sent to the engine")
+            raise EngineFault(f"{name} was not sent to the engine")
 
 
 def probed(n: int) -> torch.Tensor:
@@ -376,10 +365,10 @@ def unit_vectors(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def require_equal(name: str, want: torch.Tensor, got: torch.Tensor) -> None:
-    """Raises StaleWeights unless `got` is `want` up to the rounding of a float32 product."""
+    """Raises EngineFault unless `got` is `want` up to the rounding of a float32 product."""
     want, got = want.to(got.device).float(), got.float()
     off = (got - want).abs().max().item()
     if not off <= 1e-6 * want.abs().max().item():  # a NaN differs, too
-        raise StaleWeights(
+        raise EngineFault(
             f"{name} in the engine is not what was sent: {off:.2g} off, largest {want.abs().max():.2g}"
         )

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from engines import FinishedTurn
 from engines.remote import RemoteTurns
-from engines.vllm_engine import VERSION, StaleWeights, probed
+from engines.vllm_engine import VERSION, probed
 from models.model import load_config, named_weights, skeleton
 from plumbing.chat import turn_ends
 from plumbing.client import Client
-from plumbing.faults import Fault, Outage
+from plumbing.faults import EngineFault, Fault, Outage
 from plumbing.outside import at, without_secrets
 
 # Mean change of a weight after which a server that answers as before has not taken it: in bfloat16
@@ -36,7 +36,7 @@ class VllmServer:
     `urls`: the servers, separated by commas; a row stays with one server, which has cached its
     context. Every rank constructs its own and calls `load` together with the others; rank 0 sends.
     Raises Fault with the command to start a server that is unsuitable, Outage when one stops
-    answering, StaleWeights when one was restarted.
+    answering, EngineFault when one was restarted.
     """
 
     max_rows = sys.maxsize
@@ -66,7 +66,8 @@ class VllmServer:
         self.sender = self.connect()
         # What the servers said at first, or when they last said anything else, and a sample of the
         # weights then.
-        self.answers, self.known = self.probe(), Sample()
+        self.answers = self.probe()
+        self.known: torch.Tensor | None = None
 
     def inspect(self, url: str, max_len: int) -> dict[str, Any]:
         """Returns a server's configuration; raises Fault with the command that starts a suitable
@@ -167,7 +168,7 @@ class VllmServer:
         versions = {span["version"] for span in answer["weight_versions"]}
         if self.loads and versions != {str(self.loads)}:
             place = without_secrets(url)
-            raise StaleWeights(
+            raise EngineFault(
                 f"{place} has weights {versions}, not those of load {self.loads}: was it restarted?"
             )
         return FinishedTurn(
@@ -178,7 +179,7 @@ class VllmServer:
         """Does nothing: the servers have their own devices."""
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """As Engine; raises StaleWeights for a server that goes on answering as it did before.
+        """As Engine; raises EngineFault for a server that goes on answering as it did before.
 
         Nothing compares the weights themselves, as `Proof` does.
         """
@@ -210,7 +211,7 @@ class VllmServer:
             try:
                 self.request_all("/resume")
                 if not fault[0]:
-                    self.require_another_answer(self.source.sample)
+                    self.require_another_answer()
             except Outage as e:
                 fault = [fault[0] or e]
         if dist.is_initialized():  # no rank starts a turn earlier, and all raise the fault
@@ -225,21 +226,18 @@ class VllmServer:
         params = sampling(self, 16, 1.0) | {"seed": 0, "stop": [], "stop_token_ids": []}
         return [self.generate_turn(0, url, ids, params) for url in self.urls]
 
-    def require_another_answer(self, sent: "Sample") -> None:
-        """Raises StaleWeights if a server answers as it did with weights that were clearly others
-        than these."""
-        answers = self.probe()
-        same = []
-        for url, now, then in zip(self.urls, answers, self.answers, strict=True):
-            if now == then:
-                same.append(url)
-        first = not self.known  # its own files may hold the same weights
-        if same and not first and sent.distance(self.known) > SHOWS:
-            place = without_secrets(same[0])
-            raise StaleWeights(
-                f"{place} answers as before, after load {self.loads}: it has not taken the weights"
+    def require_another_answer(self) -> None:
+        """Raises EngineFault if a server answers as it did with weights that were clearly others
+        than those just sent."""
+        answers, sent, known = self.probe(), torch.cat(self.source.sample), self.known
+        ours = zip(self.urls, answers, self.answers, strict=True)
+        same = [url for url, now, then in ours if now == then]
+        # at first its own files may hold the same weights
+        if same and known is not None and (sent - known).abs().mean() > SHOWS:
+            raise EngineFault(
+                f"{without_secrets(same[0])} answers as before, after load {self.loads}: it has not taken the weights"
             )
-        if not same or first:
+        if not same or known is None:
             self.answers, self.known = answers, sent
 
     # vLLM's sender calls these on "the" server. Every worker of every server has its own rank in
@@ -301,17 +299,6 @@ def sampling(engine: Any, max_new: int, temperature: float) -> dict[str, Any]:
     }
 
 
-class Sample(dict[str, torch.Tensor]):
-    """Some of the weights of each name, by which two loads are compared."""
-
-    def distance(self, other: "Sample") -> float:
-        """Returns the mean difference of a weight; one that the other does not have is zero
-        there."""
-        nothing = torch.zeros(1)
-        apart = [(w - other.get(name, nothing)).abs() for name, w in self.items()]
-        return torch.cat(apart).mean().item()
-
-
 class WeightSource:
     """Implements vLLM's WeightSource: the metadata of all weights beforehand, then the tensors one
     at a time."""
@@ -322,14 +309,14 @@ class WeightSource:
         shapes = named_weights(skeleton(load_config(model)))
         self.dtype = dtype
         self.weights: Iterator[tuple[str, torch.Tensor]] = iter(())
-        self.sample = Sample()  # of what was yielded last
+        self.sample: list[torch.Tensor] = []  # some of each tensor that was yielded last
         self.parameters = [ParamMeta(name, dtype, tuple(p.shape)) for name, p in shapes]
 
     def metadata(self) -> list[Any]:
         return self.parameters
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.sample = Sample()
+        self.sample = []
         for name, tensor in self.weights:
-            self.sample[name] = tensor.detach().flatten()[::1009].float().cpu()
+            self.sample.append(tensor.detach().flatten()[::1009].float().cpu())
             yield name, tensor.to(self.dtype)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from grpo import group_advantages
 from tasks import Trajectory
 from tasks.questions import holds_gold, normalize
 
@@ -163,7 +164,7 @@ class Batch:
     @property
     def grpo(self) -> Array:
         """Eq. 3 of each trajectory (n,)."""
-        return self.each(normal, self.reward, self.group)
+        return self.each(group_advantages, self.reward, self.group)
 
     # ---- arithmetic
 
@@ -198,13 +199,3 @@ def numbers(keys: Iterable[Hashable]) -> Ints:
 def groups(number: Ints) -> list[Ints]:
     """Returns the places of each group's members."""
     return [np.flatnonzero(number == k) for k in range(number.max(initial=-1) + 1)]
-
-
-def scaled(x: Array) -> Array:
-    """Returns x in units of its standard deviation."""
-    return x / (x.std(ddof=1) + SMALL) if len(x) > 1 else x
-
-
-def normal(x: Array) -> Array:
-    """Returns (x - mean) / (std + 1e-6), as in Eq. 3."""
-    return scaled(x - x.mean())

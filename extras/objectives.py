@@ -26,7 +26,7 @@ import inspo
 from config import Config, knob
 from extras import variants as v
 from extras.batch import Array, Batch, Mask
-from grpo import Learner, Terms, clipped_surrogate, group_advantages
+from grpo import Learner, Terms, clipped_surrogate
 from tasks import Trajectory
 
 
@@ -36,7 +36,7 @@ class Objective:
 
     reward: Callable[[Batch], Array] = lambda b: b.reward  # (n,)
     # (n,)
-    advantage: Callable[[Batch], Array] = lambda b: b.each(group_advantages, b.reward, b.group)
+    advantage: Callable[[Batch], Array] = lambda b: b.grpo
     # A (n,) -> (n, K); None: every turn has the trajectory's
     credit: Callable[[Batch, Array], Array] | None = None
     # (N,): the tokens to train on

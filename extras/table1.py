@@ -25,6 +25,7 @@ from config import STATIC, Config, knob, parse_flags
 from engines import FinishedTurn
 from evaluation import command
 from evaluation.agents import METHODS, Agent, Method
+from extras.bench.harness import play_turns
 from extras.prompts import Prompt, wording
 from plumbing import stop
 from plumbing.chat import in_template
@@ -68,16 +69,12 @@ class Player:
         """Samples one turn for each context (key -> ids); one that is too long, or that a server
         refuses, gets none."""
         fitting = {k: ids for k, ids in contexts.items() if len(ids) <= self.cfg.max_prompt}
-        keys, done = list(fitting), dict[int, FinishedTurn]()
+        keys, done = list(fitting), list[FinishedTurn]()
         for first in range(0, len(keys), self.engine.max_rows):
             some = {k: fitting[k] for k in keys[first : first + self.engine.max_rows]}
-            self.engine.begin(self.agent.seed + first)
-            waiting, turns = some, 0
-            while turns < len(some):
-                for turn in self.engine.generate(waiting, max_new, self.agent.temperature):
-                    done[turn.key], turns = turn, turns + 1
-                waiting = {}
-        return {k: turn for k, turn in done.items() if not turn.stop}
+            seed = self.agent.seed + first
+            done += play_turns(self.engine, some, max_new, self.agent.temperature, seed)
+        return {turn.key: turn for turn in done if not turn.stop}
 
     def text(self, turn: FinishedTurn) -> str:
         return str(self.tokenizer.decode(turn.ids, skip_special_tokens=True)).strip()

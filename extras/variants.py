@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from extras.batch import SMALL, Array, Batch, Ints, Mask, groups, normal, scaled
-from grpo import clipped_surrogate
+from extras.batch import SMALL, Array, Batch, Ints, Mask, groups
+from grpo import clipped_surrogate, group_advantages
 
 Columns = dict[str, Array]
 
@@ -126,7 +126,8 @@ def beta_tracker(b: Batch) -> Array:
         r, q = b.reward[rows], b.taus[rows[0]].question.id
         alpha, beta = table.get(q, [0.5, 0.5])
         table[q] = [0.9 * alpha + float(r.sum()), 0.9 * beta + float((1 - r).sum())]
-    return scaled(b.per_instruction(b.reward - v))
+    A = b.per_instruction(b.reward - v)
+    return A / (A.std(ddof=1) + SMALL) if b.n > 1 else A
 
 
 def consistency(b: Batch) -> Array:
@@ -219,7 +220,7 @@ def over_paraphrases(b: Batch) -> Array:
 
     What an instruction is worth enters A on purpose, since its wording should not matter.
     """
-    return b.each(normal, b.reward, b.question)
+    return b.each(group_advantages, b.reward, b.question)
 
 
 def token_weighted(b: Batch) -> Array:
@@ -257,7 +258,7 @@ def first_result(b: Batch, A: Array) -> Array:
     first = np.where(b.called > 0, turn, len(turn)).min(1, initial=len(turn))
     reward = ((turn == first[:, None]) & (b.found > 0)).sum(1).astype(float)
     before = turn <= first[:, None]
-    return A[:, None] + before * b.each(normal, reward, b.group)[:, None]
+    return A[:, None] + before * b.each(group_advantages, reward, b.group)[:, None]
 
 
 def returns(reward: Array) -> Array:
@@ -277,7 +278,7 @@ def at_the_end(b: Batch) -> Array:
 def by_cell(x: Array, number: Ints, b: Batch) -> Array:
     """Returns Eq. 3 for the entries of x (n, K) that share a number; 0 where it is below 0."""
     out, rows = np.zeros(x.shape), number >= 0
-    out[rows] = b.each(normal, x[rows], number[rows])
+    out[rows] = b.each(group_advantages, x[rows], number[rows])
     return out
 
 

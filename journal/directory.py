@@ -105,12 +105,11 @@ class RunDirectory:
             run.lock()
 
             # what it is, or was when it began
-            about = {
+            record = with_absolute_paths(cfg) | {
                 "program": program_of(type(cfg)),
                 "commit": commit() or "unknown",
                 "content": content or {},
             }
-            record = with_absolute_paths(cfg) | about
             if cfg.resume:
                 run.compare(record)
             elif (run.path / "config.json").exists():
@@ -122,7 +121,8 @@ class RunDirectory:
             # what it will write into
             remember_run(run.path)
             for folder in ("checkpoints", "trajectories"):
-                (run.path / folder).mkdir(exist_ok=True)
+                with writing(run.path / folder):
+                    (run.path / folder).mkdir(exist_ok=True)
             for left in (run.path / "checkpoints").glob(".*.tmp"):  # of a process that was killed
                 remove(left)
             stack.pop_all()

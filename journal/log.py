@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 from config import Config, evolves, preset_of
 from journal.directory import RunDirectory
-from journal.rows import count_costs, make_evaluation_row, make_step_row
+from journal.rows import count_costs, make_evaluation_row
 from journal.screen import Screen
 from journal.silence import Silence
 from journal.summary import (
@@ -112,10 +112,6 @@ class Log:
             self.track.log({"instructions": "\n\n".join(texts)}, row["t"])
 
     # ---- a step
-
-    def measure(self, taus: Sequence[Trajectory]) -> Row:
-        """Returns what a step's row says of its rewarded rollouts."""
-        return make_step_row(self.task, taus, self.cfg.G, self.metrics)
 
     def keep_step(self, t: int, taus: Sequence[Trajectory], row: Row) -> None:
         """Writes what an update learned from; its row waits for evolution and evaluation."""

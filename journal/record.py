@@ -83,21 +83,22 @@ def describe(
 def find_code(modules: Collection[str]) -> dict[str, Path]:
     """Returns the files of modules, and of what is imported from the same folders outside of this
     project."""
-    files, outside = {}, {}
+    files = dict[str, str]()
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if file and name.partition(".")[0] not in sys.stdlib_module_names:
             files[name] = file
-            # of thousands: a Path of each takes longer than the rest of a run's start
-            if "site-packages" not in file and "dist-packages" not in file:
-                outside[name] = Path(file)
-    outside = {name: file for name, file in outside.items() if not file.is_relative_to(HERE)}
-    folders = {outside[name].parents[name.count(".")] for name in modules if name in outside}
+    # texts of thousands: a Path of each takes longer than the rest of a run's start
+    installed = ("site-packages", "dist-packages", f"{HERE}/")
+    outside = {
+        name: file for name, file in files.items() if not any(part in file for part in installed)
+    }
     code = {name: Path(files[name]) for name in modules if name in files}
-    for name, file in outside.items():
-        if not folders.isdisjoint(file.parents):
-            code[name] = file
-    return code
+    folders = {code[name].parents[name.count(".")] for name in modules if name in outside}
+    beginnings = tuple(f"{folder}/" for folder in folders)
+    return code | {
+        name: Path(file) for name, file in outside.items() if file.startswith(beginnings)
+    }
 
 
 def describe_model(path: str) -> str:

@@ -9,7 +9,6 @@ with app.setup:
 
     from grpo import group_advantages
     from labs import desk, play
-    from tasks import Job
 
 
 @app.cell(hide_code=True)
@@ -182,9 +181,8 @@ def _(right_advantages, right_success, right_useful):
     desk.need("The run", right_advantages, right_useful, right_success)
     _cfg = play.config()
     _task = play.LibraryQA(_cfg)
-    _groups = enumerate(_task.questions("train")[:48])
-    _jobs = [Job(0, _task.instruction, q, group) for group, q in _groups for _ in range(_cfg.G)]
-    _taus = play.Player(_cfg, _task).play(1, "lab 2", _jobs)
+    _some = _task.questions("train")[:48]
+    _taus = play.Player(_cfg, _task).play(1, "lab 2", _task.instruction, _some, _cfg.G)
     rewards = np.array([tau.reward for tau in _taus]).reshape(-1, _cfg.G)
     _theirs = np.array([tau.advantage for tau in _taus]).reshape(rewards.shape)
     gap = max(abs(advantages(r) - A).max() for r, A in zip(rewards, _theirs, strict=True))

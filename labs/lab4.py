@@ -161,9 +161,8 @@ def _(right_again, right_rho):
     taught = np.mean([again(tokenizer, ids) != ids for ids in (encode(tokenizer, text) for text in small.calls())])
 
     def rhos(taus):
-        now = np.split(learner.score(taus)[0], np.cumsum([sum(tau.mask) for tau in taus])[:-1])
-        then = [[lp for lp, m in zip(tau.logps, tau.mask, strict=True) if m] for tau in sampled]
-        return np.array([rho(x, np.array(y)) for x, y in zip(now, then, strict=True)])
+        then = [np.array([lp for lp, m in zip(tau.logps, tau.mask, strict=True) if m]) for tau in sampled]
+        return np.array([*map(rho, play.score(learner, taus), then)])
 
     kept, moved = rhos(sampled), rhos(encoded)[np.array(changed)]
     return changed, encoded, kept, moved, sampled, taught, tokenizer

@@ -17,7 +17,6 @@ with app.setup:
     from labs import desk, play
     from population import Candidate, Population, ReplayBuffer
     from reflect import fold_words, read_candidates
-    from tasks import Job
     from tasks.sampling import rng_of
     from world.clauses import CLAUSES, FRAMES, read_clauses
     from world.optimizer import reply_to
@@ -61,8 +60,7 @@ def _():
     P, B = Population(cfg), ReplayBuffer(cfg.buffer)
     P.join(first, None, 0)
     D = {q.id: q for q in task.questions("train")}
-    _jobs = [Job(0, first, q, group) for group, q in enumerate(list(D.values())[:48])]
-    _taus = player.play(1, "rollout", _jobs)
+    _taus = player.play(1, "rollout", first, list(D.values())[:48])
     P.update_weights(_taus)
     B.add(1, _taus, [task.shown(_tau) for _tau in _taus])
     failures = B.failures(rng_of(0, 1, "lab 6"), 12, 0)
@@ -278,8 +276,7 @@ def _(
 
     def fresh(text):
         """Returns the mean reward on the test questions."""
-        taus = player.play(1, "test", [Job(None, text, q, k) for k, q in enumerate(task.questions("test"))])
-        return np.mean([tau.reward for tau in taus])
+        return np.mean([tau.reward for tau in player.play(1, "test", text, task.questions("test"))])
 
     _best = {name: some[0].text if some else first for name, some in joined.items()}
     on_test = {name: fresh(text) for name, text in {**_best, "the parent": first}.items()}

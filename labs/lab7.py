@@ -14,7 +14,6 @@ with app.setup:
     from config import HERE, parse_flags
     from labs import desk, play
     from plumbing.files import read_jsonl
-    from tasks import Job
     from tasks.sampling import rng_of
     from world.clauses import CLAUSES, FRAMES
 
@@ -201,15 +200,14 @@ def _(right_flags, right_unmasked):
     def step(player, t, change):
         """Plays 8 questions of step t, lets `change` break the rewards, and updates."""
         drawn = rng_of(0, t, "lab 7").choice(len(train), 8, replace=False)
-        taus = player.play(t, "rollout", [Job(0, good, train[k], k) for k in drawn for _ in range(cfg.G)])
+        taus = player.play(t, "rollout", good, [train[k] for k in drawn], cfg.G)
         for tau, r in zip(taus, change([tau.reward for tau in taus], rng_of(0, t, "shuffle")), strict=True):
             tau.reward = r
         player.learner.set_advantages(taus)
         player.learner.update(cfg.T // 10 + t, [taus])  # after the warm-up of the learning rate
 
     def test(player):
-        taus = player.play(0, "test", [Job(0, good, q, k) for k, q in enumerate(_test)])
-        return np.mean([tau.reward for tau in taus])
+        return np.mean([tau.reward for tau in player.play(0, "test", good, _test)])
 
     first, after = play.Player(cfg, task), {}
     before = test(first)
@@ -226,11 +224,10 @@ def _(cfg, first, good, task, train):
     def logps(player, taus, masks):
         """Returns the log-probs of each trajectory's tokens that are 1 in its mask of `masks`, under the policy now."""
         masked = [replace(tau, mask=mask) for tau, mask in zip(taus, masks, strict=True)]
-        return np.split(player.learner.score(masked)[0], np.cumsum([sum(mask) for mask in masks])[:-1])
+        return play.score(player.learner, masked)
 
     gap, given = {}, {}
-    _jobs = [Job(0, good, q, k) for k, q in enumerate(train[:8]) for _ in range(cfg.G)]
-    _taus = first.play(1, "rollout", _jobs)
+    _taus = first.play(1, "rollout", good, train[:8], cfg.G)
     _written = [tau.mask for tau in _taus]
     _given = [[0] * tau.prompt_tokens + [1 - m for m in tau.mask[tau.prompt_tokens :]] for tau in _taus]
     _old = logps(first, _taus, _written), logps(first, _taus, _given)

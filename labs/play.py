@@ -2,10 +2,12 @@
 without a server."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from config import PRESETS, Config
 from engines.torch_engine import TorchEngine
@@ -14,7 +16,7 @@ from models.model import load_policy
 from plumbing.files import read_jsonl
 from retrieval.bm25 import BM25
 from rollout import rollout
-from tasks import Job, Task, Trajectory
+from tasks import Job, Question, Task, Trajectory
 from tasks.loading import choose_instruction
 from tasks.metrics import set_rewards
 from tasks.sampling import rng_of
@@ -26,6 +28,12 @@ from tasks.tools import list_stop_strings
 def config(**knobs: Any) -> Config:
     """The configuration of the embedded default, with other knobs where they are given."""
     return Config(**PRESETS["world"] | knobs)
+
+
+def score(learner: Learner, taus: Sequence[Trajectory]) -> list[Any]:
+    """Returns the log-probs of each trajectory's tokens with mask 1, under the policy now."""
+    ends = np.cumsum([sum(tau.mask) for tau in taus])
+    return np.split(learner.score(taus)[0], ends[:-1])
 
 
 class Library(Search):
@@ -77,8 +85,12 @@ class Player:
             seed=seed,
         )
 
-    def play(self, t: int, purpose: str, jobs: Sequence[Job]) -> list[Trajectory]:
-        """Plays the jobs and sets rewards and advantages (Alg.1 line 6 and 7, Eq. 3)."""
+    def play(
+        self, t: int, purpose: str, instruction: str, questions: Iterable[Question], G: int = 1
+    ) -> list[Trajectory]:
+        """Asks each question G times under an instruction, which is a group, and sets rewards and
+        advantages (Alg.1 line 6 and 7, Eq. 3)."""
+        jobs = [Job(0, instruction, q, k) for k, q in enumerate(questions) for _ in range(G)]
         taus = self.rollout(t, purpose, jobs)
         set_rewards(self.task, taus)
         self.learner.set_advantages(taus)

@@ -100,14 +100,10 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> A
         return model
     head = model.get_output_embeddings()
     linear = [layer for layer in model.modules() if type(layer) is nn.Linear and layer is not head]
-    if not linear:
-        raise Fault(
-            f"--lora_rank {rank}: {type(model).__name__} has no nn.Linear layer; train all its weights"
-        )
-    widest = max(max(layer.weight.shape) for layer in linear)
+    widest = max((max(layer.weight.shape) for layer in linear), default=0)
     if rank > widest:
         raise Fault(
-            f"--lora_rank {rank}: no layer of the model is wider than {widest}; choose a lower rank"
+            f"--lora_rank {rank}: no linear layer of the model is wider than {widest}; choose a lower rank"
         )
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)

@@ -40,15 +40,13 @@ LOGIT_SCALES = {
     "hyperclovax": ("logits_scaling", 1),
 }
 
-# settings that sound like the reason for a refusal
-LOGITS = "logits?_(scal|soft|mup)|soft_?cap|lm_head_mul"
-POSITIONS = "rope_type|original_max_pos"
 # what an error of transformers that contains this means
 REMEDIES = {
     "trust_remote_code": "it needs code of its own (auto_map), which is never run; choose another model",
     "'packed'": "its attention cannot be replaced by ours; choose a model of another family",
     "deserializing header": "its weights are incomplete; fetch them again (a git clone needs git lfs pull)",
 }
+TAGS = "<think> a </think> <answer> a </answer> <search> a </search> <information> a </information> <x> a </x>"
 PART = 2**18  # weights that are dithered at a time: they stay in a CPU's cache
 
 
@@ -77,11 +75,8 @@ def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
                 f"--model {path}: its tokenizer cannot write {tag}, so no turn would end; choose another,"
                 " such as smollm2-135m"
             )
-    tags = " ".join(
-        f"<{tag}> a </{tag}>" for tag in ("think", "answer", "search", "information", "x")
-    )
     long = "Which lake is the deepest? " * 1000
-    asked = [{"role": "user", "content": f"{long} {tags} {' '.join(stop)} {long}"}]
+    asked = [{"role": "user", "content": f"{long} {TAGS} {' '.join(stop)} {long}"}]
     ids = tokenizer(in_template(tokenizer, asked), add_special_tokens=False)["input_ids"]
     # Gemma 3's mark of an image has no row: outside text cannot spell it, and no prompt has it
     written = {*ids, *turn_ends(tokenizer)}
@@ -176,10 +171,8 @@ def _check_weights(path: str, model: Any, loaded: dict[str, Any]) -> None:
     ]
     for what, names in wrong.items():
         if names:
-            first = min(name if isinstance(name, str) else name[0] for name in names)
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise Fault(
-                f"--model {path}: weights are {what}: {first}{more}; use a complete copy of the model"
+                f"--model {path}: weights are {what} ({len(names)}, {min(map(str, names))}); use a complete copy"
             )
 
 
@@ -297,13 +290,11 @@ def _differ_logits(model: Any, states: list[torch.Tensor], logits: list[torch.Te
             return "its logits are not finite, since its weights are too large"
         if not h.any():
             return "its hidden states are all zero"
-        if own.shape != wanted.shape:
-            return f"it has {own.shape[-1]} logits, but its head has {wanted.shape[-1]} rows"
         for z, x in zip(own.chunk(2), wanted.chunk(2), strict=True):
             if not _close(z, scale * x):
                 return (
-                    f"its logits are not {scale:.4g} times its head's output, as the loss takes them"
-                    f"{_settings(model.config, LOGITS)}"
+                    f"its logits are not {scale:.4g} times its head's output, as the loss takes them:"
+                    " they have a soft cap, or a constant that is not known here"
                 )
     return ""
 
@@ -313,7 +304,10 @@ def _differ_packed(model: Any, sequences: Any, states: list[torch.Tensor], longe
     not."""
     alone = torch.cat([h.chunk(2)[0] for h in states])
     row, packing = torch.cat([*sequences, sequences[0][:1]]), Packing([*map(len, sequences), 1])
-    rule = f"its positions depend on the longest sequence of a batch{_settings(model.config, POSITIONS)}"
+    rule = (
+        "its positions depend on the longest sequence of a batch"
+        " (beyond its original_max_position_embeddings)"
+    )
     model.train()
     for last, reason in ((longest - 1, ""), (0, rule)):
         packing.positions[-1] = last
@@ -327,15 +321,6 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a - b).abs().max() <= 1e-3 * b.abs().max())
 
 
-def _settings(config: Any, sounding: str) -> str:
-    """Returns the settings of a config that sound like an explanation, as " (name = value,
-    ...)"."""
-    settings = config.get_text_config().to_dict()
-    settings |= settings.get("rope_parameters") or {}
-    likely = [f"{k} = {v}" for k, v in settings.items() if v and re.search(sounding, k)]
-    return f" ({', '.join(likely)})" if likely else ""
-
-
 def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """Returns the model of `config` on the meta device: shapes without memory; raises Fault where
     there is none."""
@@ -345,7 +330,7 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     try:
         with torch.device("meta"):
             # it writes dtype into the config that it is given
-            return AutoModelForCausalLM.from_config(
+            model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
                 dtype=dtype,
                 attn_implementation="packed",
@@ -353,6 +338,12 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
             )
     except Exception as e:  # a family without a causal LM, or settings that fit no model
         raise _unloadable(config.name_or_path, "causal LM", e) from e
+    # `from_config` rounds, but `from_pretrained` does not, what chooses a token's experts
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in model._keep_in_fp32_modules_strict:
+                setattr(module, name, buffer.float())
+    return model
 
 
 def empty(config: Any, dtype: torch.dtype, device: str) -> Any:
@@ -520,18 +511,16 @@ def export(
     # bfloat16 has no room for the small steps of a training in float32: what is written would be
     # another policy.
     dtype = torch.promote_types(config.dtype or torch.float32, computed)
-    state = {}
+    state, buffers = {}, dict(model.named_buffers())
     for name, tensor in weights(model):
         if path:
-            state[name] = tensor.to("cpu", dtype, copy=True)
+            kept = tensor.dtype if name in buffers else dtype
+            state[name] = tensor.to("cpu", kept, copy=True)
     if path:
         plain = skeleton(config, dtype)
-        state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in state}
-        plain.load_state_dict(state, assign=True, strict=False)
-        plain.tie_weights()
         ends = turn_ends(tokenizer)
         plain.generation_config.eos_token_id = ends[0] if len(ends) == 1 else list(ends)
-        plain.save_pretrained(path)
+        plain.save_pretrained(path, state_dict=state)
         tokenizer.save_pretrained(path)
 
 

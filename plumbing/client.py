@@ -32,9 +32,8 @@ FINAL = re.compile(
 )
 # How long to wait, in a header or, without one, in words: "in 44.2s", "in 1m12.5s", "after 26 seconds".
 WAIT = re.compile(
-    r"(?:(?:again|retry) (?:in|after) |retryDelay\W+)(?:(\d+)m)?(\d+\.?\d*) ?(ms|s|m)", re.I
+    r"(?:(?:again|retry) (?:in|after) |retryDelay\W+)(?:(\d+)m)?(\d+\.?\d*) ?(m?s)", re.I
 )
-UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
 OPTION = re.compile(
     r"(?:['\"`:]|\b(?:parameter|argument|field|support))s? ?(max_(?:completion_)?tokens|temperature|stop|seed)\b",
     re.I,
@@ -128,22 +127,24 @@ class Client:
         A LookupError, TypeError or ValueError of `read` makes the answer malformed. `str` reads one
         that is not JSON. Raises RequestFailed.
         """
-        rounds, attempts = 1 + (self.retries if retries is None else retries), 0
-        while True:
-            attempts += 1
-            try:
-                return self._ask(path, body, read)
-            except RequestFailed as e:
-                # whole rounds, and how many servers were asked in the next one
-                round, asked = divmod(attempts, len(self.urls))
-                if not e.transient or round == rounds:
-                    times = f", {rounds} times" if e.transient and rounds > 1 else ""
-                    raise RequestFailed(f"{e}{times}", e.transient) from None
-                pause = e.retry_after
-            if not asked:
-                sleep(max(back_off(round), min(MAX_WAIT, pause)))
-            if url := self.revive():
-                self.urls[0] = at(url)
+        failed: RequestFailed | None = None
+        for round in range(1 + (self.retries if retries is None else retries)):
+            if failed:
+                sleep(max(back_off(round), min(MAX_WAIT, failed.retry_after)))
+            for _ in self.urls:
+                if failed and (new := self.revive()):
+                    self.urls[0] = at(new)
+                url = at(self.urls[0], path)
+                try:
+                    return self._exchange(url, body, read)
+                except RequestFailed as e:
+                    failed = e
+                said = clean(without_secrets(f"{url}: {failed}"), self.secrets)
+                if not failed.transient or FINAL.search(str(failed)):
+                    raise RequestFailed(said)
+                self.faults += 1
+                self.urls = [*self.urls[1:], self.urls[0]]
+        raise RequestFailed(said + f", {round + 1} times" * (round > 0), True)
 
     def chat(self, body: dict[str, Any], read: Callable[[Any], T], retries: int | None = None) -> T:
         """As `ask` of a chat endpoint, without the options that its model has refused."""
@@ -161,18 +162,6 @@ class Client:
                 self.refused.remove("max_completion_tokens")
             print(f"{body['model']} refuses {named[1]}: asking without it", flush=True)
         return self.chat(body, read, retries)
-
-    def _ask(self, path: str, body: Any, read: Callable[[Any], T]) -> T:
-        url = at(self.urls[0], path)
-        try:
-            return self._exchange(url, body, read)
-        except RequestFailed as e:
-            transient = e.transient and not FINAL.search(str(e))
-            if transient:
-                self.faults += 1
-                self.urls = [*self.urls[1:], self.urls[0]]
-            text = clean(without_secrets(f"{url}: {e}"), self.secrets)
-            raise RequestFailed(text, transient, e.retry_after) from None
 
     def _exchange(self, url: str, body: Any, read: Callable[[Any], T]) -> T:
         method, content = "GET" if body is None else "POST", bytearray()
@@ -229,7 +218,7 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
+def _sign(request: Any) -> Any:
     """Signs a request with its URL's `user:password@`, or leaves it its key: requests would prefer
     what ~/.netrc has for the host."""
     user = requests.utils.get_auth_from_url(request.url)
@@ -244,7 +233,7 @@ def _wait_asked(headers: Mapping[str, str], said: str) -> float:
     asked = WAIT.search(f"retry after {seconds}. {said}")
     if asked:
         minutes, number, unit = asked.groups()
-        return 60 * float(minutes or 0) + float(number) * UNITS[unit.lower()]
+        return 60 * float(minutes or 0) + float(number) / (1000 if unit == "ms" else 1)
     with suppress(urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
         return urllib3.Retry().parse_retry_after(after)
     return 0.0

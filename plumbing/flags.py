@@ -6,26 +6,26 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 from plumbing.faults import tell_torchrun
 from plumbing.stop import leads
+from plumbing.trust import ROOT
 
 
 def knob(
     default: Any,
     doc: str,
     *,
-    least: float = -math.inf,
+    least: float = 0,
     above: float = -math.inf,
     below: float = math.inf,
     of: tuple[Any, ...] = (),
     more: bool = False,
 ) -> Any:
-    """Returns a field with its choices (`of`) or bounds; `more` puts it on the second page of
-    --help."""
-    bounds = {"least": least, "above": above, "below": below}
+    """Returns a field with its choices (`of`) or bounds: only a choice is negative. `more` puts it
+    on the second page of --help."""
+    bounds = {"at least": least, "above": above, "below": below}
     return dataclasses.field(
         default=default, metadata={"doc": doc, "of": of, "more": more} | bounds
     )
@@ -42,13 +42,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{text}\n")
 
 
-def add_flags(
-    parser: Parser, kind: type, shown: Mapping[str, Any], root: Path, everything: bool
-) -> None:
+def add_flags(parser: Parser, kind: type, shown: Mapping[str, Any], everything: bool) -> None:
     """Adds the flags of a dataclass's fields, a group for each class that it is made of.
 
     The help has those that most runs need, or `everything`. `shown`: defaults that it names in
-    place of the fields' own; files under `root` are named from there.
+    place of the fields' own.
     """
     # a knob that a subclass defines anew stays in its first place
     left = {f.name: f for f in dataclasses.fields(kind)}
@@ -62,17 +60,18 @@ def add_flags(
                 flag = {"type": f.type, "metavar": getattr(f.type, "__name__", "")}
             text = argparse.SUPPRESS
             if everything or not f.metadata["more"]:
-                text = describe(f, shown.get(f.name, f.default), root).replace("%", "%%")
+                text = describe(f, shown.get(f.name, f.default)).replace("%", "%%")
             group.add_argument(f"--{f.name}", help=text, **flag)
 
 
-def describe(f: dataclasses.Field[Any], default: Any, root: Path) -> str:
+def describe(f: dataclasses.Field[Any], default: Any) -> str:
     """Returns a flag's line in --help, with its default and, where that is another, the field's
     own."""
     doc: str = f.metadata["doc"]
     if f.name == "model" or isinstance(default, bool) or default == "":
         return doc
-    shown = os.path.relpath(default, root) if str(default).startswith(str(root)) else default
+    ours = str(default).startswith(str(ROOT))
+    shown = os.path.relpath(default, ROOT) if ours else default
     paper = f"; {f.default}" if f.default not in (default, "") else ""
     return f"{doc} [{shown}{paper}]"
 
@@ -82,17 +81,18 @@ def out_of_range(cfg: Any, names: Iterable[str]) -> str:
     knobs = {f.name: f.metadata for f in dataclasses.fields(cfg)}
     for name in names:
         value, limits, of = getattr(cfg, name), knobs[name], knobs[name]["of"]
-        # a choice, or a number in its bounds
         if of and value not in of:
-            choices = [str(x) for x in of if x != ""]
-            return f"--{name} {value}: choose {', '.join(choices[:-1])}{' or ' * (len(choices) > 1)}{choices[-1]}"
+            return f"--{name} {value}: choose {' or '.join(str(x) for x in of if x != '')}"
+        if of or isinstance(value, str):
+            continue
         if isinstance(value, float) and not math.isfinite(value):
             return f"--{name} {value}: must be a finite number"
-        if isinstance(value, str):
-            continue
-        if value < (least := limits["least"]):
-            return f"--{name} {value}: must {'not be negative' if least == 0 else f'be at least {least}'}"
-        if not limits["above"] < value < limits["below"]:
-            side = "above" if value <= limits["above"] else "below"
-            return f"--{name} {value}: must be {side} {limits[side]}"
+        sides = {
+            "at least": value >= limits["at least"],
+            "above": value > limits["above"],
+            "below": value < limits["below"],
+        }
+        for side, right in sides.items():
+            if not right:
+                return f"--{name} {value}: must be {side} {limits[side]}"
     return ""

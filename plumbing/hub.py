@@ -10,11 +10,12 @@ fetches nothing.
 import functools
 import re
 from pathlib import Path
+from typing import Any
 
 from plumbing.faults import Fault, first_line
 
 NAMED = re.compile(
-    r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?/(?P<file>.+)"
+    r"hf://datasets/(?P<repo_id>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?/(?P<filename>.+)"
 )
 MODEL = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # anything else is a path
 ELSEWHERE = {  # models that can be had without the hub, and how
@@ -22,9 +23,9 @@ ELSEWHERE = {  # models that can be had without the hub, and how
 }
 
 
-def parse_name(path: str) -> dict[str, str] | None:
-    """Returns repo, revision and file of a hub's name, None for a path on this disk; raises Fault
-    at another hf://."""
+def parse_name(path: str) -> dict[str, Any] | None:
+    """Returns a hub's name in parts, as huggingface_hub calls them, None for a path on this disk;
+    raises Fault at another hf://."""
     if not path.startswith("hf://"):
         return None
     match = NAMED.fullmatch(path)
@@ -40,9 +41,7 @@ def find_on_disk(path: str) -> Path | None:
     name = parse_name(path)
     if not name:
         return Path(path) if Path(path).is_file() else None
-    cached = try_to_load_from_cache(
-        name["repo"], name["file"], revision=name["revision"], repo_type="dataset"
-    )
+    cached = try_to_load_from_cache(**name, repo_type="dataset")
     return Path(cached) if isinstance(cached, str) else None
 
 
@@ -63,13 +62,11 @@ def fetch_file(path: str) -> Path:
     reason = out_of_reach()
     if not reason:
         try:
-            return Path(
-                hf_hub_download(
-                    name["repo"], name["file"], revision=name["revision"], repo_type="dataset"
-                )
-            )
+            return Path(hf_hub_download(**name, repo_type="dataset"))
         except Exception as e:  # a name that is not there, a broken connection, a full disk
-            reason = f"the hub does not give {name['file']} of {name['repo']} ({first_line(e)})"
+            reason = (
+                f"the hub does not give {name['filename']} of {name['repo_id']} ({first_line(e)})"
+            )
     raise Fault(f"{path}: {reason}; run this where it can be reached, or give a file of your own")
 
 

@@ -87,19 +87,14 @@ def control(
     some models leave `<|fim_prefix|>` or the mark of a user's turn unflagged. `simple` lets
     unflagged tags such as <think> pass.
     """
-    special = set(tokenizer.all_special_tokens)
-    special |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    marked = {
-        token.content
-        for token in tokenizer.added_tokens_decoder.values()
-        if MARKUP.fullmatch(token.content)
-    }
-    if simple:
-        marked = {text for text in marked if not SIMPLE_TAG.fullmatch(text)}
-    spelled = {text.strip() for text in special | marked} | {
-        f"<{slash}{tag}>" for tag in tags for slash in ("", "/")
-    }
-    longest_first = sorted((text for text in spelled if text), key=lambda text: (-len(text), text))
+    spelled = {text.strip() for text in tokenizer.all_special_tokens}
+    for tag in tags:
+        spelled |= {f"<{tag}>", f"</{tag}>"}
+    for token in tokenizer.added_tokens_decoder.values():
+        passes = simple and SIMPLE_TAG.fullmatch(token.content)
+        if token.special or MARKUP.fullmatch(token.content) and not passes:
+            spelled.add(token.content.strip())
+    longest_first = sorted(spelled - {""}, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)", re.IGNORECASE)
 
 
@@ -119,13 +114,12 @@ def as_data(text: str, pattern: re.Pattern[str]) -> str:
 def printable(text: str) -> str:
     """Returns the text for a terminal: control characters are escapes (`\\x1b`), but for line ends
     and tabs."""
-    return "".join(
-        c if c in "\n\t" or _harmless(c) else c.encode("unicode_escape").decode() for c in text
-    )
-
-
-def _harmless(c: str) -> bool:
-    return c.isprintable() or c in JOINERS or unicodedata.category(c) in ("Zs", "Cn", "Co")
+    shown = ""
+    for c in text:
+        harmless = c.isprintable() or c in f"\n\t{JOINERS}"
+        harmless = harmless or unicodedata.category(c) in ("Zs", "Cn", "Co")
+        shown += c if harmless else c.encode("unicode_escape").decode()
+    return shown
 
 
 def without_secrets(text: str) -> str:
@@ -141,10 +135,14 @@ def at(url: str, path: str = "") -> str:
     return place + ("&" if "?" in place else "?") + query if query else place
 
 
-def contents_of(row: Any) -> Any:
+def contents_of(row: Any) -> str:
     """Returns the `contents` of a passage, or what they would be from its `text` and its `title`, if
-    it has one."""
+    it has one. Raises LookupError or TypeError."""
     if "contents" in row or "text" not in row:
-        return row["contents"]
-    title = row["title"] if "title" in row else ""
-    return '"' + (title or "") + '"\n' + row["text"]
+        contents = row["contents"]
+    else:
+        title = row["title"] if "title" in row else ""
+        contents = '"' + (title or "") + '"\n' + row["text"]
+    if not isinstance(contents, str):
+        raise TypeError("its contents are not text")
+    return contents

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from plumbing.faults import Fault, Outage
 from plumbing.status import status
@@ -87,8 +87,8 @@ class Child(contextlib.AbstractContextManager["Child"]):
         # one thread: the trainer needs the cores
         env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self._log = Path(log)
-        self._log_start = self._log.stat().st_size if self._log.exists() else 0
         with open(log, "ab") as output:
+            self._log_start = output.tell()
             # a session of its own: a terminal's Ctrl-C and hang-up do not reach it
             self._process = subprocess.Popen(
                 command,
@@ -125,10 +125,8 @@ class Child(contextlib.AbstractContextManager["Child"]):
 
     def stop(self) -> None:
         """Ends the process, which has nothing to save, and waits for it."""
-        with contextlib.suppress(OSError):
-            cast(IO[bytes], self._process.stdin).close()
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
 
     def __exit__(self, *_: object) -> None:
         self.stop()

@@ -5,8 +5,8 @@ plumbing/__init__.py imports this module: a program of ours does so before anyth
 enters `listening` it has nothing to lose, and a request ends it at once, without an exception: one
 that is raised while a C extension is imported may abort the process. From there on a request waits
 for the next `may_stop`, and inside that it raises Stopped at once, so that no update and no file is
-left half done. (Python drops what is raised inside a `__del__` or a callback: such a request waits
-for the next `may_stop`, too.)
+left half done. Python drops what is raised inside a `__del__`, of which a library's import has
+thousands: there it is raised a moment later.
 """
 
 import contextlib
@@ -80,8 +80,21 @@ def _request(number: int, frame: FrameType | None) -> None:
     if not _State.request:
         _State.request = signal.Signals(number).name
         if _State.raises:
-            raise_if_requested()
-        _print(f"\n{_State.request}: stopping as soon as this update or file is complete\n")
+            _raise(number, frame)
+        else:
+            _print(f"\n{_State.request}: stopping as soon as this update or file is complete\n")
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    """Raises Stopped in this frame, or a moment later if that is inside a `__del__`."""
+    while frame:
+        if frame.f_code.co_name == "__del__":
+            signal.signal(signal.SIGALRM, _raise)
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            return
+        frame = frame.f_back
+    if _State.raises:
+        raise_if_requested()
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -9,7 +9,6 @@ index itself is made in memory and starts over.
 """
 
 from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
-import argparse
 import json
 import os
 import shutil
@@ -24,9 +23,10 @@ from tqdm import tqdm
 
 from plumbing.faults import Fault, one_line
 from plumbing.files import write_file
+from retrieval import parser_of
 from retrieval.bm25 import BM25, WORDS
 from retrieval.corpus import Corpus
-from retrieval.encoder import FAMILIES, Encoder
+from retrieval.encoder import Encoder
 from retrieval.index import open_index
 
 CHUNK = 256  # passages that an encoder encodes at a time
@@ -86,26 +86,15 @@ def build_dense(corpus: Corpus, encoders: list[Encoder], folder: Path, kind: str
 def main(argv: list[str] | None = None) -> None:
     """Builds the index that the command line describes; raises Fault if it cannot."""
     # the command line
-    parser = argparse.ArgumentParser(
-        description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__)
     add = parser.add_argument
-    rows = 'JSONL: {"id", "contents"} or {"id", "title", "text"} a line'
-    add("--corpus", required=True, help=rows)
-    add(
-        "--encoder", required=True, help="a BERT-type model (Hugging Face id or directory), or bm25"
-    )
+    model = "a BERT-type model (Hugging Face id or directory), or bm25"
+    add("--encoder", required=True, help=model)
     add("--index", required=True, help="directory to create")
-    add(
-        "--type", default="Flat", help="by FAISS's name, such as IVF16384,SQ8 or HNSW32,Flat (Flat)"
-    )
-    add(
-        "--family", default="", choices=["", *FAMILIES], help="prefixes and pooling (from the name)"
-    )
-    add(
-        "--max_length", type=int, help="tokens of a passage that count (256, or the encoder's most)"
-    )
+    kind = "by FAISS's name, such as IVF16384,SQ8 or HNSW32,Flat (Flat)"
+    add("--type", default="Flat", help=kind)
+    most = "tokens of a passage that count (256, or the encoder's most)"
+    add("--max_length", type=int, help=most)
     args = parser.parse_args(argv)
     out = Path(args.index)
     if out.exists():

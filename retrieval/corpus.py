@@ -28,6 +28,7 @@ class Corpus:
         self.path = str(path)
         try:
             self._fd = os.open(self.path, os.O_RDONLY)
+            os.lseek(self._fd, 0, os.SEEK_END)  # no pipe: rows are read in any order
             self._starts = np.fromiter(_find_rows(self.path), dtype=np.uint64)
         except OSError as e:
             raise Fault(
@@ -46,7 +47,9 @@ class Corpus:
         try:
             fields = json.loads(os.pread(self._fd, end - start, start))
             passage = {"id": str(fields["id"]), "contents": contents_of(fields)}
-            "".join(passage.values()).encode()  # half of a surrogate pair cannot be sent
+            (
+                passage["id"] + passage["contents"]
+            ).encode()  # half of a surrogate pair cannot be sent
         except (ValueError, TypeError, LookupError, RecursionError) as e:
             raise Fault(
                 f"{self.path}, row {row + 1}: not a passage ({type(e).__name__}: {e}); {FORM}"

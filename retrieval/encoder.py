@@ -1,25 +1,47 @@
 """Text -> vectors: a BERT-type Hugging Face model with the prefixes and the pooling of its
 family."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import torch
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModel, AutoTokenizer
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from plumbing.faults import Fault, first_line
-
-FAMILIES = {  # query prefix, passage prefix, pooling
-    "e5": ("query: ", "passage: ", "mean"),  # arXiv 2212.03533
-    # arXiv 2309.07597, English v1.5
-    "bge": ("Represent this sentence for searching relevant passages: ", "", "cls"),
-    "plain": ("", "", "mean"),  # sentence-transformers' MiniLM, MPNet and others
-}
+from retrieval import FAMILIES
 
 
 def infer_family(model: str) -> str:
-    """Infers the family from a model's name: "e5", "bge", or else "plain"."""
+    """Infers the family from a model's name."""
     name = model.rstrip("/").rsplit("/", 1)[-1].lower()
-    return next((family for family in ("e5", "bge") if family in name), "plain")
+    if "e5" in name:
+        return "e5-instruct" if "instruct" in name else "e5"
+    if "bge" in name:
+        return "bge" if "-en" in name else "cls"
+    return "plain"
+
+
+def published_pooling(model: str) -> str:
+    """Returns how a model pools by its files for sentence-transformers, "" if it has none. Raises
+    ValueError where layers follow."""
+
+    def read(name: str) -> Any:
+        file = cached_file(
+            model,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        return json.loads(Path(file).read_bytes()) if file else {}
+
+    if any(module["type"].endswith("Dense") for module in read("modules.json")):
+        raise ValueError("a dense layer follows its pooling")
+    said = read("1_Pooling/config.json")
+    flags = [name.split("_")[2] for name, on in said.items() if on is True and "_mode_" in name]
+    return str(said.get("pooling_mode") or "+".join(flags))
 
 
 class Encoder:
@@ -40,6 +62,7 @@ class Encoder:
             config = AutoConfig.from_pretrained(model, trust_remote_code=False)
             if config.is_encoder_decoder or type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
                 raise ValueError(f"a {config.model_type} is not a BERT-type encoder")
+            published = published_pooling(model)
             # the model as it was published
             self._tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
             dtype = torch.float16 if self.device.startswith("cuda") else torch.float32
@@ -50,13 +73,20 @@ class Encoder:
             places = config.max_position_embeddings - padding - 1
             self.max_length = min(max_length, self._tokenizer.model_max_length, places)
             # fails here rather than in the middle of a build
-            self._forward(["a " * self.max_length])
+            alone, beside = self._forward(["a"]), self._forward(["a", "a " * self.max_length])
+            if np.abs(alone - beside[:1]).max() > 0.01:
+                raise ValueError(f"a vector of a {config.model_type} depends on those beside it")
         except Exception as e:  # a damaged directory can raise anything
             reason = first_line(e).rstrip(".")
             if "trust_remote_code" in str(e):
                 reason = "it needs code of its own (auto_map), which is never run"
             todo = "give a Hugging Face id or a local directory of a BERT-type model, and a device of this machine"
             raise Fault(f"--encoder {model}: {reason}; {todo}") from None
+        if not family and published not in ("", self.pooling):
+            raise Fault(
+                f"--encoder {model}: it pools by {published}, a model of family {self.family} by {self.pooling}; "
+                "name its --family"
+            )
         self.dimension: int = config.hidden_size
         self._rows = 128 if self.device.startswith("cuda") else 16  # texts in a forward pass
 

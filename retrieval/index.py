@@ -67,6 +67,9 @@ class Dense:
         expected = self.encoder.passages([corpus[row]["contents"] for row in rows])  # (4, d)
         try:
             stored = np.stack([self.index.reconstruct(row) for row in rows])  # (4, d)
+            with suppress(RuntimeError):  # PQ keeps vectors roughly
+                codec = getattr(self.index, "storage", self.index)
+                expected = codec.sa_decode(codec.sa_encode(expected))
         # IVF cannot return its vectors: compare with the passages that it finds instead
         except RuntimeError:
             nearest = self.index.search(expected, 1)[1][:, 0]
@@ -76,8 +79,8 @@ class Dense:
                     " the vectors by their rows, from 0"
                 ) from None
             stored = self.encoder.passages([corpus[int(row)]["contents"] for row in nearest])
-        # (4,)
-        cosine = (stored * expected).sum(1) / np.maximum(np.linalg.norm(stored, axis=1), 1e-9)
+        lengths = np.linalg.norm(stored, axis=1) * np.linalg.norm(expected, axis=1)
+        cosine = (stored * expected).sum(1) / np.maximum(lengths, 1e-9)  # (4,)
         if cosine.min() < 0.9:
             row = rows[int(cosine.argmin())]
             print(
@@ -102,7 +105,10 @@ def open_index(
         if manifest["encoder"] == "bm25":
             if manifest.get("words") != WORDS:
                 raise Fault(f"--index {path}: of another idea of a word; build it again")
-            return BM25(bm25s.BM25.load(path, mmap=True))
+            try:
+                return BM25(bm25s.BM25.load(path, mmap=True))
+            except (OSError, ValueError, EOFError) as e:
+                raise Fault(f"--index {path}: damaged ({e}); build it again") from None
         encoder, family = encoder or manifest["encoder"], family or manifest["family"]
         file, max_length = file / "index.faiss", manifest["max_length"]
     elif not encoder:

@@ -21,15 +21,19 @@ import argparse
 import asyncio
 import os
 import signal
+from functools import partial
+from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
+from plumbing.batches import Batches
 from plumbing.faults import one_line
 from plumbing.outside import clean
 from plumbing.servers import listen, serve_app
+from retrieval import parser_of
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 from retrieval.index import Dense, open_index
@@ -52,75 +56,29 @@ class Search(BaseModel):
     return_scores: bool = False
 
 
-class Batcher:
-    """Queries of concurrent requests -> batches for one searching thread -> answers.
-
-    A batch leaves when the thread is free and `max_batch` queries wait, or MAX_WAIT after the first
-    of them. `answer(keys)` runs in the thread, everything else on the event loop.
-    """
-
-    def __init__(self, answer, max_batch: int):
-        self.answer, self.max_batch = answer, max_batch
-        self.queries = self.batches = 0  # so far
-        self.waiting: asyncio.Queue[tuple[Key, asyncio.Future[Answer]]] = asyncio.Queue()
-        self._running: asyncio.Task | None = None
-
-    async def ask(self, keys: list[Key]) -> list[Answer]:
-        """Returns the answer to each key; raises what the search raised."""
-        self._running = self._running or asyncio.create_task(self._run())
-        self.queries += len(keys)
-        answers = [asyncio.get_running_loop().create_future() for _ in keys]
-        for waiting in zip(keys, answers, strict=True):
-            self.waiting.put_nowait(waiting)
-        if answers:
-            # which cancels none of them when the request is abandoned
-            await asyncio.wait(answers)
-        return [answer.result() for answer in answers]
-
-    async def _run(self) -> None:
-        while True:
-            batch = [await self.waiting.get()]
-            if self.waiting.qsize() + 1 < self.max_batch:
-                await asyncio.sleep(MAX_WAIT)
-            while len(batch) < self.max_batch and not self.waiting.empty():
-                batch.append(self.waiting.get_nowait())
-            self.batches += 1
-            try:
-                answers = await asyncio.to_thread(self.answer, [key for key, _ in batch])
-                for key, future in batch:
-                    future.set_result(answers[key])
-            # of the encoder, FAISS or a row: these requests fail, the server continues
-            except Exception as e:
-                for _, future in batch:
-                    future.set_exception(e)
-                    # asyncio logs one that nobody has looked at: a request may be gone
-                    future.exception()
+def find_passages(corpus: Corpus, index: BM25 | Dense, keys: list[Key]) -> dict[Key, Answer]:
+    """Returns the answers; one search per topk, so that none depends on its batch."""
+    queries: dict[int, list[str]] = {}
+    for query, k in keys:
+        queries.setdefault(k, []).append(query)
+    answers = {}
+    for k, some in queries.items():
+        for query, hits in zip(some, index.search(some, k), strict=True):
+            answers[query, k] = [{"document": corpus[row], "score": score} for row, score in hits]
+    return answers
 
 
-def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256) -> FastAPI:
+async def refuse(_: Request, e: Any) -> JSONResponse:
+    """Answers a request of another form, without what was sent."""
+    reasons = [{"loc": error["loc"], "msg": error["msg"]} for error in e.errors()]
+    return JSONResponse({"detail": reasons}, 422)
+
+
+def make_app(corpus: Corpus, index: BM25 | Dense, topk: int, max_batch: int = 256) -> FastAPI:
     """Makes the ASGI app that serves /retrieve and /health; `topk` is the default of a request."""
-
-    def answer(keys: list[Key]) -> dict[Key, Answer]:
-        # one search per topk, so that an answer does not depend on its batch
-        queries: dict[int, list[str]] = {}
-        for query, k in dict.fromkeys(keys):
-            queries.setdefault(k, []).append(query)
-        answers = {}
-        for k, some in queries.items():
-            for query, hits in zip(some, index.search(some, k), strict=True):
-                answers[query, k] = [
-                    {"document": corpus[row], "score": score} for row, score in hits
-                ]
-        return answers
-
-    batcher = Batcher(answer, max_batch)
-    app = FastAPI(title="Passage retrieval")
-
-    @app.exception_handler(RequestValidationError)
-    async def refuse(_: Request, e: RequestValidationError) -> JSONResponse:
-        # without what was sent
-        reasons = [{"loc": error["loc"], "msg": error["msg"]} for error in e.errors()]
-        return JSONResponse({"detail": reasons}, 422)
+    batches = Batches(partial(find_passages, corpus, index), max_batch, MAX_WAIT)
+    app = FastAPI(title="Passage retrieval", exception_handlers={RequestValidationError: refuse})
+    app.state.queries = 0
 
     @app.post("/retrieve")
     async def retrieve(search: Search) -> JSONResponse:
@@ -131,13 +89,15 @@ def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256) -> FastAPI:
             raise HTTPException(
                 422, f"queries x topk are more than {MAX_HITS:,}; send fewer at once"
             )
+        app.state.queries += len(search.queries)
+        asked = [batches.submit((clean(query[:MAX_QUERY]), k)) for query in search.queries]
         try:
-            keys = [(clean(query[:MAX_QUERY]), k) for query in search.queries]
-            answers = await batcher.ask(keys)
-        except Exception as e:  # the next batch may succeed
+            answers = await asyncio.gather(*map(asyncio.wrap_future, asked))
+        # of the encoder, FAISS or a row: this request fails, the next one may succeed
+        except Exception as e:
             raise HTTPException(500, f"search failed: {type(e).__name__}: {e}") from None
         if not search.return_scores:
-            answers = [[hit["document"] for hit in hits] for hits in answers]
+            return JSONResponse({"result": [[hit["document"] for hit in hits] for hits in answers]})
         return JSONResponse({"result": answers})
 
     @app.get("/health")
@@ -147,46 +107,24 @@ def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256) -> FastAPI:
             "passages": len(corpus),
             "index": index.name,
             "corpus": corpus.digest,
-            "queries": batcher.queries,
-            "batches": batcher.batches,
-            "waiting": batcher.waiting.qsize(),
+            "queries": app.state.queries,
+            "batches": batches.count,
+            "waiting": batches.waiting.qsize(),
         }
 
     return app
 
 
-def main() -> None:
-    """Serves the corpus that the command line names, until interrupted; raises Fault if it
-    cannot."""
-    # Without a usage text an error is one line.
-    parser = argparse.ArgumentParser(
-        description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def read_flags() -> argparse.Namespace:
+    """Returns the command line's flags; exits with one line where they are wrong."""
+    parser = parser_of(__doc__)
     add = parser.add_argument
-    add(
-        "--corpus",
-        required=True,
-        help='JSONL: {"id", "contents"} or {"id", "title", "text"} a line',
-    )
     add("--index", default="", help="directory made by retrieval/build.py, or a FAISS file (BM25)")
-    add(
-        "--encoder",
-        default="",
-        help="model of a FAISS file from elsewhere, or the new place of an index's model",
-    )
-    add(
-        "--family",
-        default="",
-        choices=["", "e5", "bge", "plain"],
-        help="its prefixes and pooling (from its name)",
-    )
+    model = "model of a FAISS file from elsewhere, or the new place of an index's model"
+    add("--encoder", default="", help=model)
     add("--device", default="", help="of the encoder: cpu, cuda, cuda:1 (a GPU if there is one)")
-    add(
-        "--shard_gpus",
-        action="store_true",
-        help="split the FAISS index over the visible GPUs, fp16",
-    )
+    split = "split the FAISS index over the visible GPUs, fp16"
+    add("--shard_gpus", action="store_true", help=split)
     add("--nprobe", type=int, default=64, help="cells of an IVF index that a query visits (64)")
     add("--ef", type=int, default=128, help="search width in an HNSW graph (128)")
     add("--host", default="127.0.0.1", help="address to bind (127.0.0.1: this machine only)")
@@ -203,6 +141,13 @@ def main() -> None:
         parser.error(
             "argument --encoder: BM25 has none; give the --index of its vectors (made by retrieval/build.py)"
         )
+    return args
+
+
+def main() -> None:
+    """Serves the corpus that the command line names, until interrupted; raises Fault if it
+    cannot."""
+    args = read_flags()
     # before the corpus is read, so that a port in use is reported at once
     sock = listen(args.host, args.port)
     corpus = Corpus(args.corpus)

@@ -128,15 +128,12 @@ class Tags:
         How the task's functions are called follows the instruction and is no part of it: whatever
         the optimizer revises, the policy knows its tools.
         """
-        lines, tags = [], set[str]()
-        for tool in self.task.tools_of(question):
-            usage = tool.usage()
-            if usage and usage not in lines:
-                lines.append(usage)
-                tags.add(f"<{tool.result_tag}> and </{tool.result_tag}>")
-        if lines:
-            heading = f"Tools, whose results come between {' or '.join(sorted(tags))}:"
-            instruction = "\n".join([f"{instruction}\n\n{heading}", *lines])
+        tools = [tool for tool in self.task.tools_of(question) if tool.usage()]
+        if tools:
+            tags = sorted({f"<{tool.result_tag}> and </{tool.result_tag}>" for tool in tools})
+            heading = f"Tools, whose results come between {' or '.join(tags)}:"
+            usages = dict.fromkeys(tool.usage() for tool in tools)
+            instruction = "\n".join([f"{instruction}\n\n{heading}", *usages])
         return self.task.prompt(instruction, question)
 
     def template_options(

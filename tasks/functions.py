@@ -16,7 +16,7 @@ import json
 import re
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import fields, is_dataclass
 from itertools import islice
@@ -29,12 +29,9 @@ from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic
 
 from plumbing.faults import Fault, first_line
 from plumbing.outside import clean
-from tasks.plugs import import_named
 from tasks.tools import WORDS, Failure, Tool
 
 MAX_RESULT = 100_000  # characters of a result that are read and kept, or items of an iterator
-# keywords that `usage` needs no JSON for
-IN_WORDS = {"type", "description", "enum", "title", "default", "nullable"}
 
 
 class Failed(Exception):
@@ -54,11 +51,11 @@ class SchemaTool(Tool):
     def __init__(self, schema: dict[str, Any]):
         self.schema, self.name = schema, str(schema["name"])
         properties = schema["parameters"].get("properties", {})
-        self.bare = ""  # the only argument, where that is a text
-        if [p.get("type") for p in properties.values()] == ["string"]:
-            self.bare = next(iter(properties))
-        types = ", ".join(f'"{name}": {_name_type(p)}' for name, p in properties.items())
-        self.argument = self.bare or f"{{{types}}}"
+        kinds = [isinstance(p, dict) and p.get("type") for p in properties.values()]
+        # the only argument, where that is a text
+        self.bare = next(iter(properties)) if kinds == ["string"] else ""
+        names = ", ".join(f'"{name}": ...' for name in properties)
+        self.argument = self.bare or f"{{{names}}}"
         self.tag = re.sub(r"[^\w-]", "_", self.name)
         self.noun, self.plural = f"a call of {self.name}", f"{self.tag}_calls"
         self.result_tag = "result"
@@ -74,7 +71,7 @@ class SchemaTool(Tool):
 
     def write_result(self, result: Any) -> str:
         """Returns a result as the policy reads it: a text as it is, anything else as JSON."""
-        plain = TypeAdapter(Any).dump_python(_cut(result), mode="json", fallback=_make_plain)
+        plain = TypeAdapter(Any).dump_python(_cut(result), mode="json")
         return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
 
     def explain(self, kind: str, why: str) -> str:
@@ -82,22 +79,11 @@ class SchemaTool(Tool):
         return f"{self.name} failed: {kind}: {why}"
 
     def usage(self) -> str:
-        about, parameters = self.schema["description"], self.schema["parameters"]
+        about, parameters = self.schema["description"], dict(self.schema["parameters"])
         lines = [f"<{self.tag}> {self.argument} </{self.tag}>: {' '.join(about.split())}"]
-        for name, p in parameters.get("properties", {}).items():
-            more = f"; one of {', '.join(map(json.dumps, p['enum']))}" if "enum" in p else ""
-            rest = {key: p[key] for key in p if key not in IN_WORDS}
-            more += f"; {json.dumps(rest)}" if rest else ""
-            more += "" if name in parameters.get("required", ()) else "; may be left out"
-            lines.append(f"  {name}: {' '.join(p.get('description', _name_type(p)).split())}{more}")
-        # What `$ref` names is shown once, not in its places: it may contain itself.
-        shared = parameters.get("definitions", {}) | parameters.get("$defs", {})
-        return "\n".join(
-            [
-                *lines,
-                *(f"  {name}: {json.dumps(p, ensure_ascii=False)}" for name, p in shared.items()),
-            ]
-        )
+        for name, p in parameters.pop("properties", {}).items():
+            lines.append(f"  {name}: {json.dumps(p, ensure_ascii=False)}")
+        return "\n".join([*lines, f"  {json.dumps(parameters, ensure_ascii=False)}"])
 
     def submit(self, argument: str) -> Future[list[str]]:
         """Returns a Future of the result.
@@ -189,11 +175,6 @@ class TypedFunction(SchemaTool):
         return self.function(**arguments)
 
 
-def load_tools(spec: str, where: str) -> list[TypedFunction]:
-    """Returns the function that --tools names; raises Fault, which begins with `where`."""
-    return [TypedFunction(import_named(where, spec, "function"), where)]
-
-
 class _Schema(GenerateJsonSchema):
     """JSON schemas as OpenAI's API and chat templates have them."""
 
@@ -212,6 +193,8 @@ def _describe(function: Callable[..., Any], reader: Any) -> dict[str, Any]:
 
     union = "primitive_type_array"
     parameters = reader.json_schema(schema_generator=_Schema, union_format=union)
+    for word in ("title", "additionalProperties"):
+        parameters.pop(word, None)
     properties = parameters.setdefault("properties", {})
     # transformers reads no types there: `city (str): ...`
     typed = rf"^(\s*(?:{'|'.join(properties)}))\s*\(.*?\)\s*:"
@@ -235,27 +218,25 @@ def _describe(function: Callable[..., Any], reader: Any) -> dict[str, Any]:
 def _cut(value: Any) -> Any:
     """Returns a result with lists for its iterators: pydantic would read an endless one while no
     other thread runs. Ranges and views, which it does not know, are lists, too."""
+    if hasattr(value, "tolist"):  # numpy's and torch's
+        return value.tolist()
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {key: _cut(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, range, KeysView, ValuesView, Iterator)):
+        return {
+            key.tolist() if hasattr(key, "tolist") else key: _cut(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple, Set, range, ValuesView, Iterator)):
         return [_cut(item) for item in islice(value, MAX_RESULT)]
     return value
-
-
-def _make_plain(value: Any) -> Any:
-    """Returns what JSON has words for, of a number or an array of numpy or torch."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"a result of type {type(value).__name__} is no JSON")
 
 
 def _make_reader(function: Callable[..., Any]) -> Any:
     """Returns pydantic's reader of a function's arguments: a dictionary of names that it has, each
     of its type.
 
-    Raises an exception of pydantic's if a type has no schema, or if what is returned is not JSON.
+    Raises an exception of pydantic's if a type has no schema.
     """
     hints, types = get_type_hints(function, include_extras=True), {}
     for name, p in inspect.signature(function).parameters.items():
@@ -264,10 +245,4 @@ def _make_reader(function: Callable[..., Any]) -> Any:
         if name not in hints:
             raise TypeError(f"its argument {name} has no type")
         types[name] = hints[name] if p.default is p.empty else NotRequired[hints[name]]
-    TypeAdapter(hints.get("return", Any)).json_schema(mode="serialization")
     return TypeAdapter(with_config(ConfigDict(extra="forbid"))(TypedDict("arguments", types)))  # type: ignore[operator]
-
-
-def _name_type(schema: dict[str, Any]) -> str:
-    kind = schema.get("type") or schema.get("$ref", "any").rpartition("/")[2]
-    return " or ".join(kind) if isinstance(kind, list) else str(kind)

@@ -36,9 +36,8 @@ class Move(Function):
 
     def __init__(self, game: Game, tau: Trajectory | None = None):
         self.game, self.tau = game, tau
-        self.tag, self.noun, self.argument, self.plural, self.result_tag = (
-            getattr(game, word) for word in WORDS
-        )
+        for word in WORDS:
+            setattr(self, word, getattr(game, word))
 
     def of(self, tau: Trajectory) -> Move:
         return Move(self.game, tau)

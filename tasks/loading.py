@@ -33,28 +33,25 @@ def load_task(cfg: Config, given: Any = None) -> Task:
     if given is None or kind is str:
         word, _, rest = cfg.task.partition(":")
         plug = find_plug(f"--task {word}")
-        if plug:
-            kind = import_named(where, plug, "function")(rest)
-        else:
-            kind = import_named(where, cfg.task, "class")
+        kind = plug(rest) if plug else import_named(where, cfg.task, "class")
     if not issubclass(kind, Task):
         plug = find_plug("--task")  # for classes of another convention
         if not plug:
             raise Fault(f"{where}: it does not extend tasks.Task")
-        kind = import_named(where, plug, "function")(kind, where)
+        kind = plug(kind, where)
     if cfg.reward:
-        flag = f"--reward {cfg.reward}"
         plug = find_plug("--reward")
         if not plug:
-            raise Fault(f"{flag}: it needs a plug-in that is not here; take the whole project")
-        kind = import_named(flag, plug, "function")(kind, cfg.reward)
+            raise Fault(
+                f"--reward {cfg.reward}: it needs a plug-in that is not here; take the whole project"
+            )
+        kind = plug(kind, cfg.reward)
 
     # The task itself gets those of --tools that have no module.
     words = cfg.tools.split(",")
     specs = [word for word in words if ":" in word]
-    if specs:
-        others = [word for word in words if ":" not in word]
-        cfg = replace(cfg, tools=",".join(others) or "none")
+    others = [word for word in words if ":" not in word]
+    cfg = replace(cfg, tools=",".join(others) or "none")
 
     # an object of it, which reads its questions once
     if kind.__abstractmethods__:
@@ -76,12 +73,14 @@ def load_task(cfg: Config, given: Any = None) -> Task:
 def add_tools(task: Task, spec: str) -> None:
     """Adds the tools that a part of --tools names, module:function or those of a plug-in. Raises
     Fault if none fits."""
-    word, _, rest = spec.partition(":")
+    where, (word, _, rest) = f"--tools {spec}", spec.partition(":")
     plug = find_plug(f"--tools {word}")
-    loader = import_named("--tools", plug or "tasks.functions:load_tools", "function")
-
-    found = loader(rest.strip() if plug else spec, f"--tools {spec}")
-    task.tools = [*task.tools, *choose_fitting(f"--tools {spec}", task.tools, found)]
+    if plug:
+        found = plug(rest.strip(), where)
+    else:
+        as_tool = import_named(where, "tasks.functions:TypedFunction", "class")
+        found = [as_tool(import_named(where, spec, "function"), where)]
+    task.tools = [*task.tools, *choose_fitting(where, task.tools, found)]
 
 
 def choose_fitting(where: str, others: Sequence[Tool], found: Sequence[Tool | Fault]) -> list[Tool]:
@@ -146,19 +145,18 @@ def check_questions(task: Task) -> None:
 
 
 def _check_split(task: Task, split: str) -> None:
-    ids = Counter[str]()
-    for q in task.questions(split):
+    questions = task.questions(split)
+    for q in questions:
         known = isinstance(q, Question) and isinstance(q.golds, tuple)
         if not known or not all(isinstance(text, str) for text in (q.text, *q.golds)):
             raise Fault(
                 f"--task {task.cfg.task}: of {split} it has {q!r:.99}; return Question(id, text, [gold, ...])"
             )
-        ids[q.id] += 1
-    if not ids and split != "valid":
+    if not questions and split != "valid":
         raise Fault(
             f"--task {task.cfg.task}: there are no questions to {split} on; return at least one"
         )
-    for id, n in ids.items():
+    for id, n in Counter(q.id for q in questions).items():
         if n > 1:
             raise Fault(
                 f"--task {task.cfg.task}: several {split} questions have the id {id!r}; make it unique"

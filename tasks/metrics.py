@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -89,9 +90,9 @@ def average_by_source(
 ) -> dict[str, float]:
     """Returns the means of metrics, a row for each trajectory, as `name`, and of each source as
     `name/source`."""
-    columns: dict[str, list[float]] = {}
+    columns = defaultdict[str, list[float]](list)
     for tau, row in zip(taus, rows, strict=True):
         for name, x in row.items():
-            columns.setdefault(name, []).append(x)
-            columns.setdefault(f"{name}/{tau.question.source}", []).append(x)
+            columns[name].append(x)
+            columns[f"{name}/{tau.question.source}"].append(x)
     return {name: sum(x) / len(x) for name, x in sorted(columns.items())}

@@ -24,16 +24,13 @@ def import_named(where: str, spec: str, kind: str) -> Any:
         remedy = "run in the directory that it is in" if itself else "install what it imports"
         raise Fault(f"{where}: {module} cannot be imported ({first_line(e)}); {remedy}") from None
     if not callable(target) or isinstance(target, type) != (kind == "class"):
-        remedy = "; give the module that it is in" * (module == "__main__")
-        file = getattr(sys.modules[module], "__file__", None) or ""
-        found = "" if file.startswith(os.getcwd()) else f" ({file})"  # perhaps another of that name
-        raise Fault(f"{where}: {name} is not a {kind} in {module}{remedy or found}")
+        file = getattr(sys.modules[module], "__file__", None)  # perhaps another of that name
+        raise Fault(f"{where}: {name} is not a {kind} in {module} ({file})")
     return target
 
 
-def find_plug(word: str) -> str:
-    """Returns module:name of the plug-in that a flag's word asks for ("--format hermes"); "" if
-    there is none.
+def find_plug(word: str) -> Any:
+    """Returns the plug-in that a flag's word asks for ("--format hermes"); None if there is none.
 
     A folder `plugs` in any folder of this project lists what it has in PLUGS. A folder with a run in
     it is passed over: it may be a stranger's.
@@ -43,5 +40,6 @@ def find_plug(word: str) -> str:
         if not any(wing.rglob("config.json")):
             plugs: dict[str, str] = importlib.import_module(f"{wing.name}.plugs").PLUGS
             if word in plugs:
-                return plugs[word]
-    return ""
+                module, _, name = plugs[word].partition(":")
+                return getattr(importlib.import_module(module), name)
+    return None

@@ -49,7 +49,7 @@ def load_questions(path: str | Path, rows: bool = False) -> list[Question]:
         except ValueError as e:
             raise Fault(f"{path}:{line}: {e}") from None
         questions.append(replace(question, data=row) if rows else question)
-        notes.update(_doubts(row, question))
+        notes.update(_doubts(question))
     if not questions:
         raise Fault(f"{path}: no question in it; give a file with at least one row")
     for note, count in notes.items():
@@ -158,15 +158,12 @@ def _find_golds(row: object) -> list[str]:
     return golds
 
 
-def _doubts(row: object, q: Question) -> Iterator[str]:
+def _doubts(q: Question) -> Iterator[str]:
     """Yields what is probably a mistake in a question, to be counted."""
     if not q.golds:
         yield "questions have no gold answer: they are measured by their reward"
     if any(map(PRINTED.fullmatch, q.golds)):
         yield "questions have a list as the text of one gold answer: write a JSON list"
-    prompt = _find_question(look_up(row, "prompt"))
-    if prompt and prompt.strip().rstrip("?") != q.text.rstrip("?"):
-        yield "questions differ from the one in `prompt`, which is not asked"
 
 
 def look_up(row: object, *keys: str, default: Any = None) -> Any:

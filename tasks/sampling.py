@@ -1,7 +1,6 @@
 """Which questions a step, a subset or an evaluation asks: the same for the same seed."""
 
 import zlib
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -42,10 +41,10 @@ def take_subset(questions: list[Question], n: int, seed: int = 0) -> list[Questi
     if not 0 < n < len(questions):
         return questions
     order = rng_of(seed, 0, "subset").permutation(len(questions))
-    sources = [questions[k].source for k in order]
+    sources = np.array([q.source for q in questions])[order]
     # Interleave the sources: the k-th question of a source with m has the place (k + 1/2) / m.
-    size, seen, place = Counter(sources), Counter[str](), []
-    for k, source in zip(order, sources, strict=True):
-        place.append(((seen[source] + 0.5) / size[source], int(k)))
-        seen[source] += 1
-    return [questions[k] for k in sorted(k for _, k in sorted(place)[:n])]
+    place = np.empty(len(questions))
+    for source in np.unique(sources):
+        own = order[sources == source]
+        place[own] = (np.arange(len(own)) + 0.5) / len(own)
+    return [questions[k] for k in sorted(place.argsort(kind="stable")[:n])]

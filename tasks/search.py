@@ -4,9 +4,7 @@ server is any good."""
 from __future__ import annotations
 
 import os
-import queue
 import re
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from config import TaskKnobs
+from plumbing.batches import Batches
 from plumbing.client import Client
 from plumbing.faults import Fault, Outage, ToolDown
 from plumbing.outside import contents_of, without_secrets
@@ -51,8 +50,7 @@ class Search(Tool):
         self.topk = topk
         self._client_of = partial(Client, timeout=timeout, retries=retries)
         self.connect(url)
-        self._queue: queue.SimpleQueue[tuple[str, Future[list[str]]]] = queue.SimpleQueue()
-        threading.Thread(target=self._send_batches, daemon=True).start()
+        self._batches = Batches(self._retrieve, 256)
 
     def connect(self, url: str, revive: Callable[[], str] = lambda: "") -> None:
         """Searches at other servers from now on."""
@@ -69,9 +67,7 @@ class Search(Tool):
 
     def submit(self, argument: str) -> Future[list[str]]:
         """Returns a Future of the passages' `contents`, best first."""
-        future: Future[list[str]] = Future()
-        self._queue.put((argument, future))
-        return future
+        return self._batches.submit(argument)
 
     def show(self, result: list[str]) -> str:
         """Returns the passages as the policy reads them (App. F); each is `"Title"\\ntext`."""
@@ -82,31 +78,13 @@ class Search(Tool):
             shown.append(f"Doc {k}(Title: {title}) {text.strip()}")
         return "\n".join(shown)
 
-    def _send_batches(self) -> None:
-        while True:
-            batch = [self._queue.get()]
-            while not self._queue.empty() and len(batch) < 256:
-                batch.append(self._queue.get())
-            try:
-                passages = self._retrieve(list(dict.fromkeys(query for query, _ in batch)))
-                for query, future in batch:
-                    future.set_result(passages[query])
-            except Exception as e:  # raised by the futures, in the caller's thread
-                for _, future in batch:
-                    future.set_exception(e)
-
     def _retrieve(self, queries: list[str]) -> dict[str, list[str]]:
         def read(answer: Any) -> dict[str, list[str]]:
-            rows = [
-                [
-                    contents_of(hit["document"] if "document" in hit else hit)[:MAX_PASSAGE]
-                    for hit in hits[: self.topk]
-                ]
-                for hits in answer["result"]
-            ]
-            if not all(isinstance(contents, str) for hits in rows for contents in hits):
-                raise TypeError("contents are not text")
-            return dict(zip(queries, rows, strict=True))
+            passages = {}
+            for query, hits in zip(queries, answer["result"], strict=True):
+                best = [hit["document"] if "document" in hit else hit for hit in hits[: self.topk]]
+                passages[query] = [contents_of(document)[:MAX_PASSAGE] for document in best]
+            return passages
 
         body = {"queries": queries, "topk": self.topk, "return_scores": True}
         try:

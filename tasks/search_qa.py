@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from config import Config
+from config import PRESETS, Config
 from plumbing.faults import Fault
 from plumbing.hub import find_on_disk
 from tasks import Question, Task, Trajectory
@@ -76,11 +76,21 @@ class SearchQA(Task):
             every = load_questions(file, self.keeps_rows)
         except Fault as e:
             raise Fault(f"--{flag} {e}") from None
+        if split == "valid" and cfg.valid and self._is_stray(cfg.valid):
+            print("note: --valid is the preset's, the training questions are not: it is not used")
+            return []
         if cfg.valid or split == "test":
             return every
         n = min(500, len(every) // 10)
         aside = set(rng_of(cfg.seed, 0, "valid").permutation(len(every))[:n].tolist())  # CHOICE-25
         return [q for k, q in enumerate(every) if (k in aside) == (split == "valid")]
+
+    def _is_stray(self, valid: str) -> bool:
+        """Whether a subclass has training questions of its own beside a preset's of `valid`."""
+        if valid not in [preset.get("valid") for preset in PRESETS.values()]:
+            return False
+        theirs = {q.text for q in load_questions(self.cfg.train, self.keeps_rows)}
+        return theirs.isdisjoint(q.text for q in self.questions("train"))
 
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
         return [em(tau.prediction, tau.question.golds) for tau in taus]  # Eq.1

@@ -50,7 +50,7 @@ class Task(ABC):
         name, kind = self.cfg.format, Tags
         if name != "tags":
             flag = f"--format {name}"
-            kind = import_named(flag, find_plug(flag) or name, "class")
+            kind = find_plug(flag) or import_named(flag, name, "class")
             if not issubclass(kind, Tags):
                 raise Fault(f"{flag}: it does not extend tasks.formats.Tags")
         return kind(self, tokenizer)
@@ -68,10 +68,7 @@ class Task(ABC):
         the environment.
         """
         names = [tool.tag for tool in self.tools if tool.usage()]
-        if not names:
-            return ""
-        first_names = ", ".join([*names[:8], "..."] if len(names) > 8 else names)
-        return f"tools: {first_names} ({len(names)})"
+        return f"tools: {', '.join(names)} ({len(names)})" if names else ""
 
     def address(self) -> Any:
         """Returns what `connect` needs on other ranks, after `start`."""

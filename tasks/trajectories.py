@@ -7,6 +7,10 @@ from typing import Any
 
 from plumbing.files import Row
 
+RECORDED = (
+    "instruction group stop reward failed advantage credit prediction invalid prompt_tokens response"
+).split()
+
 
 @dataclass(frozen=True)
 class Question:
@@ -108,23 +112,8 @@ class Trajectory:
 
     def record(self) -> Row:
         """Returns a row for `trajectories/`: everything but the token arrays."""
-        return {
-            "instruction": self.instruction,
-            "question": self.question.id,
-            "question_text": self.question.text,
-            "source": self.question.source,
-            "group": self.group,
-            "stop": self.stop,
-            "reward": self.reward,
-            "failed": self.failed,
-            "advantage": self.advantage,
-            "credit": self.credit,
-            "prediction": self.prediction,
-            "golds": self.question.golds,
-            "invalid": self.invalid,
-            "prompt_tokens": self.prompt_tokens,
-            "action_tokens": sum(self.mask),
-            "tokens": len(self.ids),
-            "turns": [asdict(turn) for turn in self.turns],
-            "response": self.response,
-        }
+        q = self.question
+        row: Row = {"question": q.id, "question_text": q.text, "source": q.source, "golds": q.golds}
+        row |= {name: getattr(self, name) for name in RECORDED}
+        row |= {"action_tokens": sum(self.mask), "tokens": len(self.ids)}
+        return row | {"turns": [asdict(turn) for turn in self.turns]}

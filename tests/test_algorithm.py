@@ -110,6 +110,7 @@ class Recorder:
 
     def __init__(self, cfg=None):
         self.cfg, self.events, self.seen, self.samples = cfg, [], [], []
+        self.metrics: list[str] = []
         self.run = SimpleNamespace(
             write_trajectories=lambda *sample: self.samples.append(sample),
             append=lambda name, row: self.record(next(iter({"scored"} & set(row))), row),
@@ -133,9 +134,6 @@ class Recorder:
     @contextlib.contextmanager
     def timing(self, phase):
         yield
-
-    def measure(self, taus) -> dict:
-        return make_step_row(self.task, taus, self.cfg.G)
 
     def look(self, name: str) -> None:
         """Keeps (name, weights, latest step in the buffer)."""
@@ -692,7 +690,6 @@ def run(
     policy, log = WatchedPolicy({FIRST: 0} | right), Recorder(cfg)
     policy.log, optimizer = log, None if static else TableOptimizer(*replies)
     evolution = inspo.Evolution(cfg, task := task(cfg, D), optimizer, population(cfg), log)
-    log.task = task
     checkpoints = Kept(evolution.P, evolution.B, log, restored, at)
     return inspo.inspo(cfg, task, policy, evolution, checkpoints, log), policy, log, optimizer
 

@@ -316,9 +316,9 @@ OLDER = {"rank": "reward", "gate": "not_worse", "groups": "", "objective": "grpo
 
 
 @pytest.mark.parametrize("changed, knob", [
-    ({"T": None}, "lacks --T"), ({"task": None}, "lacks --task"), ({"newer": 3}, "has --newer"),
-    ({"lora_rank": 8, "dither": None}, "lacks --dither"),  # its adapters are laid out as peft's
-    (OLDER | {"task": None, "program": None, "commit": None, "id": None}, "has --rank"),
+    ({"T": None}, "T"), ({"task": None}, "task"), ({"newer": 3}, "newer"),
+    ({"lora_rank": 8, "dither": None}, "dither"),  # its adapters are laid out as peft's
+    (OLDER | {"task": None, "program": None, "commit": None, "id": None}, "rank"),
 ])  # fmt: skip
 def test_a_config_of_another_version_is_one_line_that_names_a_knob(run, changed, knob):
     path = run.path / "config.json"
@@ -327,7 +327,7 @@ def test_a_config_of_another_version_is_one_line_that_names_a_knob(run, changed,
     commit = "unknown" if "commit" in changed else found["commit"]
     for resume in (False, True):
         with pytest.raises(
-            Fault, match=f"another version of inspo.py .commit {re.escape(commit)}; it {knob}"
+            Fault, match=f"another version of inspo.py .commit {re.escape(commit)}; .* --{knob}"
         ) as e:
             read_config(run.path, resume=resume)
         assert "\n" not in str(e.value) and "damaged" not in str(e.value)
@@ -629,6 +629,15 @@ def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeyp
     }
     for run in runs:
         run.close()
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "trajectories"])
+def test_a_file_in_the_place_of_a_folder_is_named(run, name):
+    run.close()
+    shutil.rmtree(run.path / name)
+    (run.path / name).touch()
+    with pytest.raises(DiskFault, match=f"cannot write {run.path}/{name} .File exists"):
+        reopen(run.path)
 
 
 @pytest.mark.parametrize("name", ["policy", "checkpoints", "metrics.jsonl", "I_star.txt"])

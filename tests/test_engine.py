@@ -213,6 +213,14 @@ def test_tokens_are_drawn_from_the_softmax_at_the_temperature(world, temperature
     assert ((share - p).abs() < 4.5 * (p * (1 - p) / n).sqrt())[likely].all()
 
 
+def test_the_first_and_the_last_token_of_the_vocabulary_are_drawn(tiny, small, monkeypatch):
+    last = tiny[0].config.vocab_size - 1
+    for token in (0, last):
+        play(small, [token], monkeypatch)
+        assert [turn.ids for turn in small.generate({0: [5]}, 1, 1.0)] == [[token]]
+        small.begin(0)
+
+
 # ---- the end of a turn
 
 

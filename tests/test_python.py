@@ -114,6 +114,15 @@ REFUSED = {
     "a name with a letter too few": (dict(lora_rnk=8), "lora_rnk: .*nearest is lora_rank"),
     "one in another case": (dict(t=3), "t: .*nearest is T \\("),
     "one of train's own": (dict(learnr=Learner), "learnr: .*nearest is learner"),
+    "another's name": (dict(learning_rate=1e-5), "learning_rate: .*nearest is lr "),
+    "another's shorter name": (dict(epsilon=0.1), "epsilon: .*nearest is eps "),
+    "a word of two": (dict(batch_size=8), "batch_size: .*nearest is batch "),
+    "a learner of another kind": (dict(learner=Population), "learner: .*Population.* Learner"),
+    "a population of another kind": (
+        dict(population=Learner),
+        "population: .*Learner.* Population",
+    ),
+    "an evolution of another kind": (dict(evolution=Echo), "evolution: .*Echo.* Evolution"),
     "a preset": (dict(preset="wrld"), "preset 'wrld': choose world, "),
     "text for a number": (dict(T="4"), "T: give a value of type int, not str"),
     "a fraction": (dict(T=2.5), "T: give a value of type int, not float"),
@@ -256,7 +265,7 @@ def test_a_class_of_a_function_is_trained_and_loaded_by_the_class_alone(tmp_path
         pass
 
     path = inspo.train(task=Local, **TINY, out=str(tmp_path / "r")).path
-    with pytest.raises(Fault, match="<locals>.Local is not a class in test_python$"):
+    with pytest.raises(Fault, match="<locals>.Local is not a class in test_python "):
         load_agent(path)
     with load_agent(path, task=Local, temperature=0.5, max_turns=1) as agent:
         assert agent.task.cfg.max_turns == 1 and agent.instruction == Echo.instruction

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from config import Config
+from config import PRESETS, Config
 from plumbing.faults import Fault
 from plumbing.words import split_words
 from tasks import Question, Trajectory, search_qa
@@ -416,20 +416,15 @@ def test_a_parquet_s_value_that_python_cannot_hold_is_a_fault(tmp_path, kind):
 
 
 def test_what_is_hardly_meant_is_noted_with_its_count(tmp_path, capsys):
-    same, other = (
-        [{"role": "user", "content": f"Answer. Question: {text}?\n"}] for text in ("Who", "Why")
-    )
     rows = [
         ROW | {"id": "c", "golden_answers": "['x', 'y']"},
-        ROW | {"id": "d", "prompt": other},
-        ROW | {"id": "e", "prompt": same},
         ROW | {"id": "g", "golden_answers": "[1990, 1991]"},
         ROW | {"id": "f", "golden_answers": ["[x]", "yes!"], "question": "Who", "prompt": None},
     ]
-    assert len(load_questions(write(tmp_path / "q.jsonl", *rows))) == 5
+    assert len(load_questions(write(tmp_path / "q.jsonl", *rows))) == 3
     notes = capsys.readouterr().out.splitlines()
-    assert [int(re.search(r"q\.jsonl: (\d+) ", note)[1]) for note in notes] == [2, 1]
-    load_questions(write(tmp_path / "q.jsonl", rows[2], rows[4]))
+    assert [int(re.search(r"q\.jsonl: (\d+) ", note)[1]) for note in notes] == [2]
+    load_questions(write(tmp_path / "q.jsonl", rows[2]))
     assert capsys.readouterr().out == ""
     lists = [
         "('x', 'y')",
@@ -496,6 +491,35 @@ def test_without_valid_a_tenth_of_the_training_questions_at_most_500_are_set_asi
     assert any(split(monkeypatch, seed=seed)[1] != chosen for seed in (1, 2))
     for n, sizes in ((9, [9, 0, 1]), (6000, [5500, 500, 1])):
         assert [len(part) for part in split(monkeypatch, n)] == sizes
+
+
+class Own(SearchQA):
+    """Has training questions of its own."""
+
+    def questions(self, split):
+        return [Question("a", "Who?", ("x",))] if split == "train" else super().questions(split)
+
+
+class Fewer(SearchQA):
+    """Leaves some of the training questions out."""
+
+    def questions(self, split):
+        return super().questions(split)[::2] if split == "train" else super().questions(split)
+
+
+@pytest.mark.parametrize(
+    "kind, valid, used",
+    [(Own, "world", False), (Own, "own", True), (Fewer, "world", True), (SearchQA, "world", True)],
+)
+def test_a_preset_s_validation_questions_are_for_its_training_questions(
+    tmp_path, capsys, kind, valid, used
+):
+    world = {name: PRESETS["world"][name] for name in ("train", "valid", "test")}
+    files = world | ({"valid": str(write(tmp_path / "v.jsonl", ROW))} if valid == "own" else {})
+    task = load_task(Config(**files), kind)
+    check_questions(task)
+    assert bool(task.questions("valid")) == used and len(task.questions("test")) > 100
+    assert ("it is not used" in capsys.readouterr().out) != used
 
 
 @pytest.mark.parametrize("mark", "?？؟")

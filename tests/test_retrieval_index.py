@@ -32,6 +32,7 @@ from transformers import (
     DistilBertConfig,
     DistilBertModel,
     ElectraConfig,
+    FNetConfig,
     LlamaConfig,
     LongformerConfig,
     MPNetConfig,
@@ -150,6 +151,13 @@ def Q(flat):
         ("plain", "mean", "", ""),
         ("e5", "mean", "query: ", "passage: "),
         ("bge", "cls", "Represent this sentence for searching relevant passages: ", ""),
+        ("cls", "cls", "", ""),
+        (
+            "e5-instruct",
+            "mean",
+            "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: ",
+            "",
+        ),
     ],
 )
 def test_vectors_equal_those_of_sentence_transformers(shallow, family, pooling, query, passage):
@@ -176,10 +184,54 @@ def test_the_family_follows_from_the_name():
     names = {
         "intfloat/e5-base-v2": "e5",
         "intfloat/multilingual-e5-large/": "e5",
+        "intfloat/multilingual-e5-large-instruct": "e5-instruct",
         "BAAI/bge-base-en-v1.5": "bge",
+        "BAAI/bge-m3": "cls",
+        "BAAI/bge-base-zh-v1.5": "cls",
     }
     names |= {"sentence-transformers/all-MiniLM-L6-v2": "plain", "/e5/models/mpnet": "plain"}
     assert {name: infer_family(name) for name in names} == names
+
+
+@pytest.mark.parametrize(
+    "pooling, right",
+    [
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "plain e5"),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls bge"),  # mxbai, Arctic
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True, "include_prompt": True}, ""),
+        ({"pooling_mode_lasttoken": True, "pooling_mode_cls_token": False}, ""),
+        ({"embedding_dimension": 24, "pooling_mode": "cls", "include_prompt": True}, "cls bge"),
+        ({"embedding_dimension": 24, "pooling_mode": "mean"}, "plain e5"),
+        (None, "plain e5 cls bge"),
+    ],
+)  # fmt: skip
+def test_a_model_that_pools_otherwise_than_its_name_says_needs_a_family(
+    bert, tmp_path, pooling, right
+):
+    for name, family in {"m": "plain", "e5-m": "e5", "bge-m3": "cls", "bge-en": "bge"}.items():
+        folder = shutil.copytree(bert, tmp_path / name)
+        if pooling:
+            (folder / "1_Pooling").mkdir()
+            (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
+        if family in right.split():
+            assert Encoder(str(folder)).family == family
+        else:
+            assert "name its --family" in refusal(Encoder, str(folder))
+        assert Encoder(str(folder), family).family == family
+
+
+def test_a_model_that_reads_the_padding_of_a_batch_is_refused(bert, tmp_path):
+    shutil.copytree(bert, tmp_path / "m")
+    config = FNetConfig(vocab_size=99, hidden_size=24, num_hidden_layers=1, intermediate_size=32)
+    AutoModel.from_config(config).save_pretrained(tmp_path / "m")
+    assert "depends on those beside it" in refusal(Encoder, str(tmp_path / "m"))
+
+
+def test_a_model_with_a_layer_behind_its_pooling_is_refused(bert, tmp_path):
+    folder = shutil.copytree(bert, tmp_path / "m")
+    parts = [{"type": f"sentence_transformers.models.{name}"} for name in ("Pooling", "Dense")]
+    (folder / "modules.json").write_text(json.dumps(parts))  # LaBSE, distiluse
+    assert "a dense layer follows" in refusal(Encoder, str(folder), "plain")
 
 
 def test_other_models_of_the_bert_type(bert, tmp_path):
@@ -403,6 +455,18 @@ def test_an_index_made_with_another_idea_of_a_word_is_refused(folder, tmp_path, 
         assert f"--index {out}: of another idea of a word" in refusal(open_index, str(out), corpus)
 
 
+@pytest.mark.parametrize("left", [None, 0, 0.5])
+@pytest.mark.parametrize("file", ["params.index.json", "vocab.index.json", "data.csc.index.npy"])
+def test_a_damaged_index_is_refused(tmp_path, file, left):
+    corpus, out = Corpus(make_corpus(tmp_path / "c")), tmp_path / "i"
+    build.main(["--corpus", corpus.path, "--encoder", "bm25", "--index", str(out)])
+    whole = (out / file).read_bytes()
+    (out / file).unlink()
+    if left is not None:
+        (out / file).write_bytes(whole[: int(left * len(whole))])
+    assert f"--index {out}: damaged" in refusal(open_index, str(out), corpus)
+
+
 def test_an_index_of_another_corpus_or_encoder_is_refused(folder, tmp_path, shallow, bert):
     corpus, other = Corpus(folder / "corpus"), Corpus(make_corpus(tmp_path / "c", N - 1))
     flat, file = str(folder / "flat"), str(folder / "flat/index.faiss")
@@ -475,7 +539,8 @@ def test_a_build_compares_vectors_with_passages(
 ):
     vectors = flat.index.reconstruct_n(0, N)
     monkeypatch.setattr(build, "encode_corpus", lambda *_: np.roll(vectors, shift, axis=0))
-    for kind in ("Flat", "IVF8,Flat"):  # which cannot return its vectors
+    # which returns its vectors roughly, or not at all
+    for kind in ("Flat", "PQ96x4fs", "IVF8,Flat"):
         for shift in (0, 1):  # each a row too late
             argv = ["--corpus", str(folder / "corpus"), "--encoder", shallow, "--type", kind]
             build.main([*argv, "--index", str(tmp_path / f"{kind}{shift}")])

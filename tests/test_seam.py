@@ -84,7 +84,7 @@ def test_a_task_is_a_class_of_any_module(game):
     assert (
         isinstance(task, Task)
         and type(task).__name__ == "Toolless"
-        and task.cfg is cfg
+        and task.cfg == cfg
         and list(task.tools) == []
     )
     assert type(load_task(Config())) is SearchQA

@@ -39,10 +39,10 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize("edit, what", [
-    (lambda w: w.pop(NAME), f"missing: {NAME}"),
-    (lambda w: w.update(extra=torch.zeros(3)), "unexpected: extra"),
+    (lambda w: w.pop(NAME), rf"missing \(1, {NAME}\)"),
+    (lambda w: w.update(extra=torch.zeros(3)), r"unexpected \(1, extra\)"),
     (lambda w: w.update({NAME: torch.zeros(5, 64)}), "up_proj"),
-    (lambda w: w[NAME][2, 3].fill_(float("nan")), f"not finite: {NAME}"),
+    (lambda w: w[NAME][2, 3].fill_(float("nan")), rf"not finite \(1, {NAME}\)"),
     (lambda w: w["model.norm.weight"].fill_(3e38), "its logits are not finite, since its weights are too large"),
 ])  # fmt: skip
 def test_weights_that_are_not_the_model_s_are_refused_by_name(damaged, edit, what):

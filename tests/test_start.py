@@ -193,16 +193,16 @@ def test_under_torchrun_the_list_of_what_is_missing_comes_last_and_has_the_gpu(t
 
 
 def test_why_there_is_no_cuda_device(monkeypatch):
+    if not torch.version.cuda:
+        assert without_cuda().endswith("not compiled with CUDA enabled)")
+
     def init():
         raise RuntimeError(
             "The NVIDIA driver on your system is too old (found version 11040).\nMore."
         )
 
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
-    assert re.search(r"for CUDA 13.0 .*found version 11040\)", without_cuda())
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert without_cuda().endswith("built without CUDA)")
+    assert without_cuda().endswith("found version 11040).)")
 
 
 def test_a_full_gpu_is_told_in_one_line_that_names_a_remedy(monkeypatch, tmp_path):

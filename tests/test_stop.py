@@ -160,14 +160,30 @@ def test_where_it_may_a_request_ends_a_wait_at_once(listening):
     assert time.time() - began < 60
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_request_inside_a_del_is_granted_at_the_next_place(listening):
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_request_inside_a_del_is_granted_a_moment_later(listening):
+    class Closes:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+
+    reached = []
+    with pytest.raises(stop.Stopped, match="stopped by SIGINT"), stop.may_stop():
+        Closes()
+        reached.append("after it")
+        time.sleep(20)
+    assert reached
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_request_inside_a_del_waits_where_an_update_has_begun_meanwhile(listening):
     class Closes:
         def __del__(self):
             os.kill(os.getpid(), signal.SIGINT)
 
     with stop.may_stop():
         Closes()
+    time.sleep(0.2)
     with pytest.raises(stop.Stopped, match="stopped by SIGINT"), stop.may_stop():
         pass
 

@@ -27,24 +27,17 @@ GRAPHS = 30e6  # bytes of vLLM's CUDA graphs, a layer: an allowance
 SAMPLER = 4
 SURE = 0.9  # share of what is usable up to which an estimate decides alone: it has been 7 % off
 CHUNK = 4096  # rows of logits that kernels/head.py allocates at a time
-KNOWN = {  # the presets' models, so that estimating needs no hub
-    "Qwen/Qwen2.5-0.5B": dict(
-        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
-        vocab_size=151936, tie_word_embeddings=True,
-    ),
-    "Qwen/Qwen2.5-1.5B": dict(
-        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
-        vocab_size=151936, tie_word_embeddings=True,
-    ),
-    "Qwen/Qwen2.5-3B": dict(
-        hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
-        vocab_size=151936, tie_word_embeddings=True,
-    ),
-    "Qwen/Qwen2.5-7B": dict(
-        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-        vocab_size=152064, tie_word_embeddings=False,
-    ),
-}  # fmt: skip
+SHAPES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
+MODELS = {  # of the presets, so that estimating needs no hub
+    "Qwen/Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "Qwen/Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen/Qwen2.5-3B": (2048, 11008, 36, 16, 2, 151936, True),
+    "Qwen/Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064, False),
+}
+KNOWN: dict[str, Any] = {name: dict(zip(SHAPES, MODELS[name], strict=True)) for name in MODELS}
 
 
 def shapes(model: str) -> Any:

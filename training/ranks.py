@@ -7,6 +7,7 @@ work itself.
 
 import contextlib
 import datetime
+import functools
 import gc
 import os
 import sys
@@ -87,11 +88,10 @@ class Ranks:
     def thread(self) -> ThreadPoolExecutor:
         """Returns a thread to submit work to, on this rank's GPU: torch starts every thread on the
         first one."""
-        if self.device != "cuda":
-            return ThreadPoolExecutor(1)
-        return ThreadPoolExecutor(
-            1, initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)
-        )
+        begin = None
+        if self.device == "cuda":
+            begin = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+        return ThreadPoolExecutor(1, initializer=begin)
 
     @contextlib.contextmanager
     def fail_at_once(self) -> Iterator[None]:

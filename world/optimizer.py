@@ -29,6 +29,7 @@ BROAD = (
     "One broad query mirrors the whole question and cannot find what lies behind the first fact."
 )
 STOPS_EARLY = "The agent stops searching before the last fact is found."
+WITHOUT_BLOCKS = "I would rewrite the prompt with clearer steps, fewer words and more structure."
 SENTENCE = "The answer is a sentence where a name was asked for."
 
 
@@ -95,14 +96,20 @@ def as_words(text: str) -> str:
     return f" {' '.join(words)} "
 
 
-def find_foreign(instruction: str) -> str:
-    """Returns what an instruction says beyond the world's sentences, if that names a tag of another
-    tool; else ""."""
+def find_frame(instruction: str) -> str:
+    """Returns what stands in place of the world's frame: whatever the task is, its own tags are kept.
+
+    That is what the instruction says beyond the world's sentences, if it names a tag of another
+    tool, behind the frame that it has; else "".
+    """
     rest = instruction
     for sentence in KNOWN_SENTENCES:
         rest = rest.replace(sentence, " ")
     rest = " ".join(rest.split())
-    return rest if set(re.findall(r"</?\w+>", rest)) - KNOWN_TAGS else ""
+    if not set(re.findall(r"</?\w+>", rest)) - KNOWN_TAGS:
+        return ""
+    own = [frame for frame in FRAMES if frame in instruction]
+    return " ".join([*own[:1], rest])
 
 
 def revise(rng: random.Random, clauses: list[str], add: list[str], frame: str = "") -> str:
@@ -123,56 +130,47 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
 
     `guess`: a control that proposes clauses at random and never looks at the failures.
     """
-    # what the prompt asks for
     rng = random.Random(f"{seed} {hashlib.sha256(prompt.encode()).hexdigest()}")
     parent = re.search(r"<ins_0>(.*?)</ins_0>", prompt, re.S)
     numbers = re.findall(r"(?:to|into) <ins_(\d+)>", prompt)
     if not parent or not numbers:
         return "I can only improve a prompt that is given in <ins_0> </ins_0>."
-    instruction = parent.group(1).strip()
-    n = int(numbers[-1])
-    clauses = read_clauses(instruction)
-    # Whatever the task is, its own tags are kept: where there are any, they stand in place of the
-    # world's frame.
-    frame = find_foreign(instruction)
-    own = [f for f in FRAMES if f in instruction]
-    if frame and own:
-        frame = f"{own[0]} {frame}"
-
-    # the analysis, and the candidates
-    other = re.search(r"<other>(.*?)</other>", prompt, re.S)
-    failures = re.findall(r"Response: (.*?)\nCorrect answer: (.*?)\n</example>", prompt, re.S)
-    if other:
-        text = ["The first one lacks what the other says beyond it."]
-        lacks = [c for c in read_clauses(other.group(1)) if c not in clauses]
-        candidates = [revise(rng, clauses, lacks, frame) for _ in range(n)]
-    elif failures:
-        reasons, votes = analyze([] if guess else failures, clauses)
-        text = [f"{k}. {why}" for k, why in enumerate(reasons.values(), 1)]
-        text = text or ["The reasons are not clear."]
-        candidates = [
-            revise(rng, clauses, [choose_clause(rng, votes, guess)], frame) for _ in range(n)
-        ]
-    else:
-        text = ["Here are other wordings of the prompt."]
-        candidates = [
-            write_instruction(rng, clauses, rng.randint(0, 2), frame=frame) for _ in range(n)
-        ]
-
+    text, candidates = propose(rng, prompt, parent[1].strip(), int(numbers[-1]), guess)
     # malformed replies: none of the candidates, one of them twice, a tag lost
-    mishap = rng.random()
+    mishap, n = rng.random(), len(candidates)
     if mishap < 0.05:
-        text.append(
-            "I would rewrite the prompt with clearer steps, fewer words and more structure."
-        )
-        return "\n".join(text)
+        return f"{text}\n{WITHOUT_BLOCKS}"
     if mishap < 0.12:
         candidates[rng.randrange(n)] = candidates[rng.randrange(n)]
     if mishap < 0.20 or rng.random() < 0.1:
         k = rng.randrange(n)
         candidates[k] = candidates[k].replace(rng.choice(["</answer>", "<search>", "</think>"]), "")
     blocks = [f"<ins_{k}>\n{c}\n</ins_{k}>" for k, c in enumerate(candidates, 1)]
-    return "\n\n".join(["\n".join(text), *blocks])
+    return "\n\n".join([text, *blocks])
+
+
+def propose(
+    rng: random.Random, prompt: str, instruction: str, n: int, guess: bool
+) -> tuple[str, list[str]]:
+    """Returns an analysis and `n` candidates."""
+    clauses, frame = read_clauses(instruction), find_frame(instruction)
+    other = re.search(r"<other>(.*?)</other>", prompt, re.S)
+    failures = re.findall(r"Response: (.*?)\nCorrect answer: (.*?)\n</example>", prompt, re.S)
+    candidates = []
+    if other:
+        lacks = [c for c in read_clauses(other[1]) if c not in clauses]
+        for _ in range(n):
+            candidates.append(revise(rng, clauses, lacks, frame))
+        return "The first one lacks what the other says beyond it.", candidates
+    if failures:
+        reasons, votes = analyze([] if guess else failures, clauses)
+        for _ in range(n):
+            candidates.append(revise(rng, clauses, [choose_clause(rng, votes, guess)], frame))
+        numbered = [f"{k}. {why}" for k, why in enumerate(reasons.values(), 1)]
+        return "\n".join(numbered) or "The reasons are not clear.", candidates
+    for _ in range(n):
+        candidates.append(write_instruction(rng, clauses, rng.randint(0, 2), frame=frame))
+    return "Here are other wordings of the prompt.", candidates
 
 
 def analyze(
@@ -213,10 +211,9 @@ def make_app(seed: int, guess: bool = False):
         usage = {"prompt_tokens": len(prompt) // 4, "completion_tokens": len(reply) // 4}
         message = {"role": "assistant", "content": reply}
         return {
-            "object": "chat.completion",
             "model": request["model"],
-            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-            "usage": usage | {"total_tokens": sum(usage.values())},
+            "choices": [{"message": message, "finish_reason": "stop"}],
+            "usage": usage,
         }
 
     return app

@@ -50,10 +50,10 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def play_turns(
-    engine: Any, contexts: dict[int, list[int]], max_new: int, temperature: float
+    engine: Any, contexts: dict[int, list[int]], max_new: int, temperature: float, seed: int = 0
 ) -> list[Any]:
     """Returns an engine's turn for each context, in the order of their keys."""
-    engine.begin(0)
+    engine.begin(seed)
     turns = list(engine.generate(contexts, max_new, temperature))
     while len(turns) < len(contexts):
         turns += engine.generate({}, max_new, temperature)

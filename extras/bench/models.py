@@ -76,18 +76,26 @@ KINDS = {  # settings, transformers' classes
     "": (
         {},
         "Llama Qwen2 Qwen3 Gemma Phi Phi3 Olmo Olmo2 Granite Cohere Glm4 StableLm SmolLM3 GPT2 GPTNeoX OPT"
-        " Apertus Arcee Ernie4_5 HunYuanDenseV1 SeedOss",
+        " Apertus Arcee Ernie4_5 HunYuanDenseV1 SeedOss Helium HyperCLOVAX Jais2 Persimmon GPTBigCode GPTJ HrmText"
+        " BioGpt BitNet DiffLlama Doge Fuyu Glm Ministral3",
     ),
     ", windows": (
         {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1},
-        "Qwen2 Phi3 Mistral Ministral Gemma2 Gemma3Text Cohere2 Olmo3 Starcoder2 Exaone4",
+        "Qwen2 Phi3 Mistral Ministral Gemma2 Gemma3Text Cohere2 Olmo3 Starcoder2 Exaone4 Cwm",
     ),
-    ", experts": (EXPERTS, "Mixtral Qwen2Moe Qwen3Moe Olmoe GraniteMoe GptOss JetMoe Phimoe"),
+    ", experts": (
+        EXPERTS,
+        "Mixtral Qwen2Moe Qwen3Moe Olmoe GraniteMoe GptOss JetMoe Phimoe AriaText Cohere2Moe"
+        " ExaoneMoe FlexOlmo GraniteMoeShared HunYuanMoEV1 HYV3 Laguna MiniMaxM2",
+    ),
     ", an embedding a layer": (
         {"vocab_size_per_layer_input": 675, "hidden_size_per_layer_input": 16},
         "Gemma4Text",
     ),
-    ", latent attention": (EXPERTS | LATENT, "DeepseekV3"),
+    ", latent attention": (
+        EXPERTS | LATENT,
+        "DeepseekV3 DeepseekV2 Glm4Moe Glm4MoeLite LongcatFlash SolarOpen",
+    ),
     ", a state": (EXPERTS | STATE, "Mamba Bamba Jamba Qwen3Next"),
     ", a state and attention": (STATE | {"mamba_d_ssm": 128}, "FalconH1"),
     ", a convolution": ({"layer_types": ["conv", "full_attention"]}, "Lfm2"),

@@ -44,7 +44,15 @@ from config import PRESETS, Config, parse_flags
 from evaluation.agents import Subject, open_agent
 from extras.bench.harness import BEST, parser_of, timed
 from extras.bench.step import measure
-from extras.bench.update import TOY, build_learner, draw, fit_layers, randomize, time_update
+from extras.bench.update import (
+    TOY,
+    begin_ranks,
+    build_learner,
+    draw,
+    fit_layers,
+    randomize,
+    time_update,
+)
 from plumbing.chat import turn_ends
 from plumbing.faults import one_line
 from tasks import Trajectory
@@ -54,7 +62,6 @@ from tasks.questions import em
 from tasks.sampling import draw_questions
 from tasks.tools import find_answer
 from training.fit import KNOWN
-from training.ranks import Ranks
 
 ROWS = 40  # trajectories in a forward pass of TRL's, at most
 GOAL = 1.5  # times TRL's tokens/s of an update, on a GPU
@@ -203,7 +210,6 @@ def compare_steps(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
 def update_here(config: Any, cfg: Config, device: str, data: list) -> list[dict[str, float]]:
     """Returns seconds and gradient's norm of each of our updates. Needs a process group."""
     learner, rows = build_learner(config, device, cfg), []
-    learner.model.gradient_checkpointing_enable({"use_reentrant": False})
     for t, taus in enumerate(data, 1):
         learner.set_advantages(taus)
         update, seconds = time_update(learner, t, taus)
@@ -273,8 +279,7 @@ def compare_updates(args: argparse.Namespace) -> dict[str, Any]:
             tau.reward = float(k % cfg.G)
 
     x: dict[str, Any] = {"shape": args.shape, "layers": config.num_hidden_layers}
-    if not Ranks(device, patience=5).grouped:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    begin_ranks(device)
     for name, run in ("ours", update_here), ("trl", update_with_trl):
         if cuda:
             torch.cuda.reset_peak_memory_stats()

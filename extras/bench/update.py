@@ -117,7 +117,17 @@ def build(config, device, dtype, whole=False, **how):
     return model
 
 
-def build_learner(config: Any, device: str, cfg: Config, way: str = "") -> Learner:
+def begin_ranks(device: str) -> Ranks:
+    """Returns the ranks of this process alone, in a process group: the toy is sharded, too."""
+    ranks = Ranks(device, patience=5)
+    if not ranks.grouped:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return ranks
+
+
+def build_learner(
+    config: Any, device: str, cfg: Config, way: str = "", recompute: bool = True
+) -> Learner:
     """Returns the learner of a random policy: as a run has it, its weights "gathered" for a whole
     update or not, or "without FSDP" and with weights in the dtype of the products."""
     compute = getattr(torch, cfg.dtype)
@@ -125,6 +135,8 @@ def build_learner(config: Any, device: str, cfg: Config, way: str = "") -> Learn
         model = build(config, device, compute, whole=True)
     else:
         model = build(config, device, torch.float32, compute=compute, gather=way == "gathered")
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return Learner(model, build(config, device, compute, frozen=True), cfg)
 
 
@@ -204,7 +216,6 @@ def measure(args: argparse.Namespace) -> dict:
     cfg = Config(dtype=dtype, micro_tokens=micro, mini=args.trajectories // 10, T=args.steps + 1)
     config, estimated = fit_layers(cfg, KNOWN["Qwen/Qwen2.5-3B"] if cuda else TOY)
     learner = build_learner(config, args.device, cfg)
-    learner.model.gradient_checkpointing_enable({"use_reentrant": False})
     name = torch.cuda.get_device_name() if cuda else args.device
     peak = find_peak(name) or float("inf")
     parameters = sum(p.numel() for p in learner.model.parameters())
@@ -378,18 +389,14 @@ def sweep(args: argparse.Namespace) -> dict:
         *(("gathered", 0, 1), ("", 0, 1), ("without FSDP", 0, 1), ("gathered", 1, 1), ("", 1, 1)),
         *(("gathered", 0, 0), ("gathered", 1, 0)),
     ]
-    rows, learner, built = list[dict](), None, ""
+    rows, learner, built = list[dict](), None, None
     for (way, recompute, shared), n in itertools.product(cells, args.micro):
         row = {"micro": n, "way": way, "recompute": recompute, "shared": shared}
         rows.append(row)
-        if learner is None or built != way:
-            learner = None
+        if learner is None or built != (way, recompute):
+            learner, built = None, (way, recompute)
             gc.collect()  # a sharded model refers to itself
-            learner, built = build_learner(config, args.device, cfg, way), way
-        if recompute:
-            learner.model.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            learner.model.gradient_checkpointing_disable()
+            learner = build_learner(config, args.device, cfg, *built)
         try:
             measure_row(learner, row, config.vocab_size)
             learner.optimizer.zero_grad(set_to_none=True)
@@ -416,9 +423,7 @@ def main() -> None:
         "--shape", choices=SHAPES, default="qwen2.5-3b", help="of the policy, with --micro"
     )
     args = parser.parse_args()
-    ranks = Ranks(args.device, patience=5)
-    if not ranks.grouped:  # the toy is sharded, too
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ranks = begin_ranks(args.device)
     x = sweep(args) if args.micro else measure(args)
     if ranks.grouped:
         ranks.leave()

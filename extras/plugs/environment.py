@@ -81,8 +81,7 @@ class EnvironmentTask(Task):
     for a group.
     """
 
-    environment: ClassVar[type[Any]]
-    environments: ClassVar[dict[str, type[Any]]] = {}  # by name, where there are several
+    environments: ClassVar[dict[str, type[Any]]]  # by name; a single one has none, ""
     unmade: ClassVar[str] = "it cannot be made"
     instruction: str = "Do what is asked with the tools that you have. When it is done, write <answer> done </answer>."
 
@@ -92,7 +91,7 @@ class EnvironmentTask(Task):
         self.idle = list[Any]()  # those that wait for an episode
         self.offered = dict[type[Any], list[Tool]]()
         try:
-            for kind in self.environments.values() or [self.environment]:
+            for kind in self.environments.values():
                 self.idle.append(kind())
                 self.offered[kind] = [*self.offer(self.idle[-1])]
         except Fault:
@@ -123,13 +122,12 @@ class EnvironmentTask(Task):
 
     def kind_of(self, question: Question) -> type[Any]:
         """Returns the class that plays a question."""
-        several = self.environments
-        return several[question.data["environment"]] if several else self.environment
+        return self.environments.get("") or self.environments[question.data["environment"]]
 
     def tools_of(self, question: Question) -> Sequence[Tool]:
-        own = self.offered[self.kind_of(question)]
-        others = sum(self.offered.values(), [])
-        return [tool for tool in self.tools if tool in own or tool not in others]
+        own = self.kind_of(question)
+        hidden = [t for kind, tools in self.offered.items() for t in tools if kind is not own]
+        return [tool for tool in self.tools if tool not in hidden]
 
     def questions(self, split: str) -> list[Question]:
         """Returns the rows of a split. Raises Fault if a file is missing or a row has nothing to
@@ -137,9 +135,10 @@ class EnvironmentTask(Task):
         file = getattr(self.cfg, split)
         if file in [preset.get(split) for preset in PRESETS.values()]:
             file = ""  # those are search QA's
-        takes = inspect.signature(self.environment.reset).parameters
+        single = self.environments.get("")
+        takes = inspect.signature(single.reset).parameters if single else {}
         named = {name for name, p in takes.items() if p.kind is not p.VAR_KEYWORD} - {"self"}
-        if not file and not self.environments and (named == {"seed"} or len(takes) == 1):
+        if not file and (named == {"seed"} or len(takes) == 1):
             rows: list[Any] = [{"seed": seed} if named else {} for seed in SEEDS[split]]
             return [Question(f"{split}-{k}", "", (), "seeds", row) for k, row in enumerate(rows)]
         if not file and split == "valid":
@@ -155,12 +154,12 @@ class EnvironmentTask(Task):
         questions = []
         for line, row in rows:
             text = _asked(row)
-            if not (text or self.environments) or not isinstance(row, dict):
+            if not isinstance(row, dict) or (single and not text):
                 raise Fault(
                     f"--{split} {file}:{line}: nothing is asked that is text; fill `prompt` (a text, or messages of the"
                     " system and the user) or `question`"
                 )
-            if self.environments and row.get("environment") not in self.environments:
+            if not single and row.get("environment") not in self.environments:
                 names = ", ".join(self.environments)
                 raise Fault(f"--{split} {file}:{line}: its `environment` is none of {names}")
             id = look_up(row, "id", default=f"{split}-{line}")
@@ -179,7 +178,7 @@ class EnvironmentTask(Task):
         """Returns an environment in which the question's row has begun. Raises Fault if it cannot
         be played."""
         kind, row = self.kind_of(question), dict(question.data)
-        if self.environments:  # as in TRL it is not passed on
+        if "" not in self.environments:  # as in TRL it is not passed on
             del row["environment"]
         fitting = [k for k, episode in enumerate(self.idle) if type(episode) is kind]
         episode = self.idle.pop(fitting[-1]) if fitting else kind()
@@ -252,7 +251,7 @@ def task_of(kind: type[Any] | dict[str, type[Any]], where: str = "task") -> type
         raise Fault(
             f"{where}: it neither extends tasks.Task nor has a reset(), as TRL's environments do"
         )
-    attributes: dict[str, Any] = {"environment": kind, "__module__": kind.__module__}
+    attributes: dict[str, Any] = {"environments": {"": kind}, "__module__": kind.__module__}
     for name in ("instruction", "passing_reward"):
         if hasattr(kind, name):
             attributes[name] = getattr(kind, name)

@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     from tasks import Message, Question, Task
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
-SECTION = re.compile(r"<tool_([\w-]+)>((?:(?!</?tool_[\w-]+>).)*)</tool_\1>", re.S)
-MARK = re.compile(r"</?tool_[\w-]+>")
-END = re.compile(r"\n\Z")
 OURS = ("tool_call", "tool_response")  # such tags are no section
+NAME = r"tool_(?!(?:call|response)>)([\w-]+)"
+SECTION = re.compile(rf"<{NAME}>((?:(?!</?tool_[\w-]+>).)*)</tool_\1>", re.S)  # tag, description
+MARK = re.compile(rf"</?{NAME}>")
+END = re.compile(r"\n\Z")
 IN_TEMPLATE = SEARCH_R1.replace(
     "call a search engine by <search> query </search>", "call the search tool"
 ).replace(" between <information> and </information>", "")
@@ -98,7 +99,7 @@ class Hermes(Tags):
             raise Fault(
                 f"--format hermes_tools: the task has no tools (--tools {task.cfg.tools}); take hermes"
             )
-        if not sections(instruction):
+        if not SECTION.search(instruction):
             described = [
                 f"<tool_{tool.tag}>{schema_of(tool)['description']}</tool_{tool.tag}>"
                 for tool in task.tools
@@ -131,7 +132,7 @@ class Hermes(Tags):
         self, instruction: str, question: Question | None = None
     ) -> Mapping[str, Any]:
         """Returns the tools' schemas, with the descriptions that the instruction has of them."""
-        descriptions = dict(sections(instruction))
+        descriptions = dict(SECTION.findall(instruction))
         tools = self.task.tools_of(question) if question else self.task.tools
         schemas = [schema_of(tool, descriptions.get(tool.tag, "").strip()) for tool in tools]
         return {"tools": [{"type": "function", "function": schema} for schema in schemas] or None}
@@ -237,10 +238,8 @@ def call_of(text: str, tools: Sequence[Tool]) -> tuple[Tool, str]:
 def schema_of(tool: Tool, description: str = "") -> dict[str, Any]:
     """Returns name, description and parameters (a JSON schema) of a tool; `description`, if there
     is one, replaces its own. A tool without a schema has one text as its argument."""
-    # transformers adds what a function returns, which OpenAI's API does not know
     if isinstance(tool, SchemaTool):
-        own = {key: tool.schema[key] for key in ("name", "description", "parameters")}
-        return own | ({"description": description} if description else {})
+        return tool.schema | ({"description": description} if description else {})
     parameter = {"type": "string", "description": f"The {tool.argument}"}
     parameters = {
         "type": "object",
@@ -251,25 +250,21 @@ def schema_of(tool: Tool, description: str = "") -> dict[str, Any]:
     return {"name": tool.tag, "description": about, "parameters": parameters}
 
 
-def sections(instruction: str) -> list[tuple[str, str]]:
-    """Returns the tools' descriptions in an instruction: (tag, text) of each section."""
-    return [(tag, text) for tag, text in SECTION.findall(instruction) if f"tool_{tag}" not in OURS]
-
-
 def without_sections(instruction: str) -> str:
-    return SECTION.sub(lambda m: m[0] if f"tool_{m[1]}" in OURS else "", instruction).strip()
+    return SECTION.sub("", instruction).strip()
 
 
 def malformed(instruction: str, tools: Sequence[Tool]) -> str:
     """Returns why an instruction does not end with one section per tool; "" if it does."""
     tags, described = (
         [tool.tag for tool in tools],
-        [tag for tag, text in sections(instruction) if text.strip()],
+        [tag for tag, text in SECTION.findall(instruction) if text.strip()],
     )
     if sorted(described) != sorted(tags):
         return f"describes {', '.join(described) or 'no tool'} in sections <tool_...>, not {', '.join(tags)}"
     rest = without_sections(instruction)
-    if stray := [mark for mark in MARK.findall(rest) if mark.strip("</>") not in OURS]:
+    stray = MARK.search(rest)
+    if stray:
         return f"has {stray[0]} without its other half"
     if not rest or not instruction.strip().startswith(rest):
         return "does not end with its tools' descriptions, after what it says"

@@ -117,11 +117,7 @@ class CheckedTool(SchemaTool):
         # check.
         refers = re.search(r'"\$\w*[rR]ef"', json.dumps(parameters))
         self.validator = None if refers else validator
-        properties = parameters.get("properties", {})
-        # true
-        parameters |= {
-            "properties": {key: p if isinstance(p, dict) else {} for key, p in properties.items()}
-        }
+        parameters.pop("$schema", None)
         super().__init__({"name": name, "description": description, "parameters": parameters})
 
     def read_arguments(self, arguments: str) -> dict[str, Any]:
@@ -173,22 +169,20 @@ class Server:
 
         async def tools() -> list[Any]:
             await self.open()
-            listed, cursor = [], None
-            while True:
-                page = await self.client.list_tools(cursor=cursor)
+            page = await self.client.list_tools()
+            listed = page.tools
+            while page.next_cursor:
+                page = await self.client.list_tools(cursor=page.next_cursor)
                 listed += page.tools
-                if not (cursor := page.next_cursor):
-                    return listed
+            return listed  # type: ignore[no-any-return]
 
         try:
             return _begun(asyncio.wait_for(tools(), PATIENCE)).result()  # type: ignore[no-any-return]
+        except asyncio.TimeoutError:
+            why = f"it did not answer in {PATIENCE:g} s"
         except Exception as e:
-            why = (
-                f"it did not answer in {PATIENCE:g} s"
-                if isinstance(e, asyncio.TimeoutError)
-                else _first(e)
-            )
-            raise Fault(f"{self.where}: no MCP server answers there ({why})") from None
+            why = _first(e)
+        raise Fault(f"{self.where}: no MCP server answers there ({why})")
 
     async def open(self) -> None:
         """Connects. The connection lives in a task of its own, since the SDK closes it where it was
@@ -207,12 +201,8 @@ class Server:
                 except BaseException as e:
                     if not ready.done():
                         log.seek(0)
-                        lines = log.read().strip().splitlines()
-                        # npm's last line names a file
-                        said = [line for line in lines if "npm error 4" in line] or lines[-1:]
-                        ready.set_exception(
-                            ConnectionError(printable(" ".join(said[:1])) or _first(e))
-                        )
+                        said = log.read().strip().splitlines()[-1:]
+                        ready.set_exception(ConnectionError(printable("".join(said)) or _first(e)))
 
         self.task = asyncio.create_task(hold())
         try:
@@ -238,15 +228,12 @@ class Server:
                 ]
                 text = "\n".join(texts)
                 return Failed(text) if result.is_error else text, True
+            except asyncio.TimeoutError:
+                served, why = False, f"took longer than {timeout:g} s"
             except Exception as e:  # of the server, of the SDK, of a transport
-                late, why = (
-                    isinstance(e, asyncio.TimeoutError),
-                    getattr(e, "message", "") or _first(e),
-                )
+                served, why = True, f"failed: {getattr(e, 'message', '') or _first(e)}"
             if not await self.renew(client):
-                return Failed(
-                    f"{name} took longer than {timeout:g} s" if late else f"{name} failed: {why}"
-                ), not late
+                return Failed(f"{name} {why}"), served
         return Failed(f"{name} failed: the server ended during the call"), False
 
     async def renew(self, broken: Any) -> bool:

@@ -153,7 +153,6 @@ class Call(Step):
 class OpenEnvTask(EnvironmentTask):
     """Plays as many episodes at once as the server allows sessions."""
 
-    environment: ClassVar[type[Session]]
     unmade = "no OpenEnv environment answers there"
 
     def offer(self, episode: Session) -> Sequence[Tool]:
@@ -182,7 +181,7 @@ class OpenEnvTask(EnvironmentTask):
 
     def open(self, _: int) -> Session | None:
         with contextlib.suppress(ConnectionError):
-            return self.environment()
+            return self.environments[""]()  # type: ignore[no-any-return]
         return None
 
     def address(self) -> int:
@@ -211,4 +210,6 @@ def task_of(url: str) -> type[OpenEnvTask]:
     """Returns the task of the server at a URL."""
     gc.collect()  # the sessions of an earlier run, which cycles keep
     environment = type("Environment", (Session,), {"url": url})
-    return type("OpenEnv", (OpenEnvTask,), {"environment": environment, "__module__": __name__})
+    return type(
+        "OpenEnv", (OpenEnvTask,), {"environments": {"": environment}, "__module__": __name__}
+    )

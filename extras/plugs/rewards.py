@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -63,10 +64,11 @@ def read_score(item: str) -> Score:
     needs = [
         name for name, p in parameters.items() if p.default is p.empty and p.kind not in UNNAMED
     ]
+    others = [name for name in needs if name not in TRL]
     if "solution_str" in parameters and {*needs} <= {*VERL}:
         return Score(item, weight, function, "verl's")
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or {*TRL} & {*parameters}:
-        return Score(item, weight, function, "TRL's", [name for name in needs if name not in TRL])
+        return Score(item, weight, function, "TRL's", others)
     if len(needs) == 1 and parameters[needs[0]].kind is not inspect.Parameter.KEYWORD_ONLY:
         return Score(item, weight, function, "ours")
     raise Fault(
@@ -111,17 +113,16 @@ class Rewarded(Task):
             for terms, r in zip(sums, part, strict=True):
                 terms += [] if r is None else [score.weight * r]
 
+        rewards, groups = list(map(sum, sums)), defaultdict[int, list[float]](list)
         self.apart = [tau for tau, terms in zip(taus, sums, strict=True) if not terms]
-        if not self.apart:
-            return list(map(sum, sums))
-        print(f"note: no reward applies to {len(self.apart)} of {len(taus)} trajectories")
-        groups = dict[int, list[float]]()
-        for tau, terms in zip(taus, sums, strict=True):
-            groups.setdefault(tau.group, []).extend([sum(terms)] if terms else [])
+        if self.apart:
+            print(f"note: no reward applies to {len(self.apart)} of {len(taus)} trajectories")
+        for tau, terms, r in zip(taus, sums, rewards, strict=True):
+            groups[tau.group] += [r] if terms else []
         every = sum(groups.values(), []) or [0.0]
         return [
-            sum(terms) if terms else fmean(groups[tau.group] or every)
-            for tau, terms in zip(taus, sums, strict=True)
+            r if terms else fmean(groups[tau.group] or every)
+            for tau, terms, r in zip(taus, sums, rewards, strict=True)
         ]
 
     def failed(self, tau: Trajectory) -> bool:
@@ -219,8 +220,9 @@ def rewarded(kind: type[Task], spec: str) -> type[Task]:
     """Returns the task with the reward of --reward; the first `passing_reward` that one of its
     functions has replaces the task's. Raises Fault."""
     scores = [read_score(item.strip()) for item in spec.split(",")]
-    best = [getattr(score.function, "passing_reward", None) for score in scores]
-    least = next((r for r in best if r is not None), kind.passing_reward)
+    functions = [score.function for score in scores]
+    marked = [f.passing_reward for f in functions if hasattr(f, "passing_reward")]
+    least = [*marked, kind.passing_reward][0]
     own = {"scores": scores, "passing_reward": least, "__module__": kind.__module__}
     return type(kind.__name__, (Rewarded, kind), own)
 

@@ -10,9 +10,9 @@ it was stopped: the same command again finishes the rest.
 """
 
 import json
+import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,61 +35,41 @@ class Part(NamedTuple):
     leaves: Path
 
 
-PARTS = (  # what, its command, what it leaves
-    ("the model", "-m extras.real.model {smollm} {hub}", "{smollm}/source.json"),
-    (
-        "its demonstrations", "-m extras.real.demos --n {demos} --seed {seed} --out {out}/demos.jsonl",
-        "{out}/demos.jsonl",
-    ),
-    (
-        "the cold start",
-        "extras/cold_start.py --demos {out}/demos.jsonl --model {name} --T {steps} --eval_n 24 --seed {seed} "
-        "--micro_tokens 512 --out {out}/cold", "{out}/cold/summary.json",
-    ),
-    (
-        "INSPO",
-        "inspo.py --preset {name} --model {out}/cold/policy --optimizer_model {optimizer} --seed {seed} "
-        "--out {out}/inspo", "{out}/inspo/summary.json",
-    ),
-    (
-        "closed book, as it comes", "extras/table1.py {name} --method direct --n {n} --out {out}/evaluation/direct",
-        "{out}/evaluation/direct/table.md",
-    ),
-    (
-        "one search with the question, as it comes",
-        "extras/table1.py {name} --method rag --n {n} --out {out}/evaluation/rag", "{out}/evaluation/rag/table.md",
-    ),
-    (
-        "closed book, trained",
-        "extras/table1.py {out}/inspo --method direct --n {n} --out {out}/evaluation/trained-direct",
-        "{out}/evaluation/trained-direct/table.md",
-    ),
-)  # fmt: skip
-
-
 def parts(out: Path, hub: bool, optimizer: str, seed: int) -> list[Part]:
     """Lists what is to be done, in order."""
-    names = {
-        "out": out,
-        "smollm": SMOLLM,
-        "hub": "--hub" * hub,
-        "optimizer": optimizer,
-        "seed": seed,
-        "name": NAME,
-    }
-    names |= {"n": PRESETS[NAME]["eval_n"], "demos": DEMOS, "steps": STEPS}
-    argv = {what: [word.format(**names) for word in command.split()] for what, command, _ in PARTS}
-    return [
-        Part(what, [*filter(None, argv[what])], Path(leaves.format(**names)))
-        for what, _, leaves in PARTS
-    ]
-
-
-def play_missing(parts: Sequence[Part]) -> None:
-    """Plays the parts that have not left anything yet, in order."""
-    for part in parts:
-        if not part.leaves.exists():
-            play(part)
+    n, evaluation = PRESETS[NAME]["eval_n"], out / "evaluation"
+    smollm, at = shlex.quote(str(SMOLLM)), shlex.quote(str(out))
+    commands = [
+        ("the model", f"-m extras.real.model {smollm} {'--hub' * hub}", SMOLLM / "source.json"),
+        (
+            "its demonstrations", f"-m extras.real.demos --n {DEMOS} --seed {seed} --out {at}/demos.jsonl",
+            out / "demos.jsonl",
+        ),
+        (
+            "the cold start",
+            f"extras/cold_start.py --demos {at}/demos.jsonl --model {NAME} --T {STEPS} --eval_n 24 --seed {seed} "
+            f"--micro_tokens 512 --out {at}/cold", out / "cold" / "summary.json",
+        ),
+        (
+            "INSPO",
+            f"inspo.py --preset {NAME} --model {at}/cold/policy --seed {seed} "
+            f"--optimizer_model {shlex.quote(optimizer)} --out {at}/inspo", out / "inspo" / "summary.json",
+        ),
+        (
+            "closed book, as it comes", f"extras/table1.py {NAME} --method direct --n {n} --out {at}/evaluation/direct",
+            evaluation / "direct" / "table.md",
+        ),
+        (
+            "one search with the question, as it comes",
+            f"extras/table1.py {NAME} --method rag --n {n} --out {at}/evaluation/rag", evaluation / "rag" / "table.md",
+        ),
+        (
+            "closed book, trained",
+            f"extras/table1.py {at}/inspo --method direct --n {n} --out {at}/evaluation/trained-direct",
+            evaluation / "trained-direct" / "table.md",
+        ),
+    ]  # fmt: skip
+    return [Part(what, shlex.split(command), leaves) for what, command, leaves in commands]
 
 
 def play(part: Part) -> None:
@@ -174,7 +154,9 @@ def main(argv: list[str] | None = None) -> None:
         note.write_text(json.dumps(setting), "utf-8")
         minutes = "20 to 30 minutes on two cores with AVX-512"
         print(f"SmolLM2-135M-Instruct on real facts, into {args.out}: {minutes}", flush=True)
-        play_missing(parts(out, args.hub, args.optimizer_model, args.seed))
+        for part in parts(out, args.hub, args.optimizer_model, args.seed):
+            if not part.leaves.exists():
+                play(part)
         result = table(out)
         (out / "real.md").write_text(result + "\n", "utf-8")
         run = out / "inspo"

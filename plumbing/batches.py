@@ -1,0 +1,47 @@
+"""What many threads ask, answered together: a batch forms while the one before is answered."""
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+
+
+class Batches:
+    """One thread gives `answer` the keys that have queued up, `most` at once and each a single time.
+
+    A batch that is not full leaves after `wait` seconds, in which others may join it. An exception
+    of `answer` is that of its whole batch; later ones are answered all the same.
+    """
+
+    def __init__(
+        self, answer: Callable[[list[Any]], Mapping[Any, Any]], most: int, wait: float = 0.0
+    ):
+        self.answer, self.most, self.wait = answer, most, wait
+        self.count = 0  # batches so far
+        self.waiting: queue.SimpleQueue[tuple[Any, Future[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._send_batches, daemon=True).start()
+
+    def submit(self, key: Any) -> Future[Any]:
+        """Returns the Future of an answer; it cannot be cancelled."""
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+        self.waiting.put((key, future))
+        return future
+
+    def _send_batches(self) -> None:
+        while True:
+            batch, end = [self.waiting.get()], monotonic() + self.wait
+            with suppress(queue.Empty):
+                while len(batch) < self.most:
+                    batch.append(self.waiting.get(timeout=max(0.0, end - monotonic())))
+            self.count += 1
+            try:
+                answers = self.answer(list(dict.fromkeys(key for key, _ in batch)))
+                for key, future in batch:
+                    future.set_result(answers[key])
+            except Exception as e:  # raised by the futures, in the caller's thread
+                for _, future in batch:
+                    future.set_exception(e)
