@@ -43,44 +43,24 @@ class Batch:
             old,
             score,
         )
-        # the reward stage shapes it
-        self.reward: Array = np.array([tau.reward for tau in taus], float)
+        # Trajectories (n,). The reward stage shapes the first of these; Eq. 3 compares those of a
+        # group; length counts action tokens; a truncated one ended without an answer.
         self.n = len(taus)
+        self.reward: Array = np.array([tau.reward for tau in taus], float)
+        self.group = numbers(tau.group for tau in taus)
+        self.instruction = numbers(tau.instruction for tau in taus)
+        self.question = numbers(tau.question.id for tau in taus)
+        self.correct: Mask = np.array([not tau.failed for tau in taus], bool)
+        self.truncated: Mask = np.array([tau.stop != "answer" for tau in taus], bool)
+        self.length: Ints = np.array([sum(tau.mask) for tau in taus], int)
 
     # ---- trajectories (n,)
-
-    @cached_property
-    def group(self) -> Ints:
-        """Numbers of those that Eq. 3 compares with each other."""
-        return numbers(tau.group for tau in self.taus)
-
-    @cached_property
-    def instruction(self) -> Ints:
-        return numbers(tau.instruction for tau in self.taus)
-
-    @cached_property
-    def question(self) -> Ints:
-        return numbers(tau.question.id for tau in self.taus)
-
-    @cached_property
-    def correct(self) -> Mask:
-        return np.array([not tau.failed for tau in self.taus], bool)
-
-    @cached_property
-    def length(self) -> Ints:
-        """Action tokens."""
-        return np.array([sum(tau.mask) for tau in self.taus], int)
 
     @cached_property
     def answer(self) -> Ints:
         """Numbers of equal answers, normalized as for exact match; -1 without one."""
         texts = [normalize(tau.prediction or "") for tau in self.taus]
         return np.where([text != "" for text in texts], numbers(texts), -1)
-
-    @cached_property
-    def truncated(self) -> Mask:
-        """Whether it ended without an answer."""
-        return np.array([tau.stop != "answer" for tau in self.taus], bool)
 
     # ---- turns (n, K)
 

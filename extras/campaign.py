@@ -180,22 +180,11 @@ def smooth(y: Sequence[float]) -> list[tuple[int, float]]:
     return [(k, float(np.mean(y[max(0, k - 5) : k]))) for k in range(1, len(y) + 1)]
 
 
-def make_panels(n: int, **how: Any) -> tuple[Any, Any]:
-    """Makes a figure for a file, with n axes in a row."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, n, **how)
-    for ax in axes:
-        ax.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
 def draw(campaign: Campaign, rows: Sequence[Row], path: Path) -> None:
     """Draws every run as a thin line, the mean of an arm as a thick one; EM only if it was measured
     on the way."""
+    from matplotlib.figure import Figure
+
     panels = {
         "reward of a step's rollouts\n(temperature 1, mean of 5 steps)": lambda row: smooth(
             row["curves"]["reward"]
@@ -205,8 +194,10 @@ def draw(campaign: Campaign, rows: Sequence[Row], path: Path) -> None:
     if any(len(row.get("evals", ())) > 2 for row in rows):
         title = "held-out exact match, greedy,\nunder the run's best instruction"
         panels[title] = lambda row: [(t, em) for t, em, *_ in row["evals"]]
-    fig, axes = make_panels(len(panels), figsize=(3.3 * len(panels), 3.3))
+    figure = Figure((3.3 * len(panels), 3.3))
+    axes = figure.subplots(1, len(panels))
     for ax, (title, points) in zip(axes, panels.items(), strict=True):
+        ax.spines[["top", "right"]].set_visible(False)
         for arm, (what, _) in campaign.arms.items():
             runs = [points(row) for row in rows if row["arm"] == arm]
             for run in runs:
@@ -216,11 +207,11 @@ def draw(campaign: Campaign, rows: Sequence[Row], path: Path) -> None:
                 ax.plot(mean[:, 0], mean[:, 1], color=COLORS[arm], lw=2.2, label=f"{arm}: {what}")
         ax.set_title(title, fontsize=9, loc="left")
         ax.set(xlabel="step t", ylim=(0, 1 if "searches" not in title else None))
-    fig.legend(
+    figure.legend(
         *axes[0].get_legend_handles_labels(), loc="lower center", ncol=2, frameon=False, fontsize=8
     )
-    fig.tight_layout(rect=(0, 0.12, 1, 1))
-    fig.savefig(path, dpi=130)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure.savefig(path, dpi=130)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -32,6 +32,7 @@ from evaluation.agents import (
     open_agent,
 )
 from evaluation.command import add_player_flags
+from extras.bench.harness import parser_of
 from extras.cold_start import conversation, cut_at_stop
 from plumbing import stop
 from plumbing.faults import Fault, one_line
@@ -118,13 +119,8 @@ def play(args: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[Playe
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        "extras/collect.py",
-        usage="%(prog)s WHAT --out FILE [--flag value ...]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of(__doc__, "extras/collect.py")
+    parser.usage = "%(prog)s WHAT --out FILE [--flag value ...]"
     parser.add_argument("what", metavar="WHAT")
     parser.add_argument(
         "--out", required=True, type=Path, help="file of demonstrations, .jsonl; rows are added"

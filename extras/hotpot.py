@@ -62,15 +62,9 @@ def convert(out: Path, files: dict[str, Sequence[str]]) -> Counter[str]:
 def main(argv: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
-    parser.add_argument(
-        "--train", nargs="+", default=TRAIN, help="files of training questions; default: the hub's"
-    )
-    parser.add_argument(
-        "--test", nargs="+", default=TEST, help="files of held-out questions; default: the hub's"
-    )
     args = parser.parse_args(argv)
     with one_line("extras/hotpot.py"):
-        n = convert(args.out, {"train": args.train, "test": args.test})
+        n = convert(args.out, {"train": TRAIN, "test": TEST})
         print(
             f"{args.out}: {n['train']:,} questions to train on, {n['test']:,} held out, {n['corpus']:,} passages"
         )

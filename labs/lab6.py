@@ -10,7 +10,6 @@ with app.setup:
     from types import SimpleNamespace
 
     import marimo as mo
-    import numpy as np
 
     from config import Config
     from inspo import Evolution
@@ -274,12 +273,9 @@ def _(
         verified[_name] = _evolution.verify(player, P.family[0], list(_texts.values()), D_B)
         joined[_name] = select_top(verified[_name], room)
 
-    def fresh(text):
-        """Returns the mean reward on the test questions."""
-        return np.mean([tau.reward for tau in player.play(1, "test", text, task.questions("test"))])
-
-    _best = {name: some[0].text if some else first for name, some in joined.items()}
-    on_test = {name: fresh(text) for name, text in {**_best, "the parent": first}.items()}
+    on_test = {"the parent": player.measure(first, task.questions("test"))}
+    for _name, _some in joined.items():
+        on_test[_name] = player.measure(_some[0].text if _some else first, task.questions("test"))
     return counts, joined, on_test, verified
 
 

@@ -206,16 +206,13 @@ def _(right_flags, right_unmasked):
         player.learner.set_advantages(taus)
         player.learner.update(cfg.T // 10 + t, [taus])  # after the warm-up of the learning rate
 
-    def test(player):
-        return np.mean([tau.reward for tau in player.play(0, "test", good, _test)])
-
     first, after = play.Player(cfg, task), {}
-    before = test(first)
+    before = first.measure(good, _test)
     for name, change in (("true rewards", lambda rewards, rng: rewards), ("shuffled rewards", shuffled)):
         _player = play.Player(cfg, task)
         for t in range(1, 4):
             step(_player, t, change)
-        after[name] = test(_player)
+        after[name] = _player.measure(good, _test)
     return after, before, cfg, first, good, task, train
 
 

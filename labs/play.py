@@ -95,3 +95,7 @@ class Player:
         set_rewards(self.task, taus)
         self.learner.set_advantages(taus)
         return taus
+
+    def measure(self, instruction: str, questions: Iterable[Question]) -> float:
+        """Returns the mean reward of an answer to each question."""
+        return float(np.mean([tau.reward for tau in self.play(0, "test", instruction, questions)]))

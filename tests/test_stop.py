@@ -72,14 +72,13 @@ def test_a_ctrl_c_is_one_line_in_programs_that_are_still_importing(tmp_path, pro
     process = popen([sys.executable, "-X", "importtime", *argv], ENV)
     for line in process.stderr:
         # before it, in which a signal is a traceback
-        assert line.split()[-1] not in ("numpy", "torch", "pydantic")
+        assert line.split()[-1].partition(".")[0] not in ("numpy", "torch", "pydantic")
         if line.endswith("plumbing.stop\n"):
             break
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=100)
-    lines = [line for line in stderr.splitlines() if not line.startswith("import time:")]
-    assert lines == ["stopped by SIGINT"] and process.returncode == 1
-    assert line.count("|") == 2 and "torch" not in stderr.partition("plumbing.stop")[0]
+    rest = process.stderr.read().splitlines()  # with what has been read ahead
+    lines = [line for line in rest if not line.startswith("import time:")]
+    assert lines == ["stopped by SIGINT"] and process.wait(100) == 1
 
 
 @pytest.mark.slow
@@ -153,11 +152,10 @@ def test_a_request_waits_until_it_is_granted_where_the_run_may_stop(listening, c
 
 def test_where_it_may_a_request_ends_a_wait_at_once(listening):
     began = time.time()
+    sender = subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -HUP {os.getpid()}"])
     with pytest.raises(stop.Stopped, match="stopped by SIGHUP"), stop.may_stop():
-        pid = os.getpid()
-        subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -HUP {pid}"])
         time.sleep(100)
-    assert time.time() - began < 60
+    assert time.time() - began < 60 and sender.wait(60) == 0
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")

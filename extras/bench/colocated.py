@@ -43,7 +43,7 @@ from plumbing.faults import Fault, one_line
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
 from tasks.formats import Action, Tags
-from tasks.tools import Function
+from tasks.tools import Calculator
 from training.fit import KNOWN, estimate
 
 SMALL = TOY | {"num_attention_heads": 2}  # 32 wide, the least that vLLM takes on a CPU
@@ -134,21 +134,11 @@ def make_tokenizer(size: int) -> Qwen2Tokenizer:
     )
 
 
-class Nothing(Function):
-    """A tool, for its tags: random text never calls it."""
-
-    tag, noun, argument = "search", "a search", "query"
-    plural, result_tag = "searches", "information"
-
-    def run(self, argument: str) -> str:
-        return ""
-
-
 class Speed(Task):
     """A task whose work is fixed: no turn calls or answers, and each is followed by `read` random
     tokens."""
 
-    tools = [Nothing()]
+    tools = [Calculator()]  # for its tags: random text never calls it
     words, prompt_tokens, read = 1000, 300, 500
 
     def questions(self, split: str) -> list[Question]:

@@ -41,16 +41,9 @@ from extras.bench.harness import ROOT, kill_tree, parser_of, timed
 from plumbing.faults import Fault, one_line
 from plumbing.versions import commit
 
-OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "DO_NOT_TRACK": "1",
-    "NO_PROXY": "127.0.0.1,localhost",
-    "no_proxy": "127.0.0.1,localhost",
-}
-# nobody
-OFFLINE |= dict.fromkeys(
-    ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"
-)
+OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "NO_PROXY": "127.0.0.1,localhost"}
+OFFLINE["HTTP_PROXY"] = OFFLINE["HTTPS_PROXY"] = "http://127.0.0.1:9"  # where nobody listens
+OFFLINE |= {name.lower(): value for name, value in OFFLINE.items() if "PROXY" in name}
 RUN = "torch transformers triton numpy requests psutil simpleeval tqdm bm25s fastapi uvicorn"
 PROBE = """
 import importlib.metadata as metadata, json, platform, torch

@@ -21,7 +21,9 @@ BEST = (
 
 def parser_of(doc: str | None, program: str | None = None) -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(program, description=doc, formatter_class=formatter)
+    return argparse.ArgumentParser(
+        program, description=doc, formatter_class=formatter, allow_abbrev=False
+    )
 
 
 def write_instruction(folder: Path) -> Path:

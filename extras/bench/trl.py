@@ -110,7 +110,7 @@ def train_with_trl(
             seconds = time.perf_counter() - self.start
             steps.append(self.step | {"update_s": seconds - self.step["rollout_s"]})
 
-        def on_log(self, _: Any, __: Any, ___: Any, logs: dict, **____: Any) -> None:
+        def on_log(self, *_: Any, logs: dict, **__: Any) -> None:
             if "grad_norm" in logs:
                 steps[-1]["grad_norm"] = logs["grad_norm"]
 

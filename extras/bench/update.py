@@ -68,12 +68,12 @@ TOY = dict(
     tie_word_embeddings=True,
 )
 SHAPES = {
-    "qwen2.5-3b": lambda: Qwen2Config(**KNOWN["Qwen/Qwen2.5-3B"]),
-    "smollm2-135m": lambda: LlamaConfig(
+    "qwen2.5-3b": Qwen2Config(**KNOWN["Qwen/Qwen2.5-3B"]),
+    "smollm2-135m": LlamaConfig(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
         num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True,
     ),
-    "toy": lambda: Qwen2Config(**TOY),
+    "toy": Qwen2Config(**TOY),
 }  # fmt: skip
 PROMPT, TURN, READ, TURNS = 300, 120, 500, 5  # tokens of a trajectory
 WHOLE = PROMPT + TURNS * TURN + (TURNS - 1) * READ
@@ -381,7 +381,7 @@ def measure_row(learner: Learner, row: dict, vocab: int) -> None:
 
 def sweep(args: argparse.Namespace) -> dict:
     """Returns the rows of single micro-batches; prints each. Needs a process group."""
-    cuda, config = args.device == "cuda", SHAPES[args.shape]()
+    cuda, config = args.device == "cuda", SHAPES[args.shape]
     card = torch.cuda.get_device_name() if cuda else args.device
     cfg = Config(dtype=dtype_of(Config(), "cuda") if cuda else "float32", T=10)
     print(f"{card}, torch {torch.__version__}, {args.shape}", flush=True)

