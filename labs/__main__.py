@@ -8,18 +8,20 @@ It runs the code in those files: read a stranger's first.
 """
 
 import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
+import argparse
 import os
 import sys
 from pathlib import Path
 
-from extras.bench.harness import parser_of
 from labs import desk
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = parser_of(__doc__, "python -m labs")
+    parser = argparse.ArgumentParser(
+        "python -m labs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("which", nargs="+", help="numbers of labs, or files")
     parser.add_argument(
         "--solution", action="store_true", help="fill the blanks from labs/solutions"
