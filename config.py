@@ -586,8 +586,8 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
     differing += [name for name in fields if name not in content]
     if differing:
         raise Fault(
-            f"{path} is of another version of {program} (commit {commit}; it has no --{differing[0]}, or this one): use"
-            " that one"
+            f"{path} is of another version of {program} (commit {commit}; only one of the two has --{differing[0]}):"
+            " use that one"
         )
     try:
         return kind(**check_settings(kind, {name: content[name] for name in fields}))

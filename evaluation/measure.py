@@ -128,18 +128,16 @@ def play_what_is_left(
 ) -> tuple[list[str], list[Row]]:
     """Plays what no earlier call has played; returns the names of the metrics and all rows.
 
-    `setting` then has the commit of the first call. `open_player` returns the agent.
+    `open_player` returns the agent.
     """
     # what an earlier call has played
-    rows, metrics, since = read_earlier(files, setting)
+    rows, metrics = read_earlier(files, setting)
     left = cut_chunks(rows, questions)
     files.write("results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     total = sum(map(len, questions.values()))
     if rows:
-        # code that it does not use may have changed: the reader decides
-        setting["commit"] = since
         print(
-            f"{len(rows)} of {total} rows are from an earlier call, at commit {since}; "
+            f"{len(rows)} of {total} rows are from an earlier call, at commit {setting['commit']}; "
             f"remove {files.path} to play them again",
             flush=True,
         )
@@ -155,14 +153,15 @@ def play_what_is_left(
         raise Fault(f"{e}; {kept}: the same command continues there") from None
 
 
-def read_earlier(files: RunDirectory, setting: Row) -> tuple[list[Row], list[str], str]:
-    """Reads the rows of an earlier call, the names of its metrics and its commit.
+def read_earlier(files: RunDirectory, setting: Row) -> tuple[list[Row], list[str]]:
+    """Reads the rows of an earlier call and the names of its metrics; `setting` takes its commit.
 
-    Fault if it differs from this one in anything but the commit.
+    Fault if it differs from this one in anything else. (Code that it does not use may have changed:
+    the reader decides.)
     """
     path = files.path / "summary.json"
     if not path.exists():
-        return [], [], ""
+        return [], []
     try:
         summary = decoded(path.read_bytes())
         since, metrics = summary["setting"]["commit"], summary["metrics"]
@@ -171,7 +170,8 @@ def read_earlier(files: RunDirectory, setting: Row) -> tuple[list[Row], list[str
         raise Fault(f"{path} is no evaluation's, or damaged: choose another --out") from None
     if unlike:
         raise Fault(f"{files.path} was started with {unlike[0]}: choose another --out")
-    return read_jsonl(files.path / "results.jsonl"), metrics, since
+    setting["commit"] = since
+    return read_jsonl(files.path / "results.jsonl"), metrics
 
 
 def cut_chunks(rows: list[Row], questions: Mapping[str, list[Question]]) -> list[Chunk]:
@@ -226,8 +226,8 @@ def play(
 
 
 def make_row(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:
-    """Makes a line of results.jsonl. `gold_found`: a gold answer stands in some passage that was
-    retrieved."""
+    """Makes a line of results.jsonl. `gold_recall`: whether a gold answer stands in some passage
+    that was retrieved."""
     q = tau.question
     row: Row = {
         "answered": float(tau.stop == "over" or (tau.stop == "answer" and bool((tau.prediction or "").strip()))),
@@ -236,8 +236,8 @@ def make_row(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:
     row |= {tool.plural: tau.served(tool.tag) for tool in list_counted_tools(task)}
     if isinstance(task, SearchQA):
         found = [text for turn in tau.turns for text in turn.result or []]
-        row["gold_found"] = float(holds_gold(found, q.golds))
-    clash = sorted(metrics.keys() & {"id", "data", "questions", "gold_recall", *row})
+        row["gold_recall"] = float(holds_gold(found, q.golds))
+    clash = sorted(metrics.keys() & {"id", "data", "questions", *row})
     if clash:
         raise Fault(
             f"--task {task.cfg.task}: evaluate.py has a figure called {clash[0]}: give the metric another name"
@@ -273,18 +273,14 @@ def summarize_sets(setting: Row, metrics: list[str], tools: list[str], rows: Seq
 
 
 def summarize(rows: Sequence[Row], metrics: Sequence[str], tools: Sequence[str]) -> Row:
-    """A set's metrics with 95 % intervals over questions, and the means of what explains them.
-
-    `gold_recall` is the share of questions of which some retrieved passage holds a gold answer.
-    """
+    """A set's metrics with 95 % intervals over questions, and the means of what explains them."""
     out: Row = {"questions": len(rows)}
     for name in metrics:
         most = 1.0 if name in SHARES else math.inf
         out[name] = estimate_mean([row[name] for row in rows]).within(1 - most, most)._asdict()
-    for name in ("answered", *tools, "sampled_tokens"):
-        out[name] = fmean(row[name] for row in rows)
-    if "gold_found" in rows[0]:
-        out["gold_recall"] = fmean(row["gold_found"] for row in rows)
+    for name in ("answered", *tools, "sampled_tokens", "gold_recall"):
+        if name in rows[0]:  # the last one is search QA's
+            out[name] = fmean(row[name] for row in rows)
     return out
 
 

@@ -57,7 +57,10 @@ def conclude(means: dict[str, float], n: int, metric: str, spread: dict[str, flo
         math.isclose(spread[x] ** 2, means[x] * (1 - means[x]), abs_tol=1e-9) for x in (START, end)
     )
     if n < SIGNS or (right_or_wrong and round(abs(gain) * n) < SIGNS):
-        return f"{gained}: nothing gained that {asked} could show (a sign test takes {SIGNS} that change)."
+        shown = f"nothing gained that {asked} could show"
+        if right_or_wrong and means[end] == 1:
+            shown = f"{asked} and all solved, but no gain is shown"
+        return f"{gained}: {shown} (a sign test takes {SIGNS} that change)."
 
     # whose is it?
     if end == TRAINED:

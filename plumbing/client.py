@@ -183,30 +183,30 @@ class Client:
             raise RequestFailed(f"{type(e).__name__}: {e}") from None
         except (requests.RequestException, urllib3.exceptions.HTTPError) as e:
             raise RequestFailed(type(e).__name__, True) from None
-        # Something came: an answer, or why there is none.
-        if reply.is_redirect:
-            raise RequestFailed(
-                f"HTTP {reply.status_code}: it redirects to {reply.headers['Location'][:200]}"
-            )
-        said = " ".join(content.decode(errors="replace").split())
-        wait = _wait_asked(reply.headers, said)
+        # Something came: an answer,
+        if reply.status_code < 300:
+            try:
+                answer = (
+                    content.decode() if read is str else decoded(content, parse_constant=_refuse)
+                )
+                # large answers of an engine need no pass in Python
+                if self.secrets or b"\\ud" in content.lower():
+                    answer = clean(answer, self.secrets)
+                return read(answer)
+            except (LookupError, TypeError, ValueError) as e:
+                # perhaps a page to log in, or why there is none
+                began = clean(content.decode(errors="replace"), self.secrets)[:80]
+                text = f"malformed answer ({type(e).__name__}: {str(e)[:200]}; it begins {began!r})"
+                transient = True
+        # or why there is none.
+        said = content.decode(errors="replace")
         if reply.status_code >= 300:
-            text = f"HTTP {reply.status_code}: {said[:200]}".rstrip(": ")
             transient = reply.status_code in BUSY or reply.status_code >= 500
-            raise RequestFailed(text, transient, wait)
-        try:
-            answer = (
-                content.decode() if read is str else decoded(bytes(content), parse_constant=_refuse)
-            )
-            # large answers of an engine need no pass in Python
-            if self.secrets or b"\\ud" in content.lower():
-                answer = clean(answer, self.secrets)
-            return read(answer)
-        except (LookupError, TypeError, ValueError) as e:
-            # perhaps a page to log in, or why there is none
-            began = clean(content.decode(errors="replace"), self.secrets)[:80]
-            text = f"{type(e).__name__}: {str(e)[:200]}; it begins {began!r}"
-            raise RequestFailed(f"malformed answer ({text})", True, wait) from None
+            text = " ".join(said.split())
+            if reply.is_redirect:
+                text = f"it redirects to {reply.headers['Location']}"
+            text = f"HTTP {reply.status_code}: {text[:200]}".rstrip(": ")
+        raise RequestFailed(text, transient, _wait_asked(reply.headers, said))
 
 
 def back_off(round: int) -> float:

@@ -42,6 +42,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{text}\n")
 
 
+def switch(text: str) -> bool:
+    """Reads the value of a flag that may also stand alone."""
+    return bool(("0", "1").index(text))
+
+
 def add_flags(parser: Parser, kind: type, shown: Mapping[str, Any], everything: bool) -> None:
     """Adds the flags of a dataclass's fields, a group for each class that it is made of.
 
@@ -55,7 +60,12 @@ def add_flags(parser: Parser, kind: type, shown: Mapping[str, Any], everything: 
         if own:
             group = parser.add_argument_group((concern.__doc__ or "").splitlines()[0])
         for f in own:
-            flag: dict[str, Any] = {"action": "store_true"}
+            flag: dict[str, Any] = {
+                "nargs": "?",
+                "const": True,
+                "type": switch,
+                "metavar": "0 or 1",
+            }
             if f.type is not bool:
                 flag = {"type": f.type, "metavar": getattr(f.type, "__name__", "")}
             text = argparse.SUPPRESS

@@ -28,7 +28,7 @@ QUERY = re.compile(
 JOINERS = "\u200c\u200d"  # invisible, but Persian, Hindi and emoji are written with them
 
 
-def decoded(text: str | bytes, **options: Any) -> Any:
+def decoded(text: str | bytes | bytearray, **options: Any) -> Any:
     """Returns what a JSON text says. Raises ValueError if it is not JSON, also where Python gives
     up on its nesting."""
     try:

@@ -19,7 +19,8 @@ class Corpus:
     """The passages {"id", "contents"} of a JSONL file, by row number from 0; each is read from disk
     on access.
 
-    Rows are Search-R1's {"id", "contents"}, or {"id", "title", "text"}; blank lines do not count.
+    Rows are Search-R1's {"id", "contents"}, or {"id", "title", "text"}, with `_id` in BEIR's;
+    blank lines do not count.
     Opening a corpus reads it once to find where its rows begin; a row is checked when it is read.
     Safe to read from several threads.
     """
@@ -46,7 +47,8 @@ class Corpus:
         start, end = int(self._starts[row]), int(self._starts[row + 1])
         try:
             fields = json.loads(os.pread(self._fd, end - start, start))
-            passage = {"id": str(fields["id"]), "contents": contents_of(fields)}
+            id = fields["_id" if "_id" in fields and "id" not in fields else "id"]
+            passage = {"id": str(id), "contents": contents_of(fields)}
             (
                 passage["id"] + passage["contents"]
             ).encode()  # half of a surrogate pair cannot be sent

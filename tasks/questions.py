@@ -49,7 +49,10 @@ def load_questions(path: str | Path, rows: bool = False) -> list[Question]:
         except ValueError as e:
             raise Fault(f"{path}:{line}: {e}") from None
         questions.append(replace(question, data=row) if rows else question)
-        notes.update(_doubts(question))
+        if not question.golds:
+            notes["questions have no gold answer: they are measured by their reward"] += 1
+        if any(map(PRINTED.fullmatch, question.golds)):
+            notes["questions have a list as the text of one gold answer: write a JSON list"] += 1
     if not questions:
         raise Fault(f"{path}: no question in it; give a file with at least one row")
     for note, count in notes.items():
@@ -156,14 +159,6 @@ def _find_golds(row: object) -> list[str]:
     if not golds:
         raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth`")
     return golds
-
-
-def _doubts(q: Question) -> Iterator[str]:
-    """Yields what is probably a mistake in a question, to be counted."""
-    if not q.golds:
-        yield "questions have no gold answer: they are measured by their reward"
-    if any(map(PRINTED.fullmatch, q.golds)):
-        yield "questions have a list as the text of one gold answer: write a JSON list"
 
 
 def look_up(row: object, *keys: str, default: Any = None) -> Any:

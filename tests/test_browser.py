@@ -362,3 +362,15 @@ def test_a_page_of_thousands_lists_them_a_screen_at_a_time(open_page, tmp_path, 
         )
     browser = open_page(path=html.write_page([path], path / "report.html"))
     assert int(text(browser, ".count").split()[0]) > 1000 and count(browser, ".rows li") == 60
+
+
+def test_a_question_of_a_thousand_words_leaves_room_for_the_others(open_page, tmp_path):
+    path = shutil.copytree(RUN, tmp_path / "run")
+    for file in (path / "trajectories").iterdir():
+        rows = [row | {"question_text": "word " * 1000} for row in read_lines(file)]
+        file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    browser = open_page("#trajectories", html.write_page([path], path / "report.html"), width=390)
+    until(browser, lambda _: count(browser, ".question") == 1)
+    heights = [find(browser, name).size["height"] for name in (".question", ".rows .ask")]
+    assert 0 < heights[0] < 250 and 0 < heights[1] < 80
+    assert browser.execute_script("return document.documentElement.scrollWidth") == 390

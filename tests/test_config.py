@@ -87,6 +87,12 @@ def test_the_paper_s_presets_have_the_values_of_appendix_b(preset, monkeypatch):
     assert cfg.mode == "inspo" and cfg.instruction == ""
 
 
+@pytest.mark.parametrize("value, want", [([], True), (["1"], True), (["0"], False)])
+def test_a_switch_stands_alone_or_takes_0_or_1(value, want):
+    cfg = parse_flags(["--offload_reference", *value, "--T", "3"])
+    assert (cfg.offload_reference, cfg.T) == (want, 3)
+
+
 def test_a_preset_wins_over_the_default_and_a_flag_over_the_preset():
     assert parse_flags([]) == parse_flags(["--model", "world"])
     for f in FIELDS:
@@ -335,6 +341,7 @@ finally: assert not {{'torch', 'transformers', 'vllm', 'tiktoken', 'tqdm'}} & se
         (["--T", "1.5"], "--T"),
         (["--lr", "small"], "--lr"),
         (["--resume=yes"], "--resume"),
+        (["--offload_reference", "2"], "--offload_reference"),
         (["--objective", "grpo"], "--objective"),  # a guest's: extras/ has a program with it
     ],
 )

@@ -112,7 +112,7 @@ def test_an_evaluation_writes_one_json_one_table_and_a_line_a_question(whole, re
         # the first policy searches the whole question once
         passages = " ".join(search.submit(q.text).result())
         assert row["searches"] == 1
-        assert row["gold_found"] == float(any(gold in passages for gold in q.golds))
+        assert row["gold_recall"] == float(any(gold in passages for gold in q.golds))
     *shown, average = cells_of((out / "table.md").read_text())
     assert [cells[""] for cells in shown] == list(summary["benchmarks"]) == ["world", "valid"]
     for cells in shown:
@@ -120,7 +120,7 @@ def test_an_evaluation_writes_one_json_one_table_and_a_line_a_question(whole, re
         means = {
             "em": part["em"]["mean"],
             "f1": part["f1"]["mean"],
-            "gold_found": part["gold_recall"],
+            "gold_recall": part["gold_recall"],
         }
         for key, mean in (
             means | {"searches": part["searches"], "answered": part["answered"]}

@@ -411,8 +411,6 @@ MISTAKES = {  # what is brought -> what is done to a model, and what the line sa
         lambda path: (path / "model.safetensors").write_text("version https://git-lfs.github.com"), "git lfs pull"),
     "half a file": (
         lambda path: os.truncate(path / "model.safetensors", 50_000), "its weights are incomplete"),
-    "zeros of a download that was broken off": (
-        lambda path: edit_weights(path, lambda name, w: w * (name != UP)), f"whole numbers (1, {UP})"),
     "integers without their scales": (
         lambda path: edit_weights(path, lambda name, w: (w * 99).to(torch.int8) if name == UP else w),
         f"whole numbers (1, {UP})"),

@@ -37,7 +37,8 @@ def random_rows(n, seed=0):
         text = " ".join(draw.choices(WORDS, k=draw.randint(0, 12)))
         key = draw.choice([i, f"p{i}", -i, ""])
         both = {"id": key, "title": draw.choice(WORDS), "text": text}
-        untitled = [{"id": key, "text": text}, {"id": key, "title": None, "text": text}]
+        beir = {"_id": key, "title": draw.choice(WORDS), "text": text, "metadata": {"url": ""}}
+        untitled = [beir, {"id": key, "text": text}, {"id": key, "title": None, "text": text}]
         rows.append(
             draw.choice([{"id": key, "contents": text}, both, both | {"contents": text}, *untitled])
         )
@@ -50,7 +51,8 @@ def as_passages(rows):
         row.get("contents", f'"{row.get("title") or ""}"\n{row.get("text")}') for row in rows
     ]
     return [
-        {"id": str(row["id"]), "contents": text} for row, text in zip(rows, contents, strict=True)
+        {"id": str(row.get("id", row.get("_id"))), "contents": text}
+        for row, text in zip(rows, contents, strict=True)
     ]
 
 

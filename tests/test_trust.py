@@ -36,7 +36,7 @@ def stranger(tmp_path, monkeypatch):
     """A working directory with a module in it, and a run that was not started here."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     run = tmp_path / "runs/stranger"
-    for folder in ("checkpoints", "trajectories"):
+    for folder in ("checkpoints", "trajectories", "policy"):
         (run / folder).mkdir(parents=True)
     for folder in (tmp_path, run):
         (folder / "helper.py").write_text("import pathlib; pathlib.Path('ran').touch()\n")

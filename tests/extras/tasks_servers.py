@@ -69,11 +69,12 @@ def make_player(path: Path) -> str:
     logits[vocab["none"], vocab["<answer>"]] = 6.0
     logits[vocab["</answer>"], vocab["none"]] = 6.0
     with torch.no_grad():
-        model.model.embed_tokens.weight.copy_(torch.eye(n))
+        # no weights are whole numbers, as those of a broken copy would be
+        model.model.embed_tokens.weight.copy_(torch.eye(n) / 2)
         # the norm before it makes a one-hot vector sqrt(n) long
         model.lm_head.weight.copy_(logits / n**0.5)
-        model.model.layers[0].self_attn.o_proj.weight.zero_()
-        model.model.layers[0].mlp.down_proj.weight.zero_()
+        model.model.layers[0].self_attn.o_proj.weight.fill_(1e-9)
+        model.model.layers[0].mlp.down_proj.weight.fill_(1e-9)
     model.save_pretrained(path)
     save_tokenizer(tokenizer, path)
     return str(path)

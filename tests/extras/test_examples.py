@@ -188,7 +188,7 @@ def test_a_new_tool_is_explained_called_and_refused_where_its_tag_cannot_be_writ
     task = load_task(parse_flags(["--tools", "search,extras.examples.count:count"]))
     [message] = task.make_format().messages("Count.", Question("q", "How many words?"))
     assert (
-        "\n<count> text </count>: Counts the words of a text.\n  text: The words\n\nQuestion: "
+        '\n<count> text </count>: Counts the words of a text.\n  text: {"type": "string", "description": "The words"}'
         in message["content"]
     )
     assert list_stop_strings(task.tools) == ("</search>", "</count>", "</answer>")
