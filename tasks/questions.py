@@ -58,7 +58,13 @@ def load_questions(path: str | Path, rows: bool = False) -> list[Question]:
     for note, count in notes.items():
         print(f"note: {path}: {count} {note}", flush=True)
     n = Counter(q.id for q in questions)
-    return [replace(q, id=f"{q.source}-{q.id}") if n[q.id] > 1 else q for q in questions]
+    questions = [replace(q, id=f"{q.source}-{q.id}") if n[q.id] > 1 else q for q in questions]
+    [(id, most)] = Counter(q.id for q in questions).most_common(1)
+    if most > 1:
+        raise Fault(
+            f"{path}: {most} questions have the id {id!r}, source included; make the ids unique"
+        )
+    return questions
 
 
 def read_rows(

@@ -29,7 +29,7 @@ from plumbing import stop, threads
 from plumbing.faults import Fault
 from population import Population
 from reflect import Optimizer
-from tasks import Question, Task
+from tasks import Question, Task, Trajectory
 from tasks.loading import load_task
 from tasks.search_qa import SearchQA
 from training.policy import Policy
@@ -38,6 +38,7 @@ FLAGS = dict(zip(SMALL[::2], SMALL[1::2], strict=True))
 SETTINGS = {f.name: f.type(FLAGS[f"--{f.name}"]) for f in fields(Config) if f"--{f.name}" in FLAGS}
 SETTINGS |= dict(T=4, T_e=4, save_every=2, eval_every=2)
 TINY = dict(preset="world", mode="static", T=1, batch=2, mini=2, G=2, eval_n=2, max_response=4)
+PLAYED = Trajectory(0, Question("q", "word?"), 0, [], 1)
 HANDLERS = [signal.getsignal(number) for number in stop.SIGNALS]
 
 
@@ -179,7 +180,7 @@ def test_a_task_is_a_class_an_object_or_a_name():
     assert (load_task(cfg, made).cfg, load_task(cfg, made).prize) == (cfg, "a prize")
     assert type(load_task(cfg, cfg.task)) is SearchQA
     scored = load_task(configure(model="world", reward=f"{__name__}:seven"), kept)
-    assert scored.reward([None]) == [7.0] and isinstance(scored, Echo) and scored.prize == 0.5
+    assert scored.reward([PLAYED]) == [7.0] and isinstance(scored, Echo) and scored.prize == 0.5
 
 
 def seven(taus):
@@ -441,15 +442,13 @@ def test_a_script_of_the_users_keeps_its_handlers_and_a_program_has_ours(tmp_pat
 def test_in_a_notebook_whose_thread_has_a_loop_an_async_reward_is_awaited():
     import asyncio
 
+    cfg = configure(model="world", reward=f"{__name__}:later")
+
     async def cell():
-        return load_task(configure(model="world", reward=f"{__name__}:later"), Echo).reward(
-            [None, None]
-        )
+        return load_task(cfg, Echo).reward([PLAYED, PLAYED])
 
     assert asyncio.run(cell()) == [0.25, 0.25]
-    assert load_task(configure(model="world", reward=f"{__name__}:later"), Echo).reward([None]) == [
-        0.25
-    ]
+    assert load_task(cfg, Echo).reward([PLAYED]) == [0.25]
 
 
 async def later(taus):

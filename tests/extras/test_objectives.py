@@ -793,7 +793,7 @@ def test_what_is_remembered_is_plain_data_and_continues_where_it_was(name):
 @pytest.mark.parametrize(
     "flags, line",
     [
-        (dict(objective="ppo"), "--objective ppo: choose grpo, dr_grpo, "),
+        (dict(objective="ppo"), "--objective ppo: choose grpo or dr_grpo or "),
         (dict(objective="gspo", eps=0.1), "--eps 0.1: --objective gspo has its own; leave it out"),
         (dict(objective="sapo", eps=0.1), "--eps 0.1: --objective sapo has its own; leave it out"),
     ],
