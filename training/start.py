@@ -38,9 +38,9 @@ def prepare(
 ) -> "tuple[float, Config, Config, str, Task, Ranks] | None":
     """Checks all that a run needs, on rank 0, and joins the ranks. Raises Fault.
 
-    Returns when it began, by `time.perf_counter`; the configuration to record, the same with --engine, --recompute and --micro_tokens
-    decided, why this engine, the task, and the ranks; for --dry_run it prints the memory and
-    returns None. `settings` replace `given` ones, or a preset's.
+    Returns when it began, by `time.perf_counter`; the configuration to record; the same with
+    --engine, --recompute and --micro_tokens decided; why this engine; the task; and the ranks. For
+    --dry_run it prints the memory and returns None. `settings` replace `given` ones, or a preset's.
     """
     began = time.perf_counter()
     cfg = (
