@@ -12,7 +12,6 @@ paper is silent (docs/choices.md lists them).
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -278,21 +277,17 @@ def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: 
         log.add_result("first policy, I_star", policy.evaluate(T, I_star, "test"))
 
 
-def list_own(*parts: Any) -> list[Any]:
-    """Returns the parts of a run that are not the usual ones, which its record names."""
+def list_own(learner: Any, population: Any, evolution: Any, algorithm: Any) -> list[Any]:
+    """Returns the parts of a run that are not the usual ones, which its record names. Raises Fault
+    for a class that is none of its kind."""
     import grpo
 
-    usual = None, grpo.Learner, Population, Evolution, inspo
-    return [part for part in parts if part not in usual]
-
-
-def check_parts(*parts: Any) -> None:
-    """Raises Fault for a class that is no learner, population or evolution."""
-    import grpo
-
-    for part, kind in zip(parts, (grpo.Learner, Population, Evolution), strict=True):
+    parts = learner, population, evolution
+    kinds = grpo.Learner, Population, Evolution
+    for part, kind in zip(parts, kinds, strict=True):
         if isinstance(part, type) and not issubclass(part, kind):
             raise Fault(f"{kind.__name__.lower()}: {part} does not extend {kind.__name__}")
+    return [part for part in (*parts, algorithm) if part not in (None, *kinds, inspo)]
 
 
 class Result(NamedTuple):
@@ -320,7 +315,6 @@ def train(
     is returned, as it is for `dry_run`. A program passes `stop.listening`, so that signals stop it;
     a caller's process keeps its handlers.
     """
-    began = time.perf_counter()
     started = prepare(cfg, settings)
     if not started:
         return None
@@ -329,16 +323,14 @@ def train(
     from journal.log import Log
     from training.policy import Policy, follow
 
-    check_parts(learner, population, evolution)
-    cfg, fitted, why, task, ranks = started
+    began, cfg, fitted, why, task, ranks = started
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:
             follow(ranks, task, learner)
             return None
         with stop.may_stop():
-            run = stack.enter_context(
-                RunDirectory.opened(cfg, task, *list_own(learner, population, evolution, algorithm))
-            )
+            own = list_own(learner, population, evolution, algorithm)
+            run = stack.enter_context(RunDirectory.opened(cfg, task, *own))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
             optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))

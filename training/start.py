@@ -15,6 +15,7 @@ What is missing is told before anything is loaded, in the order in which it can 
 """
 
 import importlib
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -34,13 +35,14 @@ if TYPE_CHECKING:
 
 def prepare(
     given: Config | None, settings: Mapping[str, Any]
-) -> "tuple[Config, Config, str, Task, Ranks] | None":
+) -> "tuple[float, Config, Config, str, Task, Ranks] | None":
     """Checks all that a run needs, on rank 0, and joins the ranks. Raises Fault.
 
-    Returns the configuration to record, the same with --engine, --recompute and --micro_tokens
+    Returns when it began, by `time.perf_counter`; the configuration to record, the same with --engine, --recompute and --micro_tokens
     decided, why this engine, the task, and the ranks; for --dry_run it prints the memory and
     returns None. `settings` replace `given` ones, or a preset's.
     """
+    began = time.perf_counter()
     cfg = (
         replace(given, **check_settings(type(given), settings)) if given else configure(**settings)
     )
@@ -77,7 +79,7 @@ def prepare(
         # a resumed run and an export take the run's, on any machine
         cfg = replace(cfg, dtype=dtype_of(cfg, device))
         fitted, why = check_machine(cfg, device, task)
-    return cfg, fitted, why, task, Ranks(device, cfg.patience, cfg.dtype)
+    return began, cfg, fitted, why, task, Ranks(device, cfg.patience, cfg.dtype)
 
 
 def check_preset_device(cfg: Config) -> None:
