@@ -132,6 +132,7 @@ REFUSED = {
     "nothing": (dict(out=None), "out: give a value of type str, not NoneType"),
     "a list": (dict(tools=["search"]), "tools: give a value of type str, not list"),
     "a value out of range": (dict(T=0), "--T 0: must be at least 1"),
+    "a value below what is itself too small": (dict(eps=-1.0), "--eps -1.0: must be above 0"),
     "a choice": (dict(mode="statik"), "--mode statik: choose inspo or static"),
     "a run that is none": (dict(out="nowhere", resume=True), "nowhere holds no run"),
     "a task that is none": (dict(task=3), "--task builtins:int: it neither extends"),
