@@ -118,6 +118,8 @@ REFUSED = {
     "another's name": (dict(learning_rate=1e-5), "learning_rate: .*nearest is lr "),
     "another's shorter name": (dict(epsilon=0.1), "epsilon: .*nearest is eps "),
     "a word of two": (dict(batch_size=8), "batch_size: .*nearest is batch "),
+    "half of a name": (dict(optimizer="x"), "optimizer: .*nearest is optimizer_model "),
+    "a name and a word": (dict(model_name="x"), "model_name: .*nearest is model "),
     "a learner of another kind": (dict(learner=Population), "learner: .*Population.* Learner"),
     "a population of another kind": (
         dict(population=Learner),
