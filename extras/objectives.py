@@ -35,16 +35,15 @@ class Objective:
     """The stages of an objective; the defaults are the paper's (Eq. 2 and 3)."""
 
     reward: Callable[[Batch], Array] = lambda b: b.reward  # (n,)
-    # (n,)
-    advantage: Callable[[Batch], Array] = lambda b: b.grpo
-    # A (n,) -> (n, K); None: every turn has the trajectory's
+    advantage: Callable[[Batch], Array] = lambda b: b.grpo  # A (n,)
+    # A (n,) -> that of each turn (n, K); None: every turn has the trajectory's
     credit: Callable[[Batch, Array], Array] | None = None
     # (N,): the tokens to train on
     select: Callable[[Batch], Mask] = lambda b: np.ones(len(b.tau), bool)
     weight: Callable[[Batch, Mask], Array] = v.trajectory_mean  # (N,)
-    # None: --eps; (): S has no bounds
+    # None: --eps on both sides; (): the surrogate has no bounds
     clip: Callable[[Batch], tuple[Array, Array]] | tuple[float, ...] | None = None
-    # w (N,) -> what else the surrogate reads, (N,)
+    # token weights (N,) -> what else the surrogate reads, (N,) each
     columns: Callable[[Batch, Array], v.Columns] = lambda b, w: {}
     surrogate: Callable[..., torch.Tensor] = clipped_surrogate
 

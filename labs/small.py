@@ -12,7 +12,7 @@ from config import WORLD
 from plumbing.files import read_jsonl
 
 EOS = "<|endoftext|>"
-# none is needed here, but every policy has one
+# No message is encoded here, but a policy without a template is refused.
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 

@@ -251,7 +251,6 @@ def update_with_trl(config: Any, cfg: Config, device: str, data: list) -> list[d
 def choose_shape(shape: str, steps: int, questions: int) -> tuple[Any, Config]:
     """Returns the policy's config, of as many layers as a GPU has room for, and how it is
     updated."""
-
     toy = shape == "toy"
     cfg = Config(
         dtype="bfloat16" if torch.cuda.is_available() else "float32",
@@ -268,7 +267,6 @@ def choose_shape(shape: str, steps: int, questions: int) -> tuple[Any, Config]:
 
 def compare_updates(args: argparse.Namespace) -> dict[str, Any]:
     """Returns medians of our updates and TRL's, the peak of each and the goals that are missed."""
-
     toy, cuda = args.shape == "toy", torch.cuda.is_available()
     device, questions = "cuda" if cuda else "cpu", args.trajectories // 5
     config, cfg = choose_shape(args.shape, args.repeat + 1, questions)

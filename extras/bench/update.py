@@ -281,7 +281,7 @@ def read_profile(work: Callable[[], Any]) -> dict:
     for start, end in sorted(spans):
         busy += max(0, end - max(start, last))
         last = max(last, end)
-    # with one wait at the end, which is ours
+    # the host's waits include the one at the end, which is this measurement's
     row = {"busy_ms": busy, "launches": len(spans), "waited_ms": waited}
     return row | {"kinds_ms": dict(kinds.most_common())}
 

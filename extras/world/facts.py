@@ -22,6 +22,7 @@ RELATIONS = {  # relation: (kind of its subject, kind of its object)
     "base": ("company", "city"),
     "capital": ("nation", "city"),
 }
+# What questions of 2 and 3 hops ask for, from the entity that they name to the answer.
 LONGER = """
 director birthplace
 director employer
@@ -38,7 +39,7 @@ producer base country
 founder birthplace country
 employer base country
 """
-CHAINS: dict[int, list[tuple[str, ...]]] = {1: [], 2: [], 3: []}  # relations by their number
+CHAINS: dict[int, list[tuple[str, ...]]] = {1: [], 2: [], 3: []}  # by their hops
 for line in [*RELATIONS, *LONGER.strip().splitlines()]:
     chain = tuple(line.split())
     CHAINS[len(chain)].append(chain)
