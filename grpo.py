@@ -96,11 +96,10 @@ def note_tokens(batch: list[Trajectory], extras: dict[str, Tensor]) -> None:
     old = extras["old_logp"].double()
     seen = {"logp": old, "ratio": (extras["logp"].double() - old).exp()}
     seen |= {name: extras[name] for name in ("entropy", "kl", "clipped")}
-    # the host waits once
+    # one matrix, so that the host waits for the GPU once
     columns = torch.stack([column.detach().float() for column in seen.values()]).cpu()
-    for tau, values in zip(
-        batch, columns.split([sum(tau.mask) for tau in batch], dim=1), strict=True
-    ):
+    tokens = [sum(tau.mask) for tau in batch]
+    for tau, values in zip(batch, columns.split(tokens, dim=1), strict=True):
         if tau.watched:
             tau.tokens = dict(zip(seen, values.tolist(), strict=True))
 
@@ -110,8 +109,10 @@ def describe_gaps(gaps: Tensor, sharded: bool) -> dict[str, float]:
     this rank's tokens: its mean by quarter of the depth, the 99th percentile (the highest of the
     ranks') and the largest ratio."""
     gap, depth = gaps
+    # sum and number of the gaps in each quarter of the depth, (2, 4)
     in_quarter = (4 * depth).long() == torch.arange(4, device=gap.device).unsqueeze(1)
     sums = torch.stack([torch.where(in_quarter, gap, 0.0).sum(1), in_quarter.sum(1)])
+    # the 99th percentile, and the largest ratio that float32 can hold
     tail = gap.new_zeros(2)
     if len(gap):
         p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values
@@ -119,10 +120,11 @@ def describe_gaps(gaps: Tensor, sharded: bool) -> dict[str, float]:
     if sharded:
         dist.all_reduce(sums)
         dist.all_reduce(tail, dist.ReduceOp.MAX)
+
     *means, p99, ratio = torch.cat([sums[0] / sums[1], tail]).tolist()
     columns = {"logp_gap/p99": p99, "logp_gap/max_ratio": ratio}
     for k, mean in enumerate(means, 1):
-        if not math.isnan(mean):  # some tokens are that deep
+        if not math.isnan(mean):  # 0 / 0: no token is that deep
             columns[f"logp_gap/q{k}"] = mean
     return columns
 
@@ -182,31 +184,34 @@ class Learner:
             for tau, a in zip(group, A.tolist(), strict=True):
                 tau.advantage = a
 
-    def terms(self, part: list[Trajectory], old: Array | None) -> Terms:
+    def terms(self, minibatch: list[Trajectory], old: Array | None) -> Terms:
         """Returns what Eq. 2 needs to know of the N action tokens of a mini-batch, by the names of
         `grpo_head`.
 
         `old` (2, N): their log-probs and entropies under pi_old; None where that is the policy in
         training, so that rho = 1.
         """
-        tokens = np.array([sum(tau.mask) for tau in part])
-        average = 1 / (np.maximum(1, tokens) * len(part))  # Eq.2 CHOICE-9: 1/|tau|, then the mean
+        tokens = np.array([sum(tau.mask) for tau in minibatch])
+        average = 1 / (
+            np.maximum(1, tokens) * len(minibatch)
+        )  # Eq.2 CHOICE-9: 1/|tau|, then the mean
         return {
-            "adv": np.repeat([tau.advantage for tau in part], tokens),
+            "adv": np.repeat([tau.advantage for tau in minibatch], tokens),
             "token_weight": np.repeat(average, tokens),
             "old_logp": None if old is None else old[0],
             "eps_low": self.cfg.eps,
             "eps_high": self.cfg.eps,
         }
 
-    def share(self, part: list[Trajectory]) -> Iterator[tuple[list[Trajectory], Indices]]:
+    def take_share(self, minibatch: list[Trajectory]) -> Iterator[tuple[list[Trajectory], Indices]]:
         """Yields this rank's micro-batches of a mini-batch, each with the indices of its action
         tokens among the N."""
-        ends = np.cumsum([0, *(sum(tau.mask) for tau in part)])
-        batches = micro_batches(part, self.cfg.micro_tokens, self.ranks)
+        # the tokens of trajectory k are starts[k] to starts[k + 1]
+        starts = np.cumsum([0, *(sum(tau.mask) for tau in minibatch)])
+        batches = micro_batches(minibatch, self.cfg.micro_tokens, self.ranks)
         for batch in batches[self.rank :: self.ranks]:
-            tokens = [np.arange(ends[k], ends[k + 1]) for k in batch]
-            yield [part[k] for k in batch], np.concatenate(tokens or [np.arange(0)])
+            tokens = [np.arange(starts[k], starts[k + 1]) for k in batch]
+            yield [minibatch[k] for k in batch], np.concatenate(tokens or [np.arange(0)])
 
     def update(self, t: int, minibatches: list[list[Trajectory]]) -> dict[str, float]:
         """Takes one optimizer step per mini-batch; returns the metrics of step t.
@@ -220,28 +225,31 @@ class Learner:
         lr = lr_at(t, self.cfg)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # log-probs under pi_old; the policy still is pi_old when the first part is trained
+        # log-probs under pi_old, which the policy still is when the first mini-batch is trained
         olds = [None, *map(self.score, minibatches[1:])]
         total = dict.fromkeys((*SUMS, "tokens"), 0.0)
         gaps: list[Tensor] = []
         norms: list[float] = []
         self.model.train()
-        for k, part in enumerate(minibatches):
-            sums, of_tokens = self.backward(part, olds[k])
+        for k, minibatch in enumerate(minibatches):
+            sums, token_gaps = self.backward(minibatch, olds[k])
+
+            # Before the first step engine and trainer have the same weights. `not <=` holds for
+            # NaN, too; a loss that is not finite is the trainer's own fault.
             gap = sums["gap"] / max(1, sums["tokens"])
-            # `not <=` holds for NaN, too; a loss that is not finite is the trainer's own fault.
             if k == 0 and math.isfinite(sums["loss"]) and not gap <= self.max_gap:
                 self.optimizer.zero_grad(set_to_none=True)
                 raise EngineFault(
                     f"log-probs of engine and trainer differ by {gap:.3f} nat a token"
                 )
+
             norm = self.step(sums["loss"])
             if norm is None:
                 self.remembered["skipped"] = self.remembered.get("skipped", 0) + 1
                 continue
             self.remembered.pop("skipped", None)
             norms.append(norm)
-            gaps.append(of_tokens)
+            gaps.append(token_gaps)
             for name in total:
                 total[name] += sums[name]
         if self.reference is not None:
@@ -264,7 +272,7 @@ class Learner:
         }
 
     def backward(
-        self, part: list[Trajectory], old: Array | None
+        self, minibatch: list[Trajectory], old: Array | None
     ) -> tuple[dict[str, float], Tensor]:
         """Computes the gradient of a mini-batch, whose loss has one denominator: it depends neither
         on how it is cut into micro-batches nor on the number of ranks.
@@ -272,22 +280,22 @@ class Learner:
         Returns the sums of SUMS over its action tokens, on all ranks, and how many "tokens" these
         are; and for the n of this rank's the gaps and depths (2, n) that `describe_gaps` takes.
         """
-        terms = self.terms(part, old)
-        longest = max(len(tau.ids) for tau in part)
+        terms = self.terms(minibatch, old)
+        longest = max(len(tau.ids) for tau in minibatch)
         seen = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         gaps: list[Tensor] = []
-        for batch, extras in self.differentiate(part, terms):
+        for batch, extras in self.differentiate(minibatch, terms):
             note_tokens(batch, extras)
             seen += torch.stack([extras[name].sum().double() for name in SUMS])
             gaps.append(torch.stack([extras["gap"].detach(), extras["depth"] / longest]))
         if self.sharded:
             dist.all_reduce(seen)
         sums = dict(zip(SUMS, seen.tolist(), strict=True))
-        sums["tokens"] = sum(sum(tau.mask) for tau in part)
+        sums["tokens"] = sum(sum(tau.mask) for tau in minibatch)
         return sums, torch.cat(gaps, dim=1)
 
     def differentiate(
-        self, part: list[Trajectory], terms: Terms
+        self, minibatch: list[Trajectory], terms: Terms
     ) -> Iterator[tuple[list[Trajectory], dict[str, Tensor]]]:
         """Adds the gradients of this rank's micro-batches to those of the parameters; yields each
         with its `extras`, the loss among them.
@@ -296,7 +304,7 @@ class Learner:
         order, so that the sum does not depend on how many threads there are.
         """
         trained = self.optimizer.param_groups[0]["params"]
-        mine = list(self.share(part))
+        mine = list(self.take_share(minibatch))
 
         def compute(k: int) -> tuple[list[Trajectory], dict[str, Tensor], Sequence[Tensor | None]]:
             batch, tokens = mine[k]
@@ -323,25 +331,26 @@ class Learner:
         """Takes one optimizer step on the clipped gradients; returns their norm before clipping;
         None: it was skipped."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm)
-        size = float((norm.full_tensor() if self.sharded else norm).item())  # the same on all ranks
-        if not (math.isfinite(size) and math.isfinite(loss)):
-            self.optimizer.zero_grad(set_to_none=True)
-            return None
-        self.optimizer.step()
+        if self.sharded:
+            norm = norm.full_tensor()  # the same on all ranks
+        size = float(norm.item())
+        finite = math.isfinite(size) and math.isfinite(loss)
+        if finite:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return size
+        return size if finite else None
 
     @torch.no_grad()
-    def score(self, part: list[Trajectory]) -> Array:
+    def score(self, minibatch: list[Trajectory]) -> Array:
         """Returns log-probs and entropies (2, N) of a mini-batch's action tokens under the present
         policy.
 
         Every rank scores its share and gets the others' from them: `terms` sees the whole
         mini-batch.
         """
-        N = sum(sum(tau.mask) for tau in part)
+        N = sum(sum(tau.mask) for tau in minibatch)
         scores = torch.zeros(2, N, dtype=torch.float64, device=self.device)
-        for batch, tokens in self.share(part):
+        for batch, tokens in self.take_share(minibatch):
             packed = pack(batch, self.device)
             both = torch.stack(self.model.forward_packed(*packed, self.cfg.temperature))
             scores[:, send(torch.from_numpy(tokens), self.device)] = both.double()
@@ -361,19 +370,24 @@ class Learner:
         its trajectory.
         """
         packed, temperature = pack(batch, self.device), self.cfg.temperature
+        # of arrays over the mini-batch, what these tokens have
         terms = dict(terms)
         for name, x in terms.items():
             if isinstance(x, np.ndarray):
                 terms[name] = send(torch.from_numpy(x[tokens]), self.device)
+
+        # pi_ref, then the loss
         ref_logp = None
         if self.reference is not None:
             with torch.no_grad(), lora.off(self.reference):
                 ref_logp, _ = self.reference.forward_packed(*packed, temperature)
-        in_one_launch = self.device.type == "cuda" and self.surrogate is clipped_surrogate
+        of_surrogate: Any = partial(objective, surrogate=self.surrogate)
+        if self.device.type == "cuda" and self.surrogate is clipped_surrogate:
+            of_surrogate = None  # the kernel's own, in one launch
         loss, extras = self.model.forward_packed(
             *packed,
             temperature,
-            objective=None if in_one_launch else partial(objective, surrogate=self.surrogate),
+            objective=of_surrogate,
             ref_logp=ref_logp,
             beta=self.cfg.beta,
             **terms,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config, parse_flags
 from journal.rows import (
+    describe_evolution,
     make_evolution_row,
     make_prune_row,
     make_start_row,
@@ -25,7 +26,6 @@ from journal.rows import (
     make_verification_row,
     make_weights_row,
     sample_verification,
-    tell_succession,
 )
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown, one_line
@@ -82,10 +82,10 @@ def inspo(
             policy.learner.set_advantages(taus)  # Eq.3
             # the task's own code runs before the update, where a fault of it costs nothing
             row = make_step_row(task, taus, cfg.G, log.metrics)
-            texts = list(map(task.shown, taus))
-            update = policy.update(t, taus)  # Alg.1 L8 Eq.5
+            texts = [task.show(tau) for tau in taus]
+            metrics = policy.update(t, taus)  # Alg.1 L8 Eq.5
             P.update_weights(taus)  # Alg.1 L9
-            row |= update | policy.measure_speed(taus) | make_weights_row(P)
+            row |= metrics | policy.measure_speed(taus) | make_weights_row(P)
             log.keep_step(t, taus, row)
             if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
                 ranked = P.ranked()  # Alg.1 L11 CHOICE-16
@@ -98,7 +98,7 @@ def inspo(
             with log.timing("evolve"):
                 evolution.evolve(t, policy)
 
-        # `compare` evaluates step T
+        # the last step's policy is evaluated by `compare`
         evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T
         if evaluated:
             with log.timing("evaluate"):
@@ -160,6 +160,8 @@ class Evolution:
             if not room:
                 break
             self.round = round
+
+            # a parent, its failures, and questions that these do not ask
             rng = rng_of(cfg.seed, t, f"evolve {round}")
             I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
             tau_fail = B.failures(rng, cfg.failures, I_parent.id)
@@ -170,6 +172,8 @@ class Evolution:
             if cfg.D_B and not D_B:
                 reason = "no question left to verify on"
                 break
+
+            # revisions of the parent, of which the best join
             try:
                 I_new = self.propose(I_parent, tau_fail, n)  # Alg.1 L20
             except OptimizerDown as e:
@@ -181,8 +185,9 @@ class Evolution:
                 P_new += joining
                 row = make_verification_row(t, round, D_B, tested, joining)
                 self.log.write_row("reflections", row)
+
         P.replace_by(P_parent, P_new, t)  # Alg.1 L23
-        outcome = tell_succession(P_parent, P_new, cfg.N_P - len(P), reason)
+        outcome = describe_evolution(P_parent, P_new, cfg.N_P - len(P), reason)
         self.log.write_row("population", make_evolution_row(t, P, outcome))
 
     def propose(self, I_parent: Instruction, tau_fail: list[Experience], n: int) -> list[str]:
@@ -213,7 +218,7 @@ class Evolution:
             if e.call:  # what could not be read was billed, too
                 self.note(I_parent, call=vars(e.call))
             raise
-        # before anything else can fail; one that an earlier process paid for is there already
+        # first of all, since it was billed; a call of an earlier process is there already
         if not call.paid_before:
             self.note(I_parent, call=vars(call))
         accepted, rejected = read_candidates(
@@ -238,19 +243,22 @@ class Evolution:
     def verify(
         self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
     ) -> list[Candidate]:
-        """Returns the revisions by falling mean reward on D_B, each with its parent's rewards on
-        the same questions."""
-        parent, new = (I_parent.id, I_parent.text), [(None, text) for text in I_new]
-        taus = self.play(policy, f"verify {self.round}", [parent, *new], D_B)
+        """Returns the revisions, the highest mean reward on D_B first, each with its parent's
+        rewards on the same questions."""
+        trials: list[Trial] = [(I_parent.id, I_parent.text)]
+        trials += [(None, text) for text in I_new]
+        taus = self.play(policy, f"verify {self.round}", trials, D_B)
         sample = sample_verification(I_parent, taus)
         self.log.run.write_trajectories(f"verify-{self.t:06d}-{self.round}", sample)
+
+        # n rewards of the parent, then n of each revision
         n = len(D_B)
         rewards = [tau.reward for tau in taus]
         tested = list[Candidate]()
         for k, text in enumerate(I_new, 1):
             r = rewards[k * n : (k + 1) * n]
             tested.append(Candidate(text, I_parent.id, r, rewards[:n]))
-        # --D_B 0 asks nothing: all join, in the optimizer's order
+        # with --D_B 0 all have the mean 0 and keep the optimizer's order
         return sorted(tested, key=lambda c: -c.r)
 
     def play(
@@ -277,7 +285,7 @@ def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: 
         log.add_result("first policy, I_star", policy.evaluate(T, I_star, "test"))
 
 
-def list_own(learner: Any, population: Any, evolution: Any, algorithm: Any) -> list[Any]:
+def list_custom_parts(learner: Any, population: Any, evolution: Any, algorithm: Any) -> list[Any]:
     """Returns the parts of a run that are not the usual ones, which its record names. Raises Fault
     for a class that is none of its kind."""
     import grpo
@@ -287,7 +295,8 @@ def list_own(learner: Any, population: Any, evolution: Any, algorithm: Any) -> l
     for part, kind in zip(parts, kinds, strict=True):
         if isinstance(part, type) and not issubclass(part, kind):
             raise Fault(f"{kind.__name__.lower()}: {part} does not extend {kind.__name__}")
-    return [part for part in (*parts, algorithm) if part not in (None, *kinds, inspo)]
+    usual = (None, *kinds, inspo)
+    return [part for part in (*parts, algorithm) if part not in usual]
 
 
 class Result(NamedTuple):
@@ -329,8 +338,8 @@ def train(
             follow(ranks, task, learner)
             return None
         with stop.may_stop():
-            own = list_own(learner, population, evolution, algorithm)
-            run = stack.enter_context(RunDirectory.opened(cfg, task, *own))
+            parts = list_custom_parts(learner, population, evolution, algorithm)
+            run = stack.enter_context(RunDirectory.opened(cfg, task, *parts))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
             optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))
@@ -340,7 +349,7 @@ def train(
         log.introduce(why, tools, describe_optimizer(optimizer))
         evolving = evolution(cfg, task, optimizer, population(cfg), log)
         checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
-        with checkpoints.rescued():
+        with checkpoints.save_on_failure():
             policy, I_star = algorithm(cfg, task, policy, evolving, checkpoints, log)
             checkpoints.export(I_star)
             compare(cfg.T, policy, evolving.P.family[0], I_star, log)

@@ -75,16 +75,18 @@ class Population:
     def sample(self, rng: np.random.Generator, n: int) -> list[Instruction]:
         """Returns an instruction for each of `n` questions, I ~ p(. | W; P)."""
         active = self.active
-        return [active[k] for k in rng.choice(len(active), size=n, p=self.probabilities())]
+        drawn = rng.choice(len(active), size=n, p=self.probabilities())
+        return [active[k] for k in drawn]
 
     def draw_jobs(
         self, rng: np.random.Generator, questions: Sequence[Question], G: int
     ) -> list[Job]:
         """Returns G jobs for each question, a group of Eq. 3, all under one instruction that is
         drawn for it."""
-        drawn = zip(self.sample(rng, len(questions)), questions, strict=True)
         jobs: list[Job] = []
-        for group, (I, q) in enumerate(drawn):
+        instructions = self.sample(rng, len(questions))
+        for group, q in enumerate(questions):
+            I = instructions[group]
             jobs += [Job(I.id, I.text, q, group)] * G
         return jobs
 
@@ -95,7 +97,7 @@ class Population:
             I.rewards = [*I.rewards, r_bar][-self.cfg.window :]  # Eq.6 CHOICE-18
 
     def ranked(self) -> list[Instruction]:
-        """Returns the active instructions by falling weight; ties keep the parents first."""
+        """Returns the active instructions, the highest weight first; ties keep the parents first."""
         return sorted(self.active, key=lambda I: -I.w)
 
     def prune(self, ranked: Sequence[Instruction], N_parent: int, t: int) -> list[Instruction]:
@@ -202,16 +204,16 @@ class ReplayBuffer:
     def failures(self, rng: np.random.Generator, n: int, parent: int) -> list[Experience]:
         """Returns up to `n` failures, one per question, for the optimizer to learn from.
 
-        Those under the parent come first, since it is what the optimizer is asked to revise. Within
-        both parts the latest step comes first, and within a step the lowest reward.
+        Those under the parent, which the optimizer is asked to revise, come before all others;
+        then the latest step comes first, and within a step the lowest reward.
         """  # CHOICE-14
         order = rng.permutation(len(self.items))
         failed = [self.items[k] for k in order if self.items[k].failed]
         failed.sort(key=lambda e: (e.instruction != parent, -e.t, e.reward))
-        of_question: dict[str, Experience] = {}
+        first: dict[str, Experience] = {}  # of each question
         for e in failed:
-            of_question.setdefault(e.question, e)
-        return list(of_question.values())[:n]
+            first.setdefault(e.question, e)
+        return list(first.values())[:n]
 
     def questions(self, rng: np.random.Generator, n: int, shown: Iterable[Experience]) -> list[str]:
         """Returns the ids of up to `n` questions for D_B, latest step first, none of them `shown`."""  # CHOICE-7

@@ -93,9 +93,10 @@ def paraphrase_prompt(instruction: str, n: int) -> str:
 def history_prompt(scored: Sequence[tuple[str, float]], n: int) -> str:
     """Returns the prompt that asks for `n` candidates better than the `scored` ones: (instruction,
     mean reward)."""
-    line = "<ins_{0}> {1} </ins_{0}>\n<score_{0}> {2:.0f} </score_{0}>"
-    lines = [line.format(k, text, 100 * w) for k, (text, w) in enumerate(scored)]
-    return HISTORY.format(history="\n".join(lines), n=n)
+    pairs = []
+    for k, (text, w) in enumerate(scored):
+        pairs.append(f"<ins_{k}> {text} </ins_{k}>\n<score_{k}> {100 * w:.0f} </score_{k}>")
+    return HISTORY.format(history="\n".join(pairs), n=n)
 
 
 def reflection_prompt(
@@ -201,7 +202,8 @@ def find_flaw(
     `unfit` knows what it must keep of its parent so that the policy can act. Everything else may
     change: other tags, another example of an answer, other words.
     """
-    words, text = fold_words(candidate), candidate.replace("\r\n", "\n")
+    # of the whole text
+    words = fold_words(candidate)
     if not words:
         return "empty"
     if words in used:  # CHOICE-28
@@ -211,18 +213,24 @@ def find_flaw(
     lost = unfit(candidate, parent)
     if lost:
         return lost
+
+    # characters and tokens that no instruction has
+    text = candidate.replace("\r\n", "\n")
     if printable(text) != text:
         return "holds control characters"
-    control = set(CONTROL.findall(plain(candidate))) - set(CONTROL.findall(plain(parent)))
-    if control:
-        return f"holds the control token {min(control)}"
-    if len(QUESTION.findall(plain(candidate))) > len(QUESTION.findall(plain(parent))):
+    text, old = plain(candidate), plain(parent)
+    added = set(CONTROL.findall(text)) - set(CONTROL.findall(old))
+    if added:
+        return f"holds the control token {min(added)}"
+
+    # a question, a result or an answer that the parent does not have
+    if len(QUESTION.findall(text)) > len(QUESTION.findall(old)):
         return "asks a question of its own"
     for result in set(RESULT.findall(candidate)) - set(RESULT.findall(parent)):
         if len(fold_words(result).split()) > 5:
             return "holds a search result of its own"
-    # one that the parent names already ("Beijing" in Search-R1's instruction) is no new leak
     for gold in golds:
+        # "Beijing" is in Search-R1's instruction already
         if _mentions(candidate, gold) and not _mentions(parent, gold):
             return f"contains the gold answer {gold!r}"
     return ""
@@ -232,7 +240,8 @@ def _mentions(text: str, answer: str) -> bool:
     """Returns whether a text has an answer's words in a row; short ones ("a", "yes", "two") are in
     any prompt."""
     words = fold_words(answer)
-    return len(words) > (3 if words.isascii() else 2) and f" {words} " in f" {fold_words(text)} "
+    shortest = 4 if words.isascii() else 3
+    return len(words) >= shortest and f" {words} " in f" {fold_words(text)} "
 
 
 def fold_words(text: str) -> str:
@@ -335,7 +344,7 @@ class Optimizer:
         if down:
             down.call = call if any(billed) else None
             raise down
-        # with the estimates, where the endpoint counted none
+        # where the endpoint counted none, the estimates count
         self.tokens += call.prompt_tokens + call.completion_tokens - sum(billed)
         return call
 
@@ -345,11 +354,10 @@ def read_paid_calls(rows: Iterable[Any]) -> dict[str, Call]:
     reflections.jsonl."""
     from pydantic import TypeAdapter  # here: few runs are resumed
 
-    read, paid = TypeAdapter(Call).validate_python, {}
+    adapter, paid = TypeAdapter(Call), {}
     for row in rows:
-        # a damaged row is as good as absent
-        with contextlib.suppress(LookupError, TypeError, ValueError):
-            call = read(row["call"])
+        with contextlib.suppress(LookupError, TypeError, ValueError):  # no call, or damaged
+            call = adapter.validate_python(row["call"])
             paid[call.key] = call
     return paid
 
@@ -368,16 +376,20 @@ def connect_optimizer(
     control = ["--guess"] if cfg.optimizer_model == "guessing" else []
 
     def start() -> str:
+        if not scripted(cfg):
+            return ""  # nothing to start
         return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *control) + "/v1"
 
-    url, key = (start(), "") if scripted(cfg) else find_endpoint(cfg)
+    url, key = start(), ""
+    if not url:
+        url, key = find_endpoint(cfg)
     return Optimizer(
         url,
         cfg.optimizer_model,
         key,
         retries=cfg.optimizer_retries,
         paid=read_paid_calls(rows),
-        revive=start if scripted(cfg) else lambda: "",
+        revive=start,
         max_tokens=cfg.max_optimizer_tokens,
     )
 

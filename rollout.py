@@ -44,7 +44,7 @@ class Episode:
             len(prompt),
             state=task.reset(job.question),
         )
-        self.take_in(prompt)
+        self.observe(prompt)
 
     @property
     def ended(self) -> bool:
@@ -52,12 +52,12 @@ class Episode:
 
     def act(self, ids: list[int], logps: list[float], stop: str) -> None:
         """Adds a sampled turn: an answer ends the episode, a call is made, anything else gets a
-        message.
+        reminder.
 
-        `stop`: why the engine takes no more of it.
+        `stop`: why the engine cannot go on with the episode; "" if it can.
         """
-        tau, action = self.tau, self.form.read_turn(ids)
-        self.action = action
+        tau = self.tau
+        action = self.action = self.form.read_turn(ids)
         turn = Turn(action.text)
         tau.act(ids, logps)
         tau.turns.append(turn)
@@ -73,16 +73,16 @@ class Episode:
         elif action.tool:
             self.call = action.tool.of(tau).submit(action.argument)
         else:
-            self.take_in(self.form.encode_reminder(action))
+            self.observe(self.form.encode_reminder(action))
 
     def receive(self) -> None:
         """Adds the result of the call. Raises ToolDown."""
         assert self.call
         result = self.tau.turns[-1].result = self.call.result()
         self.call = None
-        self.take_in(self.form.encode_result(self.action, result, self.cfg.max_observation))
+        self.observe(self.form.encode_result(self.action, result, self.cfg.max_observation))
 
-    def take_in(self, ids: list[int]) -> None:
+    def observe(self, ids: list[int]) -> None:
         """Adds what the policy reads before its next turn, for which it may leave no room."""
         self.tau.observe(ids)
         if len(self.tau.ids) > self.cfg.max_prompt:  # CHOICE-20
@@ -110,13 +110,14 @@ def rollout(
     at_once = min(engine.max_rows, task.at_once)
     taus: list[Trajectory] = []
     for first in range(0, len(jobs), at_once):
+        # as many episodes as fit
         episodes = []
         for job in jobs[first : first + at_once]:
             prompt = encode_prompt(job.text, job.question)
             episodes.append(Episode(task, form, job, prompt, cfg))
         engine.begin(seed + first)
-        playing = play(engine, task, episodes, cfg.max_response, temperature)
-        for ended, _ in enumerate(playing, first + 1):
+        ending = play(engine, task, episodes, cfg.max_response, temperature)
+        for ended, _ in enumerate(ending, first + 1):
             progress(ended)
 
         for e in episodes:
@@ -136,11 +137,13 @@ def play(
         if e.ended:
             yield playing.pop(k)
     while playing:
+        # the turns that begin now
         contexts = {}
         for k, e in playing.items():
             if k not in generating and not e.call:
                 contexts[k] = e.tau.ids
         generating |= contexts.keys()
+
         # An episode calls its tool the moment its turn ends, while others still generate.
         for k, ids, logps, stop in engine.generate(contexts, max_response, temperature):
             generating.remove(k)
@@ -155,6 +158,8 @@ def play(
             began = time.perf_counter()
             wait(calls, return_when=ALL_COMPLETED if engine.lockstep else FIRST_COMPLETED)
             task.waited += time.perf_counter() - began
+
+        # results that are there
         for k, e in list(playing.items()):
             if e.call and e.call.done():
                 e.receive()

@@ -32,7 +32,7 @@ class RowCache:
 
         capacity: how many columns they will need.
         """
-        # layer -> two of (B, heads, capacity, dim)
+        # layer -> keys and values (B, heads, width, dim)
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # where the next `update` writes: (B, 1) and (B, T)
         self.rows = self.columns = torch.empty(0)
@@ -40,8 +40,8 @@ class RowCache:
         self.M, self.shared = M, shared
         behind = torch.arange(capacity, device=shared.device) - shared[:, None, None]
         members = torch.arange(M, device=shared.device)[:, None]
-        # (B, M, capacity): which columns each context reads
-        self.own = (behind < 0) | (behind % M == members)
+        # (B, M, capacity): the columns that each context attends to
+        self.readable = (behind < 0) | (behind % M == members)
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
@@ -81,8 +81,8 @@ class RowCache:
 
         def gather(x: torch.Tensor) -> torch.Tensor:
             heads = torch.arange(x.shape[1], device=x.device)[:, None]
-            # Where x has no such column, its last: something finite, which will be written before
-            # it is read.
+            # Columns that x does not have are written before they are read: until then they hold
+            # its last, which is finite.
             return x[rows, heads, columns.clamp(max=x.shape[2] - 1)]
 
         other = RowCache(torch.zeros_like(slots) if shared is None else shared, M, capacity)
@@ -104,7 +104,7 @@ class RowCache:
 class TorchEngine:
     """An Engine that samples from a Hugging Face causal LM, in lockstep.
 
-    `stop`: strings that end a turn, as `turn_ends` do; `max_rows`: rows of one batch.
+    `stop`: strings that end a turn, besides EOS; `max_rows`: rows of one batch.
     """
 
     lockstep = True
@@ -151,7 +151,8 @@ class TorchEngine:
         self.model.eval()
         h = self._prefill(contexts, max_new)  # (B, H)
 
-        # A slot of the kept cache has a row in the batch, at first its own. `cache` is the batch's.
+        # Each slot of `self.cache` is a row of the batch. Later the batch has fewer rows, in a
+        # `cache` of its own, and `slots` says whose they are.
         cache = self.cache
         slots = torch.arange(len(self.order), device=self.device)
         ids: list[list[int]] = [[] for _ in self.order]
@@ -181,8 +182,7 @@ class TorchEngine:
                 if cache is not self.cache:  # from which the next turn starts
                     # the last token is not in it yet
                     added = torch.arange(max(map(len, ids)) - 1, device=self.device)
-                    places = starts[slots, None] + added
-                    self.cache.write(slots, cache, places)
+                    self.cache.write(slots, cache, starts[slots, None] + added)
                 if not unfinished:
                     break
                 keep = self._tensor(unfinished)
@@ -200,7 +200,7 @@ class TorchEngine:
         """Caches the uncached part of every context; returns the last hidden state of each row, (B,
         H)."""
         order = list(contexts)
-        if self.order:  # turns that go on
+        if self.order:  # the next turns of episodes
             starts = [self.cached[key] for key in order]
             new = [contexts[key][n:] for key, n in zip(order, starts, strict=True)]
             kept = self._tensor([self.order.index(key) for key in order])
@@ -248,7 +248,7 @@ class TorchEngine:
         cache.width = int(cache.columns.max()) + 1
         # (B, T, width)
         causal = torch.arange(cache.width, device=self.device) <= cache.columns[:, :, None]
-        mask = causal & cache.own[:, :, : cache.width]
+        mask = causal & cache.readable[:, :, : cache.width]
         hidden: torch.Tensor = self.model.base_model(
             input_ids=ids,
             position_ids=positions,
@@ -265,13 +265,9 @@ class TorchEngine:
             # One uniform number a row, inverted through the CDF: multinomial draws one per word of
             # the vocabulary.
             cdf = logps.double().exp().cumsum(-1)
-            u = (
-                torch.rand(
-                    len(h), 1, generator=self.generator, dtype=torch.float64, device=self.device
-                )
-                * cdf[:, -1:]
-            )
-            tokens = torch.searchsorted(cdf, u, right=True).clamp_(max=cdf.shape[1] - 1)
+            u = cdf.new_empty(len(h), 1).uniform_(generator=self.generator)
+            tokens = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
+            tokens.clamp_(max=cdf.shape[1] - 1)
         else:
             tokens = logps.argmax(-1, keepdim=True)
         return tokens[:, 0], logps.gather(1, tokens)[:, 0]

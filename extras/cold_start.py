@@ -27,7 +27,7 @@ from extras.table1 import SupervisedConfig
 from plumbing import stop
 from plumbing.chat import turn_ends
 from plumbing.faults import Fault, one_line
-from plumbing.outside import as_data, clean, control
+from plumbing.outside import clean, escape_markup, match_markup
 from plumbing.status import status
 from tasks import Message, Question, Task, Trajectory, Turn
 from tasks.formats import encode, encode_conversation
@@ -151,9 +151,9 @@ def encode_row(
     tau = demonstration(q, k, ids, [0] * len(ids), len(ids), form.parse_turn(turns[-1].text).answer)
     tau.turns = turns
     tau.stop = "over" if turns[-1].result else "answer" if tau.prediction is not None else "turns"
-    forbidden = control(tokenizer, simple=True)
+    forbidden = match_markup(tokenizer, simple=True)
     for turn in turns:
-        if as_data(turn.text, forbidden) != turn.text:
+        if escape_markup(turn.text, forbidden) != turn.text:
             token = forbidden.search(turn.text)
             what = repr(token[0]) if token else "a control token in other letters"
             raise ValueError(

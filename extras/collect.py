@@ -37,7 +37,7 @@ from extras.cold_start import conversation, cut_at_stop
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.files import read_jsonl
-from plumbing.outside import as_data, control
+from plumbing.outside import escape_markup, match_markup
 from tasks import Question, Task
 from tasks.loading import load_task
 from tasks.metrics import set_rewards
@@ -58,15 +58,15 @@ def row_of(task: Task, instruction: str, q: Question, played: Row) -> Row:
     form, words = task.make_format(), Words()
     tags = form.reserved_tags()
     messages = form.messages(
-        instruction, dataclasses.replace(q, text=as_data(q.text, control(words, tags)))
+        instruction, dataclasses.replace(q, text=escape_markup(q.text, match_markup(words, tags)))
     )
     tools = {tool.tag: tool for tool in task.tools}
     for turn in played["turns"]:
         messages.append({"role": "assistant", "content": cut_at_stop(turn["text"], task)})
         if turn["result"] is not None:
             tool = tools[turn["tool"]]
-            pattern = control(words, tags)
-            shown = tool.show([as_data(text, pattern) for text in turn["result"]])
+            pattern = match_markup(words, tags)
+            shown = tool.show([escape_markup(text, pattern) for text in turn["result"]])
             if form.stop_strings():  # calls and results are in tags
                 shown = f"<{tool.result_tag}>{shown}</{tool.result_tag}>"
             messages.append({"role": "tool", "content": shown})

@@ -140,10 +140,10 @@ class ObjectiveLearner(Learner):
         for tau, a, row in zip(taus, A.tolist(), credit, strict=True):
             tau.advantage, tau.credit = a, row[: len(tau.turn_tokens or [1])]
 
-    def terms(self, part: list[Trajectory], old: Array | None) -> Terms:
+    def terms(self, minibatch: list[Trajectory], old: Array | None) -> Terms:
         o, b = (
             OBJECTIVES[self.cfg.objective],
-            Batch(part, self.limit, old=old, score=partial(self.score, part)),
+            Batch(minibatch, self.limit, old=old, score=partial(self.score, minibatch)),
         )
         w = o.weight(b, o.select(b))
         bounds = o.clip(b) if callable(o.clip) else o.clip

@@ -46,8 +46,8 @@ class Demonstrated(Learner):
 
     MAX_GAP: ClassVar[dict[str, float]] = dict.fromkeys(Learner.MAX_GAP, math.inf)
 
-    def terms(self, part: list[Trajectory], old: Array | None) -> Terms:
-        terms = super().terms(part, old)
+    def terms(self, minibatch: list[Trajectory], old: Array | None) -> Terms:
+        terms = super().terms(minibatch, old)
         n = len(terms["token_weight"])
         return terms | {"token_weight": np.full(n, 1 / max(1, n))}
 

@@ -28,7 +28,7 @@ from evaluation.agents import METHODS, Agent, Method
 from extras.bench.harness import play_turns
 from extras.prompts import Prompt, wording
 from plumbing import stop
-from plumbing.chat import in_template
+from plumbing.chat import apply_template
 from plumbing.faults import one_line
 from tasks import Question, Trajectory, Turn
 from tasks.formats import encode
@@ -62,7 +62,7 @@ class Player:
         """Encodes a prompt in the chat template, with the beginning of the reply."""
         message = {"role": "user", "content": prompt.user.format(**slots)}
         return encode(
-            self.tokenizer, in_template(self.tokenizer, [message]) + prompt.reply.format(**slots)
+            self.tokenizer, apply_template(self.tokenizer, [message]) + prompt.reply.format(**slots)
         )
 
     def turns(self, contexts: dict[int, list[int]], max_new: int) -> dict[int, FinishedTurn]:

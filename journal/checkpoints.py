@@ -1,5 +1,5 @@
-"""What a checkpoint holds, and when one is written: the policy's weights with a mark, what a run
-can go on from."""
+"""What a checkpoint holds, and when one is written: the policy's weights and a mark, which is all
+else that a resumed run needs."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class Checkpoints:
         return (t + 1 if ended else t), t
 
     def mark(self, t: int, ended: bool = False) -> None:
-        """Keeps a copy of what a run can go on from: here step t has been trained, and evolves and
-        is evaluated next.
+        """Keeps a copy of the run's state: step t has been trained, and unless it has `ended`,
+        evolution and evaluation follow.
 
         Raises the DiskFault of a checkpoint that could not be written.
         """
         if self.saving.done():
-            self.settle()
+            self.wait()
         changing = {
             "population": self.P.state_dict(),
             "memory": self.policy.learner.remembered,
@@ -82,13 +82,13 @@ class Checkpoints:
         """Begins to write the last mark with the weights, unless it is on disk or an update has
         begun since.
 
-        A thread goes on with it: `settle` waits. Until then a kill leaves the checkpoint before.
+        A thread goes on with it: `wait` waits. Until then a kill leaves the checkpoint before.
         Nothing is saved once the ranks have lost contact.
         """
         mark, policy = self.last, self.policy
         if mark is self.saved or mark["t"] != policy.t or not policy.in_step:
             return
-        self.settle()
+        self.wait()
         with contextlib.ExitStack() as stack:
             name = f"checkpoints/step-{mark['t']:06d}"
             path = stack.enter_context(new_directory(self.run.path / name))
@@ -104,17 +104,17 @@ class Checkpoints:
         best = self.run.best()
         for old in self.run.checkpoints()[: -self.log.cfg.keep]:
             if old != best:
-                # NFS cannot, while somebody reads it: the next save tries again
+                # fails on NFS while somebody reads it: the next save tries again
                 with contextlib.suppress(DiskFault):
                     remove(old)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until the checkpoint that is being written is there; raises the DiskFault that
         prevented it."""
         self.saving.result()
 
     @contextlib.contextmanager
-    def rescued(self) -> Iterator[None]:
+    def save_on_failure(self) -> Iterator[None]:
         """Saves the last mark where a run is stopped inside, or fails, and waits until it is
         written."""
         try:
@@ -124,13 +124,13 @@ class Checkpoints:
             with contextlib.suppress(Exception):  # what ended the run comes first
                 if not isinstance(e, DiskFault):  # a checkpoint would not fit either
                     self.save()
-                self.settle()
+                self.wait()
             raise
 
     def export(self, I_star: Instruction) -> None:
         """Writes the result of a run: I_star.txt, and the policy as a plain Hugging Face
         directory."""
-        self.settle()
+        self.wait()
         self.run.write("I_star.txt", I_star.text + "\n")
         with new_directory(self.run.path / "policy") as path:
             self.policy.export(path)

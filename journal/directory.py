@@ -30,9 +30,7 @@ from tasks import Task
 LOGS = ("metrics", "population", "reflections")  # .jsonl
 # may differ in a resumed run: a note names them
 NOTED = ("commit", "code", "passages", "words", "instruction text")
-
-
-# What a run writes. It replaces nothing of these: they would be somebody's.
+# What a run writes. Where one of these is there before it begins, it is somebody's: a Fault.
 OWN = (
     "checkpoints", "trajectories", "policy", "metrics.jsonl", "population.jsonl", "reflections.jsonl", "I_star.txt",
     "summary.json", "report.html", "servers.log",
@@ -65,14 +63,17 @@ class RunDirectory:
         except BaseException as e:  # a notebook's KeyboardInterrupt, too
             # a run that measured and paid for nothing leaves nothing
             empty = not (cfg.resume or run.rows("metrics") or run.rows("reflections"))
-            if empty:  # it ended before it measured or paid for anything
+            if empty:
                 run.discard()
             if empty or isinstance(e, (CheckpointFault, Diverged)):
                 raise
+
             # any other can be resumed: from where?
-            saved, room = run.checkpoints(), "make room and " if isinstance(e, DiskFault) else ""
+            saved = run.checkpoints()
             where = f"step {step_of(saved[-1])}" if saved else "the start"
-            how = f"{room}resume from {where} with --out {run.path} --resume"
+            how = f"resume from {where} with --out {run.path} --resume"
+            if isinstance(e, DiskFault):
+                how = f"make room and {how}"
             if isinstance(e, (Fault, stop.Stopped)):
                 raise Fault(f"\n{e}\n{how}") from None
             print(f"\n{how}", file=sys.stderr)
@@ -89,7 +90,7 @@ class RunDirectory:
         """
         if cfg.resume:
             read_config(Path(cfg.out), type(cfg), resume=True)
-        # a directory that is its own, and nobody else writes to
+        # a directory without anybody's files, locked
         run = cls(Path(cfg.out or "runs"))
         with contextlib.ExitStack() as stack, writing(run.path):
             stack.callback(run.close)
@@ -104,7 +105,7 @@ class RunDirectory:
                 )
             run.lock()
 
-            # what it is, or was when it began
+            # the run's record: written now, or compared with the one that is there
             record = with_absolute_paths(cfg) | {
                 "program": program_of(type(cfg)),
                 "commit": commit() or "unknown",
@@ -118,7 +119,7 @@ class RunDirectory:
                 run.id = secrets.token_hex(4)
                 run.write("config.json", json.dumps(record | {"id": run.id}, indent=1))
 
-            # what it will write into
+            # the folders that a run fills
             remember_run(run.path)
             for folder in ("checkpoints", "trajectories"):
                 with writing(run.path / folder):
@@ -195,20 +196,20 @@ class RunDirectory:
     def checkpoints(self) -> list[Path]:
         """Returns the complete checkpoints, oldest first; directories with other names do not
         count."""
-        paths = (self.path / "checkpoints").glob("step-*")
-        whole = [
-            path for path in paths if re.fullmatch(r"step-\d{6,}", path.name) and path.is_dir()
-        ]
-        return sorted(whole, key=step_of)
+        complete = []
+        for path in (self.path / "checkpoints").glob("step-*"):
+            if re.fullmatch(r"step-\d{6,}", path.name) and path.is_dir():
+                complete.append(path)
+        return sorted(complete, key=step_of)
 
     def best(self) -> Path | None:
         """Returns the checkpoint with the best mean of the task's first metric on the validation
         questions, if any."""
         rows = self.rows("metrics")
         name = next((f"valid/{row['metrics'][0]}" for row in rows if row.get("metrics")), "")
-        value = {row["t"]: row[name] for row in rows if type(row.get(name)) is float}
-        evaluated = (path for path in self.checkpoints() if step_of(path) in value)
-        return max(evaluated, key=lambda path: value[step_of(path)], default=None)
+        means = {row["t"]: row[name] for row in rows if type(row.get(name)) is float}
+        evaluated = [path for path in self.checkpoints() if step_of(path) in means]
+        return max(evaluated, key=lambda path: means[step_of(path)], default=None)
 
     def load_mark(self, path: Path) -> Row:
         """Returns the mark in a checkpoint; raises Fault if it cannot be read, or if it is another
@@ -250,7 +251,7 @@ class RunDirectory:
         # without one step 0 is written again
         mark: Row = self.load_mark(whole) if whole else {"t": -1, "ended": True}
 
-        # nothing is changed before this line
+        # only now is anything changed: damaged ones move aside, later rows go
         for path, reason in damaged.items():
             aside = path.with_name(f"damaged-{path.name}")
             with writing(aside):

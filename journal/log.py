@@ -1,5 +1,5 @@
-"""What a run writes down and prints: `Log` is given rows (journal/rows.py), and keeps the books
-that a resumed run goes on with."""
+"""What a run writes and prints: `Log` takes rows (journal/rows.py) and keeps what a resumed run
+needs of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tasks.metrics import compute_metrics
 from tasks.sampling import STORED, space_evenly, take_subset
 from training.policy import Policy
 
-# attributes of Log that a resumed run goes on with
+# attributes of Log that a checkpoint's mark holds
 BOOKS = ("row", "held_out", "spread", "metrics")
 
 
@@ -51,7 +51,7 @@ class Log:
         self.tools = [tool.plural for tool in task.tools]
         self.screen, self.silence = Screen(cfg.T, self.tools), Silence()
         policy.progress = self.screen.show_rollouts
-        # By earlier processes of this run, as far as they wrote it down.
+        # seconds of earlier processes, up to their last row
         self.spent: float = max(
             (row.get("time/total", 0.0) for row in run.rows("metrics")), default=0.0
         )
@@ -105,10 +105,10 @@ class Log:
         if "accepted" in row:
             self.row["candidates"] = self.row.get("candidates", 0) + len(row["accepted"])
         if name == "population" and row["event"] != "prune":
-            texts = (
-                f"#{I['id']} (w {statistics.fmean(I['rewards'] or [0]):.2f}): {I['text']}"
-                for I in row["P"]
-            )
+            texts = []
+            for I in row["P"]:
+                w = statistics.fmean(I["rewards"] or [0])
+                texts.append(f"#{I['id']} (w {w:.2f}): {I['text']}")
             self.track.log({"instructions": "\n\n".join(texts)}, row["t"])
 
     # ---- a step
@@ -135,13 +135,9 @@ class Log:
 
     def end_step(self, t: int) -> None:
         """Writes the row of a step."""
-        row: Row = (
-            {"t": t} | self.row | {"time/total": self.spent + time.perf_counter() - self.began}
-        )
-        self.write_row("metrics", row)
-        numbers = {
-            name: x for name, x in row.items() if isinstance(x, (int, float)) and name != "t"
-        }
+        row = self.row | {"time/total": self.spent + time.perf_counter() - self.began}
+        self.write_row("metrics", {"t": t} | row)
+        numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
         self.track.log(numbers | {f"w/{j}": w for j, w in row.get("w", {}).items()}, t)
         self.row = {}
 

@@ -24,6 +24,8 @@ def make_step_row(task: Task, taus: Sequence[Trajectory], G: int, names: Sequenc
     groups = [taus[k : k + G] for k in range(0, n, G)]
     alike = [group for group in groups if len({tau.reward for tau in group}) == 1]
     turns = max(1, sum(len(tau.turns) for tau in taus))
+
+    # means, by source too, then how tools were used
     row = {
         **average_by_source(taus, [{"reward": tau.reward} for tau in taus]),
         **average_by_source(taus, compute_metrics(task, taus, names)),
@@ -50,13 +52,19 @@ def make_step_row(task: Task, taus: Sequence[Trajectory], G: int, names: Sequenc
 def count_useless(taus: Sequence[Trajectory], tool: Tool) -> Row:
     """Returns the shares of a tool's results that hold nothing, and that say why a call failed, if
     one did."""
-    turns = [turn for tau in taus for turn in tau.turns if turn.tool == tool.tag]
-    results = [turn.result for turn in turns if turn.result is not None]
-    failed = sum(isinstance(result, Failure) for result in results)
+    results = []
+    for tau in taus:
+        for turn in tau.turns:
+            if turn.tool == tool.tag and turn.result is not None:
+                results.append(turn.result)
     if not results:
         return {}
-    empty = {f"{tool.plural}/empty": sum(not any(result) for result in results) / len(results)}
-    return empty | ({f"{tool.plural}/failed": failed / len(results)} if failed else {})
+
+    row = {f"{tool.plural}/empty": sum(not any(result) for result in results) / len(results)}
+    failed = sum(isinstance(result, Failure) for result in results)
+    if failed:
+        row[f"{tool.plural}/failed"] = failed / len(results)
+    return row
 
 
 def make_weights_row(P: Population) -> Row:
@@ -89,14 +97,18 @@ def make_event_row(t: int, event: str, P: Population, text: str) -> Row:
 
 
 def make_start_row(P: Population) -> Row:
-    variations = f" and {many(len(P) - 1, 'variation')}" * (len(P) > 1)
-    return make_event_row(0, "start", P, f"|P| {len(P)}: the first instruction{variations}")
+    text = f"|P| {len(P)}: the first instruction"
+    if len(P) > 1:
+        text += f" and {many(len(P) - 1, 'variation')}"
+    return make_event_row(0, "start", P, text)
 
 
 def make_prune_row(t: int, P: Population, pruned: Sequence[Instruction]) -> Row:
-    why = {I.id: f"w {I.w:.2f}" if I.rewards else "no question drew it" for I in pruned}
-    names = ", ".join(f"#{id} ({text})" for id, text in why.items()) or "none"
-    text = f"|P| {len(P) + len(pruned)} -> {len(P)}: pruned {names}"
+    names = []
+    for I in pruned:
+        why = f"w {I.w:.2f}" if I.rewards else "no question drew it"
+        names.append(f"#{I.id} ({why})")
+    text = f"|P| {len(P) + len(pruned)} -> {len(P)}: pruned {', '.join(names) or 'none'}"
     return make_event_row(t, "prune", P, text)
 
 
@@ -111,16 +123,17 @@ def make_evolution_row(t: int, P: Population, outcome: str) -> Row:
     return make_event_row(t, "evolve", P, text)
 
 
-def tell_succession(
+def describe_evolution(
     P_parent: Sequence[Instruction], P_new: Sequence[Candidate], left: int, reason: str
 ) -> str:
-    """Returns the outcome of Alg.1 L17 to L23; `left`: places that nobody took, `reason`: why
-    not."""
+    """Returns the outcome of Alg.1 L17 to L23; `left`: places that stay empty, `reason`: why."""
     if not P_new:
         return f"no new instruction: {reason}; P stays as it is"
     parents = ", ".join(f"#{I.id}" for I in P_parent)
     text = f"parent {parents} ({P_new[-1].r_parent:.2f} on D_B); {len(P_new)} joined"
-    return text + (f"; {many(left, 'place')} left: {reason}" if left else "")
+    if left:
+        text += f"; {many(left, 'place')} left: {reason}"
+    return text
 
 
 def find_added(text: str, parent: str, width: int = 90) -> str:

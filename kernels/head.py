@@ -69,42 +69,54 @@ def grpo_head(
         raise ValueError(f"on {hidden.device} the head needs an objective")
     if beta and ref_logp is None:
         raise ValueError(f"beta = {beta} needs ref_logp")
+
     loss_rows = partial(_two_passes, passes, objective) if objective else passes.loss_rows
     tokens = {"adv": adv, "token_weight": token_weight, "old": old_logp, "ref": ref_logp}
     tokens |= {"eps_low": eps_low, "eps_high": eps_high} | columns
+    loss_rows = partial(loss_rows, temperature=temperature, beta=beta)
     need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    need_dW = need_grad and weight.requires_grad
 
     # Under autocast the products would be bf16, and logp off by up to 0.1, half of eps.
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        N, like = len(hidden), {"dtype": _wide(hidden.dtype), "device": hidden.device}
-        tokens = {name: _each(x, N, like) for name, x in tokens.items() if x is not None}
-        W = weight.to(_factor(hidden))
-        dX = torch.empty(hidden.shape, **like) if need_grad else None  # (N, D)
-        dW = None  # (V, D)
-        J, logp, entropy, kl = torch.empty(4, N, **like)
-        clipped = torch.empty(N, dtype=torch.bool, device=hidden.device)
-        for rows, h, z in _chunks(hidden, W, chunk):
-            J[rows], logp[rows], entropy[rows], kl[rows], clipped[rows], dz = loss_rows(
-                z,
-                targets[rows],
-                W.dtype if need_grad else None,
-                temperature=temperature,
-                beta=beta,
-                **{name: of_all[rows] for name, of_all in tokens.items()},
-            )
-            if need_grad:
-                dX[rows] = _product_over_vocabulary(dz, W)
-            if need_dW:
-                dW = _product(dz.T, h) if dW is None else _add_product(dW, dz.T, h)
-            del z, dz  # before the next chunk allocates its logits
-        if need_dW and dW is None:  # no tokens
-            dW = torch.zeros(weight.shape, **like)
+        J, extras, dX, dW = _run_chunks(
+            hidden, weight, targets, loss_rows, tokens, need_grad, chunk
+        )
         # over all N at once, so that the order of summation does not depend on chunk
         loss = (-J).sum()
     if need_grad:
         loss = _Attach.apply(loss, hidden, weight, dX, dW)
-    return loss, {"logp": logp, "entropy": entropy, "kl": kl, "clipped": clipped}
+    return loss, extras
+
+
+def _run_chunks(hidden, weight, targets, loss_rows, tokens, need_grad, chunk):
+    """Returns J (N,), the other (N,) tensors of `grpo_head` by name, and the gradients of L: dX (N,
+    D) and dW (V, D), None where nobody needs it."""
+    N, like = len(hidden), {"dtype": _wide(hidden.dtype), "device": hidden.device}
+    tokens = {name: _each(x, N, like) for name, x in tokens.items() if x is not None}
+    W = weight.to(_factor(hidden))
+    need_dW = need_grad and weight.requires_grad
+    dX = torch.empty(hidden.shape, **like) if need_grad else None
+    dW = None
+    J, logp, entropy, kl = torch.empty(4, N, **like)
+    clipped = torch.empty(N, dtype=torch.bool, device=hidden.device)
+    for rows, h, z in _chunks(hidden, W, chunk):
+        # the loss of these rows, and dL/dz
+        J[rows], logp[rows], entropy[rows], kl[rows], clipped[rows], dz = loss_rows(
+            z,
+            targets[rows],
+            W.dtype if need_grad else None,
+            **{name: column[rows] for name, column in tokens.items()},
+        )
+
+        # from dz to the gradients of both factors
+        if need_grad:
+            dX[rows] = _product_over_vocabulary(dz, W)
+        if need_dW:
+            dW = _product(dz.T, h) if dW is None else _add_product(dW, dz.T, h)
+        del z, dz  # before the next chunk allocates its logits
+    if need_dW and dW is None:  # no tokens
+        dW = torch.zeros(weight.shape, **like)
+    return J, {"logp": logp, "entropy": entropy, "kl": kl, "clipped": clipped}, dX, dW
 
 
 def _two_passes(
@@ -199,9 +211,8 @@ def _wide(dtype):
 def _factor(hidden):
     """Returns the dtype to multiply in. CUDA multiplies bf16 into float32; float16 cannot represent
     dL/dz."""
-    return (
-        hidden.dtype if hidden.is_cuda and hidden.dtype == torch.bfloat16 else _wide(hidden.dtype)
-    )
+    in_bf16 = hidden.is_cuda and hidden.dtype == torch.bfloat16
+    return hidden.dtype if in_bf16 else _wide(hidden.dtype)
 
 
 def _chunks(hidden, W, chunk):
@@ -249,7 +260,6 @@ class _Attach(torch.autograd.Function):
         dX = (scale * dX).to(ctx.dtypes[0])
         # directly in its dtype: a second (V, D) in float32 would be the peak of memory
         if dW is not None:
-            dW = torch.mul(
-                dW, scale, out=torch.empty(dW.shape, dtype=ctx.dtypes[1], device=dW.device)
-            )
+            scaled = torch.empty(dW.shape, dtype=ctx.dtypes[1], device=dW.device)
+            dW = torch.mul(dW, scale, out=scaled)
         return None, dX, dW, None, None

@@ -278,7 +278,7 @@ def _(
         def reward(self, taus):
             return [worth(tau) for tau in taus]
 
-        def shown(self, tau):
+        def show(self, tau):
             return shown(tau)
 
     cfg = play.config(T=60, warmup=0.05, lr=2e-3)
@@ -332,7 +332,7 @@ def _(history, predicted, task, taus):
     desk.conclude(
         "Different answers among 100", predicted, found, "different answers, last step",
         f"The most frequent answer of the last step: {max(_answers, key=_answers.count, default='none')}.",
-        f"A failure as the optimizer would read it:\n\n```\n{task.shown(_lost)}\n```" if _lost else "", form=".0f",
+        f"A failure as the optimizer would read it:\n\n```\n{task.show(_lost)}\n```" if _lost else "", form=".0f",
     )
     return
 

@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from kernels import grpo_head, head_logits, token_logprobs
 from models import lora
 from models.packing import Packing, packed_attention
-from plumbing.chat import in_template, turn_ends
+from plumbing.chat import apply_template, turn_ends
 from plumbing.faults import Fault, first_line
 from plumbing.hub import check_model
-from plumbing.outside import control
+from plumbing.outside import match_markup
 
 # how a family's config.json names the constant in its logits, and the power in which it enters
 LOGIT_SCALES = {
@@ -77,11 +77,11 @@ def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
             )
     long = "Which lake is the deepest? " * 1000
     asked = [{"role": "user", "content": f"{long} {TAGS} {' '.join(stop)} {long}"}]
-    ids = tokenizer(in_template(tokenizer, asked), add_special_tokens=False)["input_ids"]
+    ids = tokenizer(apply_template(tokenizer, asked), add_special_tokens=False)["input_ids"]
     # Gemma 3's mark of an image has no row: outside text cannot spell it, and no prompt has it
     written = {*ids, *turn_ends(tokenizer)}
     for token, i in tokenizer.get_vocab().items():
-        if i >= rows and (i in written or not control(tokenizer).fullmatch(token)):
+        if i >= rows and (i in written or not match_markup(tokenizer).fullmatch(token)):
             raise Fault(
                 f"--model {path}: its tokenizer has {token!r} as token {i} and its model {rows}: use the model's own"
             )

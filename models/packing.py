@@ -19,8 +19,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 
 def send(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copies a tensor from the CPU to the device. The host does not wait for it: the copy takes its
-    turn."""
+    """Copies a tensor from the CPU to the device. The host does not wait: a GPU's stream keeps the
+    order."""
     on_gpu = torch.device(device).type == "cuda"
     return (x.pin_memory() if on_gpu else x).to(device, non_blocking=on_gpu)
 
@@ -28,8 +28,8 @@ def send(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 class Packing:
     """How a row of tokens is cut into pieces; made once for all layers.
 
-    `lengths`: tokens of each piece; `parents`: the place among them of the piece that it goes on
-    from, or -1. A parent is itself a beginning.
+    `lengths`: tokens of each piece; `parents`: the index of the piece that it continues, or -1. A
+    parent continues none.
     """
 
     def __init__(
@@ -72,9 +72,8 @@ class Packing:
             place = torch.arange(n, device=like.device)
             distance = place[before:, None] - place
             hidden = (distance < 0) | (distance >= window)
-            self.masks[before, n, window] = like.new_zeros(hidden.shape).masked_fill_(
-                hidden, -torch.inf
-            )
+            mask = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+            self.masks[before, n, window] = mask
         return self.masks[before, n, window]
 
 
@@ -107,10 +106,10 @@ def grouped_attention(
     B, heads, T, dim = query.shape
     repeats = heads // key.shape[1]
     if repeats > 1:
-        query, mask = query.reshape(B, -1, repeats * T, dim), torch.cat([mask] * repeats, -2)
-    return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling).reshape(
-        B, heads, T, -1
-    )
+        query = query.reshape(B, -1, repeats * T, dim)
+        mask = torch.cat([mask] * repeats, -2)
+    out = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
+    return out.reshape(B, heads, T, -1)
 
 
 def packed_attention(
@@ -141,7 +140,7 @@ def packed_attention(
             ordinal = attention_mask.cumsum(-1)
             attention_mask = attention_mask & (ordinal > ordinal[..., -1:] - window)
         out = grouped_attention(query, key, value, attention_mask, scaling)
-        return out.transpose(1, 2).contiguous(), None  # some families view it
+        return out.transpose(1, 2).contiguous(), None  # some models call `view` on it
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     return attend(q, k, v, packing, window, scaling).unsqueeze(0), None
 
@@ -189,7 +188,7 @@ def attend_piece_by_piece(
     scaling: float | None,
 ) -> torch.Tensor:
     """Returns what `attend` does, in any dtype and on any device."""
-    # of the kernels for float32, the one that keeps no matrix (T, T) takes no fewer heads
+    # the float32 kernel that keeps no matrix (T, T) needs as many heads of keys as of queries
     if q.is_cuda:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     gqa = q.shape[1] > k.shape[1]
@@ -237,18 +236,20 @@ def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> lis
     def cut(most: int) -> list[tuple[int, list[int]]]:
         """Returns (tokens, places) of batches of at most `most` tokens."""
         batches: list[tuple[int, list[int]]] = []
-        # as if full: the first trajectory opens a batch
-        tokens, places, begun = most, list[int](), set[tuple[int, ...]]()
+        tokens, places, begun = most, list[int](), set[tuple[int, ...]]()  # full before the first
         for place, (tau, prefix) in enumerate(zip(taus, prefixes, strict=True)):
+            # with this trajectory, whose prompt may be in the batch already
             tokens += len(tau.ids)
             if prefix in begun:
                 tokens -= len(prefix)
+
+            # one too many opens the next batch
             if tokens > most:
                 tokens, places, begun = len(tau.ids), [], set()
                 batches.append((tokens, places))
             places.append(place)
             begun.add(prefix)
-            batches[-1] = tokens, places
+            batches[-1] = tokens, places  # its tokens so far
         return batches
 
     # the smallest limit with which there are no more batches than with micro_tokens
@@ -297,7 +298,10 @@ def pack(
 
     # a batch without trajectories, which other ranks may have, is one token without an action
     packing = Packing(lengths or [1], parents, device)
-    row, where, predicted = (
-        send(torch.tensor(x, dtype=torch.long), device) for x in (ids or [0], places, targets)
+    row = send(torch.tensor(ids or [0]), device)
+    return (
+        row,
+        packing,
+        send(torch.tensor(places, dtype=torch.long), device),
+        send(torch.tensor(targets, dtype=torch.long), device),
     )
-    return row, packing, where, predicted

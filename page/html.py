@@ -17,7 +17,7 @@ from page.verdict import judge_run
 from plumbing import files
 from plumbing.faults import Fault
 from plumbing.files import Row
-from plumbing.outside import in_texts, without_secrets
+from plumbing.outside import map_texts, without_secrets
 
 STATIC = Path(__file__).parent / "static"
 SCRIPTS = (
@@ -73,7 +73,7 @@ def describe_run(run: Run, limit: int) -> tuple[Row, dict[str, str]]:
     del tree["candidates"]
     data = {
         "name": run.name,
-        "config": in_texts(run.config, without_secrets),
+        "config": map_texts(run.config, without_secrets),
         "missing": run.missing,
         "curves": collect_curves(run),
         "tree": tree,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plumbing.faults import Fault, first_line
-from plumbing.outside import control
+from plumbing.outside import match_markup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -72,7 +72,7 @@ def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
                 raise
 
     # in this order, each once
-    closing = control(tokenizer).search(after)
+    closing = match_markup(tokenizer).search(after)
     ends = [tokenizer.convert_tokens_to_ids(closing[0])] if closing else []
     ends += [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
     return tuple(dict.fromkeys(end for end in ends if end is not None))  # CHOICE-34
@@ -82,7 +82,7 @@ def template_of(tokenizer: Tokenizer) -> str:
     return f"--model {getattr(tokenizer, 'name_or_path', '')}: its chat template"
 
 
-def in_template(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+def apply_template(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> str:
     """Returns a conversation as `rendered`. Raises Fault also where a message does not come out
     whole, except for blanks at its ends."""
     text = rendered(tokenizer, messages, **options)

@@ -1,6 +1,6 @@
 """Text from outside is data: passages, questions, replies of the optimizer, error pages.
 
-`decoded` and `clean` take it in, `as_data` puts it into the policy's context, `printable` puts it
+`decoded` and `clean` take it in, `escape_markup` puts it into the policy's context, `printable` puts it
 on a terminal.
 """
 
@@ -52,17 +52,17 @@ def clean(value: Any, secrets: Collection[str] = ()) -> Any:
             text = text.replace(secret, "[secret]")
         return SURROGATE.sub("\ufffd", text)
 
-    return in_texts(value, cleaned)
+    return map_texts(value, cleaned)
 
 
-def in_texts(value: Any, change: Callable[[str], str]) -> Any:
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
     """Returns decoded JSON with every text in it changed, keys too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [in_texts(item, change) for item in value]
+        return [map_texts(item, change) for item in value]
     if isinstance(value, dict):
-        return {change(key): in_texts(item, change) for key, item in value.items()}
+        return {change(key): map_texts(item, change) for key, item in value.items()}
     return value
 
 
@@ -77,7 +77,7 @@ def plain(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def control(
+def match_markup(
     tokenizer: Tokenizer, tags: tuple[str, ...] = (), simple: bool = False
 ) -> re.Pattern[str]:
     """Returns a pattern of what outside text must not spell: control tokens of the policy, and the
@@ -98,7 +98,7 @@ def control(
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)", re.IGNORECASE)
 
 
-def as_data(text: str, pattern: re.Pattern[str]) -> str:
+def escape_markup(text: str, pattern: re.Pattern[str]) -> str:
     """Returns the text with a blank behind the first character of everything that `pattern` finds:
     `< |im_end|>`.
 

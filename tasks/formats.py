@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from plumbing.chat import in_template
-from plumbing.outside import as_data, control, in_texts
+from plumbing.chat import apply_template
+from plumbing.outside import escape_markup, map_texts, match_markup
 from tasks.tools import (
     ANSWER,
     Tool,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from tasks import Message, Question, Task
 
-# no text that is worth reading has longer tokens; the rest need not be tokenized to be cut
+# tokens of readable text are shorter: a longer result is cut before it is tokenized
 TOKEN_CHARACTERS = 128
 
 
@@ -40,14 +40,14 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 def encode_conversation(
     tokenizer: Tokenizer, messages: Sequence[Message], **options: Any
 ) -> list[int]:
-    """Returns the ids of messages in the chat template, up to where the policy's turn begins; their
-    texts are data.
+    """Returns the ids of messages in the chat template, up to where the policy's turn begins.
 
-    `options`: what else the template is given, data as well.
+    `options`: what else the template is given. No text in either can spell a control token.
     """
-    data = partial(as_data, pattern=control(tokenizer, simple=True))
-    messages = [message | {"content": data(message["content"])} for message in messages]
-    return encode(tokenizer, in_template(tokenizer, messages, **in_texts(options, data)))
+    escape = partial(escape_markup, pattern=match_markup(tokenizer, simple=True))
+    messages = [message | {"content": escape(message["content"])} for message in messages]
+    options = map_texts(options, escape)
+    return encode(tokenizer, apply_template(tokenizer, messages, **options))
 
 
 def encode_observation(
@@ -56,10 +56,11 @@ def encode_observation(
     """Returns a tool's result in its tag as at most `limit` ids; a long one loses its end, not its
     closing tag.
 
-    The result is data: it cannot close the tag, nor write one of `tags` or a control token.
+    The result cannot close the tag, nor spell one of `tags` or a control token.
     """
-    pattern = control(tokenizer, (tool.result_tag, *tags))
-    shown = tool.show([as_data(text, pattern) for text in result])[: limit * TOKEN_CHARACTERS]
+    pattern = match_markup(tokenizer, (tool.result_tag, *tags))
+    shown = tool.show([escape_markup(text, pattern) for text in result])
+    shown = shown[: limit * TOKEN_CHARACTERS]
     head = encode(tokenizer, f"\n\n<{tool.result_tag}>{shown}")
     end = encode(tokenizer, f"</{tool.result_tag}>\n\n")
     return head[: max(0, limit - len(end))] + end
@@ -68,8 +69,11 @@ def encode_observation(
 def find_lost_tag(candidate: str, parent: str, names: Sequence[str]) -> str:
     """Returns which tag of these names a candidate instruction lacks and its parent has, as a
     reason; "" if none."""
-    tags = [f"<{slash}{name}>" for name in names for slash in ("", "/")]
-    return next((f"lost {tag}" for tag in tags if tag in parent and tag not in candidate), "")
+    for name in names:
+        for tag in (f"<{name}>", f"</{name}>"):
+            if tag in parent and tag not in candidate:
+                return f"lost {tag}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,8 @@ class Tags:
 
     def find_unfit(self, candidate: str, parent: str) -> str:
         """Returns why the policy could not act under a revision of an instruction; "" if it can."""
-        return find_lost_tag(candidate, parent, [*(tool.tag for tool in self.task.tools), ANSWER])
+        names = [tool.tag for tool in self.task.tools]
+        return find_lost_tag(candidate, parent, [*names, ANSWER])
 
     def messages(self, instruction: str, question: Question) -> list[Message]:
         """Returns the conversation that the policy continues.
@@ -153,12 +158,12 @@ class Tags:
     def encode_prompt(self, instruction: str, question: Question) -> list[int]:
         """Returns the ids of the prompt in the chat template.
 
-        Instruction and question are data: they yield no control token, and the question none of the
+        Neither instruction nor question can spell a control token, nor the question one of the
         agent's tags.
         """
-        # it names the agent's tags
-        instruction = as_data(instruction, control(self.tokenizer, simple=True))
-        text = as_data(question.text, control(self.tokenizer, self.reserved_tags()))
+        # the instruction may name the agent's tags
+        instruction = escape_markup(instruction, match_markup(self.tokenizer, simple=True))
+        text = escape_markup(question.text, match_markup(self.tokenizer, self.reserved_tags()))
         messages = self.messages(instruction, replace(question, text=text))
         options = self.template_options(instruction, question)
         return encode_conversation(self.tokenizer, messages, **options)

@@ -33,13 +33,13 @@ def read_rewards(
     or None. Raises Fault, which begins with `where`."""
     if hasattr(rewards, "tolist"):  # numpy's, torch's, pandas'
         rewards = rewards.tolist()
-    count: Any = f"{rewards!r:.80}"
     unordered = Mapping, Set, bytes, bytearray
+    returned: Any = f"{rewards!r:.80}"
     if isinstance(rewards, Collection) and not isinstance(rewards, unordered):
-        count = len(rewards)
-    if count != len(taus):
+        returned = len(rewards)
+    if returned != len(taus):
         raise Fault(
-            f"{where} returned {count} for {len(taus)} trajectories; return a list with a number for each"
+            f"{where} returned {returned} for {len(taus)} trajectories; return a list with a number for each"
         )
     read = list[Any]()
     for tau, r in zip(taus, rewards, strict=True):
@@ -68,7 +68,7 @@ def compute_metrics(
                 f"{where} are {row}, the first {first}; return finite numbers of the same names for all"
             )
 
-    # `time/total` and `searches/empty` are ours, too.
+    # the first part counts: `time/total` and `searches/empty` are a run's own columns
     taken = COLUMNS | {tool.plural for tool in task.tools}
     for name in first:
         if name.partition("/")[0] in taken:

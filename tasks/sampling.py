@@ -14,7 +14,9 @@ STORED = 24  # questions of an evaluation or a verification whose trajectories a
 
 def space_evenly(n: int, k: int) -> list[int]:
     """Returns at most k of the places 0..n-1, evenly spaced: always the same sample."""
-    return [j * n // k for j in range(k)] if k < n else list(range(n))
+    if n <= k:
+        return list(range(n))
+    return [j * n // k for j in range(k)]
 
 
 def rng_of(seed: int, t: int, purpose: str) -> np.random.Generator:

@@ -107,7 +107,7 @@ class Task(ABC):
         """Returns whether a rewarded trajectory is a failure to learn from (§3.2)."""
         return tau.reward < self.passing_reward
 
-    def shown(self, tau: Trajectory) -> str:
+    def show(self, tau: Trajectory) -> str:
         """Returns a trajectory as the optimizer reads it (App. E); right answers, if there are any,
         follow it there."""
         return f"Question: {tau.question.text}\n{tau.response.strip()}"

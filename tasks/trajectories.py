@@ -82,8 +82,8 @@ class Trajectory:
     advantage: float = 0.0  # A-hat
     # A-hat of each turn, where a learner tells turns apart
     credit: list[float] = field(default_factory=list)
-    watched: bool = False  # the update notes what it sees of its action tokens
-    # that, by name: see grpo.note_tokens
+    watched: bool = False  # whether the update fills `tokens`
+    # numbers of each action token by name: see grpo.note_tokens
     tokens: dict[str, list[float]] = field(default_factory=dict)
 
     def act(self, ids: list[int], logps: list[float]) -> None:
@@ -104,10 +104,11 @@ class Trajectory:
     @property
     def invalid(self) -> int:
         """Turns that neither called a tool nor answered."""
-        return sum(not turn.tool for turn in self.turns) - (self.stop == "answer")
+        without_call = sum(not turn.tool for turn in self.turns)
+        return without_call - (self.stop == "answer")
 
-    def outcome(self) -> Trajectory:
-        """Returns a copy for rewards and metrics alone: without tokens."""
+    def drop_tokens(self) -> Trajectory:
+        """Returns a copy without tokens, which is enough for rewards and metrics."""
         return replace(self, ids=[], mask=[], logps=[], turn_tokens=[])
 
     def record(self) -> Row:

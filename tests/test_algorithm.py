@@ -197,7 +197,7 @@ def replayed(*played: tuple[int, Question, int, float]) -> ReplayBuffer:
         tau = Trajectory(
             instruction, q, 0, [], 0, reward=r, failed=r < 1, response=f"said by #{instruction}"
         )
-        B.add(t, [tau], [task.shown(tau)])
+        B.add(t, [tau], [task.show(tau)])
     return B
 
 
@@ -789,7 +789,7 @@ def test_the_task_s_rewards_failures_and_words_reach_update_weights_and_buffer()
         def failed(self, tau):
             return tau.reward < 0.3
 
-        def shown(self, tau):
+        def show(self, tau):
             return f"as the judge saw {tau.question.id}"
 
     _, policy, log, _ = run({}, static=True, N_P=1, T=1, task=Judged)

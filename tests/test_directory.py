@@ -83,7 +83,7 @@ def begin(
 
 
 def save(run: RunDirectory, t: int, ended=True) -> Path:
-    begin(run, t, ended=ended).settle()
+    begin(run, t, ended=ended).wait()
     return run.checkpoints()[-1]
 
 
@@ -527,7 +527,7 @@ def test_a_checkpoint_is_there_once_it_is_whole_and_holds_what_was_there_at_its_
     assert [I["text"] for I in state["population"]["family"]] == ["first"] and state["memory"] == {
         "seen": [1]
     }
-    checkpoints.settle()
+    checkpoints.wait()
     assert rewind(run)[0] == 15 and [step_of(path) for path in run.checkpoints()] == [9, 12, 15]
 
 
@@ -540,11 +540,11 @@ def test_a_mark_is_saved_once_and_not_after_the_weights_have_moved(run):
     for t, in_step in ((13, True), (-1, True), (12, False)):
         checkpoints.policy.t, checkpoints.policy.in_step = t, in_step
         checkpoints.save()
-    checkpoints.settle()
+    checkpoints.wait()
     assert not times
     checkpoints.policy.in_step = True
     checkpoints.save()
-    checkpoints.settle()
+    checkpoints.wait()
     assert times == [12]
 
 
@@ -605,7 +605,7 @@ def test_a_fault_of_the_thread_is_raised_by_the_next_step_and_comes_second_to_an
         with (
             pytest.raises(Fault, match=text),
             RunDirectory.opened(cfg, None) as run,
-            begin(run, 12, wait).rescued(),
+            begin(run, 12, wait).save_on_failure(),
         ):
             raise Outage("another")
         assert rewind(run)[0] == saved  # whatever ended the run, it was waited for
@@ -621,7 +621,7 @@ def test_a_directory_that_save_leaves_half_done_is_removed(run, late):
 
     setattr(checkpoints.policy, late, fails)
     with pytest.raises(DiskFault, match="Input/output error"):
-        begin(run, 12, before=checkpoints).settle()
+        begin(run, 12, before=checkpoints).wait()
     assert not list(run.path.rglob("*.tmp")) and len(run.checkpoints()) == 3
 
 

@@ -23,7 +23,7 @@ from models.model import empty, fill, load_config, load_policy, weights
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from tasks.loading import load_task
-from training.policy import Policy, choose_dither_seed, first_policy
+from training.policy import Policy, choose_dither_seed, load_first_policy
 from training.ranks import Ranks
 
 SMALL = "--mode static --dtype bfloat16 --T 2 --batch 2 --mini 2 --G 2 --eval_n 2 --save_every 1 --keep 9 --seed 6"
@@ -180,10 +180,10 @@ def test_a_forward_pass_leaves_the_weights_as_they_are_trained(tiny_path, monkey
     first = weakref.WeakSet()
 
     def note(*args):
-        first.add(model := first_policy(*args))
+        first.add(model := load_first_policy(*args))
         return model
 
-    monkeypatch.setattr("training.policy.first_policy", note)
+    monkeypatch.setattr("training.policy.load_first_policy", note)
     cfg = Config(model=str(tiny_path), engine="torch")
     gc.disable()
     try:

@@ -64,7 +64,7 @@ def save(run: RunDirectory, t: int, weights: dict) -> None:
     checkpoints.last = state(t) | {"run": run.id}
     checkpoints.policy.t, checkpoints.policy.learner.state_dict = t, lambda: weights
     checkpoints.save()
-    checkpoints.settle()
+    checkpoints.wait()
 
 
 @pytest.fixture(scope="module")

@@ -232,6 +232,6 @@ def test_the_flag_and_the_device_decide(device, flag, says, n, tiny_path, monkey
     for name in ("shard", "fill"):
         monkeypatch.setattr(policy, name, lambda model, *args, **kwargs: model)
     ranks = SimpleNamespace(device=device, dtype="bfloat16", rank=0)
-    for model in policy.fsdp(None, Config(model=tiny_path, fused_layers=flag), ranks):
+    for model in policy.shard_models(None, Config(model=tiny_path, fused_layers=flag), ranks):
         assert len(patched(model)) == n
     assert capsys.readouterr().out == (f"fused layers: {says}\n" if says else "")

@@ -36,7 +36,7 @@ from models.model import (
     skeleton,
 )
 from models.packing import Packing, keys_of_pieces, packed_attention
-from plumbing.chat import in_template
+from plumbing.chat import apply_template
 from plumbing.faults import Fault
 
 LENGTHS = [7, 1, 30, 12, 30]
@@ -626,7 +626,7 @@ def test_a_chat_template_s_clock_stands_still(tiny_path, tmp_path, monkeypatch):
     for year in (2025, 2026):
         clock = SimpleNamespace(now=lambda year=year: datetime(year, 1, 2))
         monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", clock)
-        assert in_template(tokenizer, [message]) == "Today Date: 26 Jul 2024\na"
+        assert apply_template(tokenizer, [message]) == "Today Date: 26 Jul 2024\na"
         # the danger is real
         assert f"02 Jan {year}" in tokenizer.apply_chat_template([message], tokenize=False)
 
@@ -638,9 +638,9 @@ def test_a_chat_template_that_fails_on_some_message_is_named_with_it(tiny_path, 
         {"role": "user", "content": "Who?"},
         {"role": "system", "content": "Be brief."},
     )
-    assert in_template(tokenizer, [message]) == "Who?"
-    assert "'Who?' of the user's" in refused(in_template, tokenizer, [system, message])
-    line = refused(in_template, tokenizer, [message | {"content": "Question: who wrote Fuß?\n"}])
+    assert apply_template(tokenizer, [message]) == "Who?"
+    assert "'Who?' of the user's" in refused(apply_template, tokenizer, [system, message])
+    line = refused(apply_template, tokenizer, [message | {"content": "Question: who wrote Fuß?\n"}])
     assert re.search("fails .UndefinedError.* ends 'Question: who wrote Fuß", line)
 
 

@@ -197,7 +197,7 @@ def play(
         log = Log(cfg, run, task, policy, time.perf_counter())
         evolving = evolution(cfg, task, optimizer, population(cfg), log)
         checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
-        with checkpoints.rescued():
+        with checkpoints.save_on_failure():
             _, I_star = inspo(cfg, task, policy, evolving, checkpoints, log)
             checkpoints.export(I_star)
             compare(cfg.T, policy, evolving.P.family[0], I_star, log)
@@ -325,10 +325,10 @@ class Careless(Judged):
             return {"mark": 1.0} if self.broken == "renames" else found["none"]
         return found
 
-    def shown(self, tau):
+    def show(self, tau):
         if self.asked == "6 rollout" and self.broken == "shows":
             raise RuntimeError("no words")
-        return super().shown(tau)
+        return super().show(tau)
 
 
 @pytest.mark.parametrize("broken", ["raises", "renames", "shows"])

@@ -190,7 +190,7 @@ def test_a_trajectory_and_its_record_hold_every_turn(played):
 def test_an_outcome_has_what_rewards_and_metrics_need_and_no_tokens(played):
     tau, _ = played
     tau.state = {"board": 1}
-    outcome = tau.outcome()
+    outcome = tau.drop_tokens()
     for t in (tau, outcome):
         assert (t.served("search"), t.served("browse"), t.invalid, t.question) == (1, 0, 1, ASKED)
     for name in ("stop", "prediction", "turns", "response", "state"):

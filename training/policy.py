@@ -56,7 +56,7 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 WATCHED = 10  # trajectories of a step, rounded up to whole groups, whose tokens the run stores
-# what saves memory in each
+# what saves GPU memory in an update, and in a rollout
 UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens, --offload_reference or more GPUs"
 ROLLOUT = "a smaller --vllm_memory, or --max_rows of the torch engine"
 
@@ -82,9 +82,8 @@ def on_all_ranks(
             answer: A | BaseException
             try:
                 answer = method(self, *args, **kwargs)
-            except (
-                torch.OutOfMemoryError
-            ) as e:  # the other ranks may be inside a collective: nobody waits for them
+            except torch.OutOfMemoryError as e:
+                # the other ranks may be inside a collective: nobody waits for them
                 smaller = ROLLOUT if method.__name__ == "rollout" else UPDATE
                 reason = str(e).partition(". ")[0]
                 raise Fault(
@@ -120,7 +119,7 @@ def in_order(shares: list[dict[int, A]]) -> list[A]:
     return [values[k] for k in range(len(values))]
 
 
-def first_policy(cfg: Config, ranks: Ranks) -> Any:
+def load_first_policy(cfg: Config, ranks: Ranks) -> Any:
     """Returns the policy before training, whole and on the CPU, on rank 0; None on the others."""
     if ranks.rank:
         return None
@@ -131,12 +130,11 @@ def first_policy(cfg: Config, ranks: Ranks) -> Any:
 def choose_dither_seed(cfg: Config, ranks: Ranks) -> int | None:
     """Returns the seed with which weights in training are dithered; None: they are not. LoRA
     dithers what it merges."""
-    return (
-        cfg.seed if cfg.dither and ranks.dtype == "bfloat16" and not cfg.lora_rank else None
-    )  # CHOICE-33
+    dithered = cfg.dither and ranks.dtype == "bfloat16" and not cfg.lora_rank  # CHOICE-33
+    return cfg.seed if dithered else None
 
 
-def fsdp(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
+def shard_models(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
     """Returns this rank's shares of the policy to train and of pi_ref (FSDP2), both with the
     weights of `first`.
 
@@ -162,7 +160,7 @@ def fsdp(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
     return trained, fill(frozen[0], first) if frozen else None
 
 
-def vllm(policy: Policy) -> Engine:
+def make_vllm(policy: Policy) -> Engine:
     """Returns vLLM in this process, or a client of the servers that --vllm names."""
     cfg, max_len = policy.cfg, policy.cfg.max_prompt + policy.cfg.max_response
     if cfg.vllm == "colocate":
@@ -182,7 +180,7 @@ def vllm(policy: Policy) -> Engine:
     )
 
 
-def plain_torch(policy: Policy, first: Any) -> Engine:
+def make_torch_engine(policy: Policy, first: Any) -> Engine:
     """Returns an engine that samples from the model in training, or from a whole copy of it on
     every rank.
 
@@ -191,9 +189,8 @@ def plain_torch(policy: Policy, first: Any) -> Engine:
     """
     cfg, ranks, model = policy.cfg, policy.ranks, policy.learner.model
     if ranks.grouped or cfg.lora_rank:
-        model = fill(
-            empty(load_config(cfg.model), getattr(torch, ranks.dtype), ranks.device), first
-        )
+        whole = empty(load_config(cfg.model), getattr(torch, ranks.dtype), ranks.device)
+        model = fill(whole, first)
     return TorchEngine(model, policy.tokenizer, policy.stop_strings, cfg.max_rows)
 
 
@@ -211,10 +208,10 @@ class Policy:
         self.cfg, self.ranks, self.task = cfg, ranks, task
         self.stop_strings = task.make_format().stop_strings()
         self.tokenizer = load_tokenizer(cfg.model, self.stop_strings)
-        first = first_policy(cfg, ranks)
+        first = load_first_policy(cfg, ranks)
         model, reference = first, None
         if ranks.grouped:
-            model, reference = fsdp(first, cfg, ranks)
+            model, reference = shard_models(first, cfg, ranks)
         elif cfg.beta and not cfg.lora_rank:
             reference = copy.deepcopy(first)
         if cfg.recompute:
@@ -223,11 +220,11 @@ class Policy:
         if first and first is not model:
             # a cycle: after vLLM's gc.freeze() the policy would stay for ever
             vars(first).pop("forward_packed", None)
-        self.engine = vllm(self) if cfg.engine == "vllm" else plain_torch(self, first)
+        self.engine = make_vllm(self) if cfg.engine == "vllm" else make_torch_engine(self, first)
         self.t = 0  # the last step whose update has begun; -1: the weights are those of no step
         self.seconds: dict[str, float] = {}  # of each method's last call, and "tools"
         self.in_step = True  # whether all ranks wait for the next call
-        # told of rollouts under way
+        # called with purpose, ended and all trajectories of a rollout under way
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None
         self.writer = ranks.thread()  # of checkpoints
         self.written: Future[dict[str, str]]  # the last one
@@ -252,8 +249,10 @@ class Policy:
         def show(done: int) -> None:
             self.progress(purpose, min(done * size, len(jobs)), len(jobs))
 
-        groups = set(list(dict.fromkeys(job.group for job in jobs))[rank::size])
-        mine = [k for k, job in enumerate(jobs) if job.group in groups]
+        # the jobs of every size-th group
+        groups = list(dict.fromkeys(job.group for job in jobs))
+        own = set(groups[rank::size])
+        mine = [k for k, job in enumerate(jobs) if job.group in own]
         waited = self.task.waited
         with stop.may_stop():
             played = rollout(
@@ -267,30 +266,35 @@ class Policy:
                 progress=show,
             )
         self.seconds["tools"] = self.task.waited - waited
-        for tau in played if size > 1 else ():
-            try:
-                pickle.dumps(tau.state)
-            except Exception as e:
-                where = f"--task {cfg.task}: the state of question {tau.question.id}"
-                raise Fault(
-                    f"{where} cannot be sent to rank 0 ({e}); make it plain data in finish()"
-                ) from None
+        if size > 1:
+            for tau in played:
+                self.check_state(tau)
+
+        # an evaluation has thousands of trajectories, of which only a sample is stored
         taus = dict(zip(mine, played, strict=True))
-        if purpose == "evaluate":  # of thousands of questions, of which a sample is stored
+        if purpose == "evaluate":
             stored = space_evenly(len(jobs), STORED)
-            taus = {k: tau if k in stored else tau.outcome() for k, tau in taus.items()}
+            for k, tau in taus.items():
+                if k not in stored:
+                    taus[k] = tau.drop_tokens()
         return taus
+
+    def check_state(self, tau: Trajectory) -> None:
+        """Raises Fault if a trajectory's state cannot be sent to rank 0."""
+        try:
+            pickle.dumps(tau.state)
+        except Exception as e:
+            where = f"--task {self.cfg.task}: the state of question {tau.question.id}"
+            raise Fault(
+                f"{where} cannot be sent to rank 0 ({e}); make it plain data in finish()"
+            ) from None
 
     def evaluate(self, t: int, I: Instruction, split: str) -> list[Trajectory]:
         """Plays and rewards the questions of "valid" or "test", --eval_n of them, greedily under an
         instruction."""
         questions = take_subset(self.task.questions(split), self.cfg.eval_n)  # CHOICE-11
-        taus = self.rollout(
-            t,
-            "evaluate",
-            [Job(I.id, I.text, q, k) for k, q in enumerate(questions)],
-            temperature=0.0,
-        )
+        jobs = [Job(I.id, I.text, q, k) for k, q in enumerate(questions)]
+        taus = self.rollout(t, "evaluate", jobs, temperature=0.0)
         set_rewards(self.task, taus)
         return taus
 
@@ -305,13 +309,17 @@ class Policy:
         """
         self.t = t
         self.sleep()
+        # a sample of the groups is watched
         groups = list(dict.fromkeys(tau.group for tau in taus))
         watched = {groups[k] for k in space_evenly(len(groups), math.ceil(WATCHED / self.cfg.G))}
         for tau in taus:
             tau.watched = tau.group in watched
         metrics = self.learner.update(t, minibatches(list(taus), self.cfg))
-        for noted in self.ranks.gather({k: tau.tokens for k, tau in enumerate(taus) if tau.tokens}):
-            for k, tokens in noted.items():
+
+        # each rank has noted the tokens of its own trajectories
+        noted = {k: tau.tokens for k, tau in enumerate(taus) if tau.tokens}
+        for share in self.ranks.gather(noted):
+            for k, tokens in share.items():
                 taus[k].tokens = tokens
         skipped = self.learner.remembered.get("skipped", 0)
         if skipped >= MAX_SKIPPED:
@@ -343,7 +351,7 @@ class Policy:
             "time/trained_per_s": trained_per_s,
             **self.compute_mfu(trained_per_s),
             "time/peak_gb": peak / 1e9,
-            "search/faults": self.faults(),
+            "search/faults": self.count_faults(),
         }
 
     def compute_mfu(self, tokens_per_s: float) -> dict[str, float]:
@@ -358,13 +366,13 @@ class Policy:
         peak = find_peak(torch.cuda.get_device_name(0))
         if not peak:
             return {}
-        flops = sum(
-            (6 if p.requires_grad else 4) * p.numel() for p in self.learner.model.parameters()
-        )
+        flops = 0
+        for p in self.learner.model.parameters():
+            flops += p.numel() * (6 if p.requires_grad else 4)
         return {"time/mfu": flops * tokens_per_s / peak / self.ranks.size}
 
     @on_all_ranks(sum)
-    def faults(self) -> int:
+    def count_faults(self) -> int:
         """Returns how many requests to tools have failed."""
         return sum(tool.faults for tool in self.task.tools)
 
@@ -391,10 +399,11 @@ class Policy:
         """
         with contextlib.suppress(Exception):  # an engine that died does not cost the checkpoint
             self.sleep()  # a state dict takes its room
+
+        # does this machine's share fit: weights and AdamW's two moments, in float32?
         trained = sum(p.numel() for p in self.learner.model.parameters() if p.requires_grad)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / self.ranks.size
         room = 0.8 * psutil.virtual_memory().available
-        # AdamW's moments, too, in float32
         copied = self.ranks.broadcast(12 * trained * here < room)
         state = self.learner.state_dict()
         if copied:
@@ -443,7 +452,7 @@ class Policy:
         self.t = -1
         first = fault = None
         try:
-            first = first_policy(self.cfg, self.ranks)
+            first = load_first_policy(self.cfg, self.ranks)
         except Fault as e:  # on rank 0, while the others would wait for its weights
             fault = e
         fault = self.ranks.broadcast(fault)
@@ -459,7 +468,9 @@ class Policy:
         adapters = ""
         if self.cfg.lora_rank:
             adapters = f", {trained:,.2f}M of {lora.coverage(self.learner.model)}"
-        devices = f"{ranks.size} x " * (ranks.size > 1) + ranks.device
+        devices = ranks.device
+        if ranks.size > 1:
+            devices = f"{ranks.size} x {devices}"
         return f"{sum(p.numel() for p in parameters) / 1e6:,.2f}M parameters{adapters}, {devices}, {ranks.dtype}"
 
     def close(self) -> None:

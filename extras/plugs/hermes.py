@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from plumbing.chat import rendered, template_of, turn_ends
 from plumbing.faults import Fault
-from plumbing.outside import as_data, clean, control, decoded
+from plumbing.outside import clean, decoded, escape_markup, match_markup
 from plumbing.replies import without_thoughts
 from tasks.formats import TOKEN_CHARACTERS, Action, Tags, encode, find_lost_tag
 from tasks.functions import SchemaTool
@@ -57,7 +57,7 @@ class Hermes(Tags):
         if not tokenizer:
             return
         self.ends = tokenizer.convert_ids_to_tokens(turn_ends(tokenizer))
-        self.pattern = control(tokenizer, self.reserved_tags())
+        self.pattern = match_markup(tokenizer, self.reserved_tags())
         self.begin, self.end = frame(tokenizer) if task.tools else ("", "")
         names = [schema_of(tool)["name"] for tool in task.tools]
         if twice := [name for k, name in enumerate(names) if name in names[:k]]:
@@ -171,7 +171,7 @@ class Hermes(Tags):
     def encode_result(self, action: Action, result: list[str], limit: int) -> list[int]:
         assert action.tool
         return self._message(
-            action, action.tool.show([as_data(text, self.pattern) for text in result]), limit
+            action, action.tool.show([escape_markup(text, self.pattern) for text in result]), limit
         )
 
     def encode_reminder(self, action: Action) -> list[int]:
@@ -181,7 +181,7 @@ class Hermes(Tags):
         """Returns the ids of the tool's message, `limit` at most, and of what opens the next
         turn."""
         begin = ("" if action.ended else self.ends[0]) + self.begin
-        shown = as_data(action.note, self.pattern) + text[: limit * TOKEN_CHARACTERS]
+        shown = escape_markup(action.note, self.pattern) + text[: limit * TOKEN_CHARACTERS]
         ids = encode(self.tokenizer, begin + shown + self.end)
         if len(ids) <= limit:
             return ids

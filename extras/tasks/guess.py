@@ -65,5 +65,5 @@ class Guess(Game):
     def metrics(self, tau: Trajectory) -> dict[str, float]:
         return {"won": float(tau.state == 0), "missed_by": tau.state}
 
-    def shown(self, tau: Trajectory) -> str:
-        return f"{super().shown(tau)}\nThe hidden number was {tau.question.data}."
+    def show(self, tau: Trajectory) -> str:
+        return f"{super().show(tau)}\nThe hidden number was {tau.question.data}."

@@ -269,7 +269,7 @@ def test_solution_str_is_all_that_follows_the_prompt_without_special_tokens(play
 @pytest.mark.parametrize("played", ["tags"], indirect=True)
 def test_an_evaluation_s_trajectories_are_encoded_again(played):
     task, tau, tokenizer = played
-    [ids] = task.completed([tau.outcome()])["completion_ids"]
+    [ids] = task.completed([tau.drop_tokens()])["completion_ids"]
     assert tokenizer.decode(ids) == tau.response == tokenizer.decode(tau.ids[tau.prompt_tokens :])
 
 

@@ -254,7 +254,7 @@ def policy_of(cfg, ranks):
     # DTensor asks for an operation's shapes before it runs it
     shapes_of = "_propagate_tensor_meta_non_cached"
     setattr(ShardingPropagator, shapes_of, outside(getattr(ShardingPropagator, shapes_of)))
-    policy.first_policy = lambda cfg, ranks: policy.lora.add(
+    policy.load_first_policy = lambda cfg, ranks: policy.lora.add(
         policy.skeleton(shapes(cfg.model)), cfg.lora_rank, cfg.lora_alpha, cfg.seed
     ).to_empty(device="cpu")
     policy.weights = lambda *args, **kwargs: iter(())
@@ -262,7 +262,7 @@ def policy_of(cfg, ranks):
     policy.BlockingAsyncStager = lambda: SimpleNamespace(stage=lambda state: state)
     policy.Policy.write_share = lambda self, state, path: {}  # thread, and are not written
     policy.checkpoint.load = lambda *args, **kwargs: None
-    policy.vllm = policy.plain_torch = lambda *args: Nothing()
+    policy.make_vllm = policy.make_torch_engine = lambda *args: Nothing()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     group = SimpleNamespace(
         rank=0, size=ranks, device="cuda", dtype=cfg.dtype, grouped=True, saves=None
