@@ -18,7 +18,7 @@ from plumbing.servers import Child
 from reflect import Optimizer, fold_words, paraphrase_prompt, reflection_prompt
 from retrieval.bm25 import BM25
 from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, START, read_clauses, write_instruction
-from world.optimizer import reply_to
+from world.optimizer import find_frame, reply_to
 
 SUBJECT = r"(film|person|city|nation|company) (\w+ \w+)\?$"  # the entity a question asks about
 TAGS = [
@@ -209,6 +209,14 @@ def test_the_optimizer_infers_the_missing_clause_from_failures(clause, written):
 def test_other_failures_ask_for_what_they_show(text, clause, proposed):
     share = proposals(text, clause)
     assert share > 0.2 if proposed else share < 0.1
+
+
+@pytest.mark.parametrize("own", [*FRAMES, ""])
+def test_the_frame_and_another_tool_s_tags_are_both_kept(own):
+    other = "Write <calculate> expression </calculate> to compute."
+    known = f"{FILLERS[0]} {CLAUSES['entity'].taught[0]}"
+    assert find_frame(f"{own} {other} {known}") == f"{own} {other}".strip()
+    assert find_frame(f"{own} {known}") == ""
 
 
 def test_a_clause_in_the_instruction_is_not_missing():
