@@ -8,6 +8,7 @@ import sys
 import threading
 import zlib
 from collections import Counter
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
@@ -631,6 +632,7 @@ def test_a_state_that_cannot_be_sent_to_rank_0_is_named(monkeypatch, state, says
         task=SimpleNamespace(waited=0.0),
         seconds={},
     )
+    policy.check_state = partial(Policy.check_state, policy)
 
     def play():
         return Policy.rollout.__wrapped__(policy, 1, "rollout", [Job(0, "I", played.question, 0)])
