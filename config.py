@@ -511,8 +511,9 @@ def check_settings(kind: type[Config], given: Mapping[str, Any]) -> dict[str, An
             said = [f.name for f in dataclasses.fields(kind) if words in f" {f.metadata['doc']} "]
             others = *types, "learner", "population", "evolution"
             known = {other.lower(): other for other in others}
-            alike = difflib.get_close_matches(name.lower(), known, 1, cutoff=0)
-            nearest = said[0] if said else known[alike[0]]
+            least = 0.65 if said else 0.0  # a name as close as that counts more than a text
+            alike = difflib.get_close_matches(name.lower(), known, 1, cutoff=least)
+            nearest = known[alike[0]] if alike else said[0]
             raise Fault(
                 f"{name}: there is no such setting; the nearest is {nearest} (docs/python.md)"
             )

@@ -232,7 +232,7 @@ class TorchEngine:
         width = max(map(len, new))
         # Later tokens overwrite the padding in the cache.
         ids = self._tensor([row + [row[-1]] * (width - len(row)) for row in new])
-        positions = self._tensor([range(start, start + width) for start in starts])
+        positions = self._tensor(starts)[:, None] + torch.arange(width, device=self.device)
         h = self._forward(self.cache, ids, positions)
         ends = self._tensor([len(row) - 1 for row in new])
         return h[torch.arange(len(new), device=self.device), ends]

@@ -58,7 +58,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: list[str] | None) -> argp
     for name in ("seed", "temperature", "n"):
         x = getattr(args, name, 0)
         if not 0 <= x < math.inf:
-            parser.error(f"--{name} {x}: give a number that is not negative")
+            parser.error(f"--{name} {x}: give a number, finite and at least 0")
     return args
 
 

@@ -237,7 +237,7 @@ def make_row(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:
     if isinstance(task, SearchQA):
         found = [text for turn in tau.turns for text in turn.result or []]
         row["gold_recall"] = float(holds_gold(found, q.golds))
-    clash = sorted(metrics.keys() & {"id", "data", "questions", *row})
+    clash = sorted(metrics.keys() & {"id", "data", "questions", "gold_recall", *row})
     if clash:
         raise Fault(
             f"--task {task.cfg.task}: evaluate.py has a figure called {clash[0]}: give the metric another name"

@@ -260,11 +260,13 @@ class RunDirectory:
             )
         for name in LOGS:
             rows, file = self.rows(name), self.path / f"{name}.jsonl"
-            # the last line may have been cut by a kill
-            lost = file.read_bytes().count(b"\n") - len(rows) if rows else 0
-            if lost > 0:
-                note(f"note: {lost} lines of {file} are left out: they are damaged")
             kept = [row for row in rows if is_before(row, mark) or "call" in row]
+            # a kill may have cut the last line; each step has a row of metrics
+            lines = file.read_bytes().count(b"\n") if file.exists() else 0
+            steps = mark["t"] + mark["ended"] if name == "metrics" else 0
+            lost = max(lines - len(rows), steps - len(kept))
+            if lost > 0:
+                note(f"note: {lost} lines of {file} are missing or damaged, and left out")
             self.write(file.name, "".join(json.dumps(row) + "\n" for row in kept))
         return (whole, mark) if whole else None
 

@@ -102,8 +102,9 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> A
     linear = [layer for layer in model.modules() if type(layer) is nn.Linear and layer is not head]
     widest = max((max(layer.weight.shape) for layer in linear), default=0)
     if rank > widest:
+        remedy = "choose a lower rank" if widest else "train all its weights"
         raise Fault(
-            f"--lora_rank {rank}: no linear layer of the model is wider than {widest}; choose a lower rank"
+            f"--lora_rank {rank}: no linear layer of the model is wider than {widest}; {remedy}"
         )
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)

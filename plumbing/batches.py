@@ -12,8 +12,8 @@ from typing import Any
 class Batches:
     """One thread gives `answer` the keys that have queued up, `most` at once and each a single time.
 
-    A batch that is not full leaves after `wait` seconds, in which others may join it. An exception
-    of `answer` is that of its whole batch; later ones are answered all the same.
+    A batch that is not full leaves after `wait` seconds, in which others may join it. What `answer`
+    raises is raised for its whole batch; later ones are answered all the same.
     """
 
     def __init__(
@@ -40,8 +40,11 @@ class Batches:
             self.count += 1
             try:
                 answers = self.answer(list(dict.fromkeys(key for key, _ in batch)))
-                for key, future in batch:
-                    future.set_result(answers[key])
-            except Exception as e:  # raised by the futures, in the caller's thread
+                results = [answers[key] for key, _ in batch]
+            # raised by the futures, in the caller's thread; Rust's panics (tokenizers) are no Exception
+            except BaseException as e:
                 for _, future in batch:
                     future.set_exception(e)
+                continue
+            for (_, future), result in zip(batch, results, strict=True):
+                future.set_result(result)

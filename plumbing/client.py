@@ -32,7 +32,7 @@ FINAL = re.compile(
 )
 # How long to wait, in a header or, without one, in words: "in 44.2s", "in 1m12.5s", "after 26 seconds".
 WAIT = re.compile(
-    r"(?:(?:again|retry) (?:in|after) |retryDelay\W+)(?:(\d+)m)?(\d+\.?\d*) ?(m?s)", re.I
+    r"(?:(?:again|retry) (?:in|after) |retryDelay\W+)(?:(\d+)m)?(\d+(?:\.\d*)?) ?(m?s)", re.I
 )
 OPTION = re.compile(
     r"(?:['\"`:]|\b(?:parameter|argument|field|support))s? ?(max_(?:completion_)?tokens|temperature|stop|seed)\b",

@@ -98,8 +98,8 @@ def out_of_range(cfg: Any, names: Iterable[str]) -> str:
         if isinstance(value, float) and not math.isfinite(value):
             return f"--{name} {value}: must be a finite number"
         sides = {
-            "at least": value >= limits["at least"],
             "above": value > limits["above"],
+            "at least": value >= limits["at least"],
             "below": value < limits["below"],
         }
         for side, right in sides.items():

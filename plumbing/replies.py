@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 # Marks of thoughts, in any case: <think>, [THINK], <seed:think>, <think duration="3">, ◁think▷,
 # <|begin_of_thought|>, <|START_THINKING|>, <|reasoning_start|>; gpt-oss, Gemma 4, MedGemma, Apertus, Kimi K3,
 # Granite, Solar and Open WebUI have others. A quoted mark is mentioned, and so is an opening one inside a
-# sentence.
+# sentence. Other <details> are no thoughts: theirs end with the tag that they began with.
 NAMES = (
     "(?:ant)?think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad|cot|monologue"
 )
@@ -18,14 +18,15 @@ END = r"(?: \w+=[^<>]*)?[|｜]?[>\]▷]"
 QUOTED = r"(?![`'\"”][\s.,;:!?)])"
 OPENING = re.compile(
     rf"(?:^|(?<=[.!?:\0]))\s*(?:[<\[◁][|｜]?{WIDE}(?:[:_]\w+)?{END}|<\|channel\|?>(?:analysis|thought)"
-    r"|<\|inner_prefix\|>|<unused94>|<\|open\|>think<\|sep\|>|<details type=\"reasoning\"[^>]*>"
+    r"|<\|inner_prefix\|>|<unused94>|<\|open\|>think<\|sep\|>|<details type=\"reasoning\"[^<>]*>"
     rf"|to=self<\|message\|>|Here(?:'s| is) my thought process:)(?![.,;:!?)]){QUOTED}",
     re.I | re.M,
 )
 CLOSING = re.compile(
     rf"(?:[<\[◁][|｜]?(?:(?:/|end_(?:of_)?){WIDE}(?:[:_]\w+)?|{WIDE}_end){END}"
     r"|(?:<\|channel\|>|assistant)final(?:<\|message\|>)?|<channel\|>|<\|inner_suffix\|>|<unused95>"
-    rf"|<\|close\|>think<\|sep\|>|</details>|to=user<\|message\|>|<\|content\|>|Here(?:'s| is) my response:)"
+    r"|<details type=\"reasoning\"(?:(?!<details type)[\s\S])*?</details>"
+    rf"|<\|close\|>think<\|sep\|>|to=user<\|message\|>|<\|content\|>|Here(?:'s| is) my response:)"
     rf"{QUOTED}",
     re.I,
 )
@@ -98,7 +99,7 @@ def without_thoughts(text: str, part: re.Pattern[str], cut: bool = True) -> str:
     if not opened:
         return text[start:]
     before = text[start : opened.start()]
-    closed = CLOSING.search(outside, opened.end())
+    closed = CLOSING.search(outside, opened.start())
     return before if cut or closed or part.search(before) else text[start:]
 
 

@@ -71,7 +71,7 @@ class SchemaTool(Tool):
 
     def write_result(self, result: Any) -> str:
         """Returns a result as the policy reads it: a text as it is, anything else as JSON."""
-        plain = TypeAdapter(Any).dump_python(_cut(result), mode="json")
+        plain = TypeAdapter(Any).dump_python(_cut(result), mode="json", fallback=_make_plain)
         return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
 
     def explain(self, kind: str, why: str) -> str:
@@ -218,18 +218,21 @@ def _describe(function: Callable[..., Any], reader: Any) -> dict[str, Any]:
 def _cut(value: Any) -> Any:
     """Returns a result with lists for its iterators: pydantic would read an endless one while no
     other thread runs. Ranges and views, which it does not know, are lists, too."""
-    if hasattr(value, "tolist"):  # numpy's and torch's
-        return value.tolist()
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {
-            key.tolist() if hasattr(key, "tolist") else key: _cut(item)
-            for key, item in value.items()
-        }
+        return {key: _cut(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, Set, range, ValuesView, Iterator)):
         return [_cut(item) for item in islice(value, MAX_RESULT)]
     return value
+
+
+def _make_plain(value: Any) -> Any:
+    """Returns what JSON has words for, of a number or an array of numpy or torch, wherever it
+    lies."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a result of type {type(value).__name__} is no JSON")
 
 
 def _make_reader(function: Callable[..., Any]) -> Any:

@@ -25,7 +25,9 @@ def import_named(where: str, spec: str, kind: str) -> Any:
         raise Fault(f"{where}: {module} cannot be imported ({first_line(e)}); {remedy}") from None
     if not callable(target) or isinstance(target, type) != (kind == "class"):
         file = getattr(sys.modules[module], "__file__", None)  # perhaps another of that name
-        raise Fault(f"{where}: {name} is not a {kind} in {module} ({file})")
+        raise Fault(
+            f"{where}: {name} is not a {kind} in {module} ({file}); give the module that it is in"
+        )
     return target
 
 

@@ -104,15 +104,18 @@ def read_parquet(
     try:
         with pq.ParquetFile(path) as file:
             fields = [f for f in file.schema_arrow if columns is None or f.name in columns]
+            names = [f.name for f in fields]
+            if len({*names}) < len(names):
+                raise ValueError("two columns have one name")
             as_json = [f.name for f in fields if str(f.type) == "extension<arrow.json>"]
-            for batch in file.iter_batches(10_000, columns=[f.name for f in fields]):
+            for batch in file.iter_batches(10_000, columns=names):
                 for row in batch.to_pylist(maps_as_pydicts="strict"):
                     for name in as_json:
                         if row[name] is not None:
                             row[name] = decoded(row[name])
                     line += 1
                     yield line, row
-    # pyarrow's, text that is not UTF-8, a date beyond Python's, a column or key that is there twice
+    # pyarrow's, text that is not UTF-8, a date beyond Python's, a key that is there twice
     except (OSError, ValueError, OverflowError, KeyError) as e:
         raise Fault(
             f"{path}: not a readable parquet file ({first_line(e)}); write it again"

@@ -416,6 +416,12 @@ def test_no_retry_after_breaks_the_client(text):
     assert module._wait_asked({"Retry-After": text}, text) >= 0
 
 
+def test_a_long_number_to_wait_is_read_in_no_time():
+    start = time.thread_time()
+    assert module._wait_asked({}, "retry in " + "1" * 500_000) == 0
+    assert time.thread_time() - start < 2
+
+
 def test_retry_after_never_shortens_the_back_off(serve, waits):
     server = serve(*[BUSY] * 4, (429, {"Retry-After": "1"}, ""), OK)
     assert client(server.url, retries=5).ask("/path", {}, value) == 1 and waits[4] >= 8

@@ -242,6 +242,16 @@ def test_a_row_that_was_lost_is_counted(run, harm, place):
     assert [row["t"] for row in run.rows("metrics")] == [t for t in range(10) if t != place]
 
 
+@pytest.mark.parametrize("text, lost", [("{\n" * 3, 10), ('{"t": 0}\n{"t', 9), (None, 10)])
+def test_a_log_of_which_little_or_nothing_is_left_is_told(run, text, lost):
+    metrics, population = (run.path / f"{name}.jsonl" for name in ("metrics", "population"))
+    metrics.write_text(text) if text else metrics.unlink()
+    population.write_text("{\n" * 3)
+    t, notes = rewind(run)
+    assert t == 9 and len(notes) == 2
+    assert f"{lost} lines of {metrics}" in notes[0] and f"3 lines of {population}" in notes[1]
+
+
 def test_a_log_that_cannot_be_read_is_named(run):
     (run.path / "metrics.jsonl").unlink()
     (run.path / "metrics.jsonl").mkdir()
@@ -454,6 +464,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run_and_goes_with_the_
     (held := run.path / "checkpoints/step-000003/held").mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", held]).returncode:
         pytest.skip("mounting a tmpfs takes root")
+    run.append("metrics", {"t": 10})
     try:
         save(run, 10)
         assert held.is_dir() and rewind(run) == (10, [])

@@ -384,7 +384,12 @@ def test_an_evaluation_whose_judge_goes_away_keeps_its_rows_and_can_be_continued
 
 
 @pytest.mark.parametrize(
-    "names, words", [(("stop", "x"), "a figure called stop"), (("id", "x"), "called id")]
+    "names, words",
+    [
+        (("stop", "x"), "a figure called stop"),
+        (("id", "x"), "called id"),
+        (("gold_recall", "x"), "called gold_recall"),
+    ],
 )
 def test_a_metric_cannot_take_the_name_of_another_figure(tmp_path, monkeypatch, names, words):
     monkeypatch.setattr(Rolling, "names", names)

@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -199,6 +200,10 @@ class Seen:
     value: object
 
 
+class Typed(BaseModel):
+    value: object
+
+
 class Mute(Exception):
     def __str__(self):
         raise RuntimeError("no words")
@@ -217,6 +222,8 @@ def raises(e):
         (lambda: range(3), "[0, 1, 2]"), (lambda: {"x": {"a": 1}.values()}, '{"x": [1]}'),
         (lambda: MappingProxyType({"a": {1}}), '{"a": [1]}'), (lambda: Seen(np.float32(2)), '{"value": 2.0}'),
         (lambda: {np.int64(3): 1}, '{"3": 1}'), (lambda: (k for k in range(3)), "[0, 1, 2]"),
+        (lambda: Typed(value=np.int64(3)), '{"value": 3}'), (lambda: deque([np.int64(3)]), "[3]"),
+        (lambda: np.array([np.int64(3), "a", None], dtype=object), '[3, "a", null]'),
     ],
 )  # fmt: skip
 def test_numbers_and_arrays_of_numpy_and_torch_and_iterators_are_json(result, reply):

@@ -188,7 +188,9 @@ def test_what_gets_adapters_is_said_and_a_model_that_takes_none_is_refused(famil
     if said:
         assert lora.coverage(lora.add(model, 2, 4)) == said
     else:
-        with pytest.raises(Fault, match="no linear layer of the model is wider than 0"):
+        with pytest.raises(
+            Fault, match="no linear layer of the model is wider than 0; train all its weights"
+        ):
             lora.add(model, 2, 4)
 
 

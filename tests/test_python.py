@@ -118,6 +118,8 @@ REFUSED = {
     "another's name": (dict(learning_rate=1e-5), "learning_rate: .*nearest is lr "),
     "another's shorter name": (dict(epsilon=0.1), "epsilon: .*nearest is eps "),
     "a word of two": (dict(batch_size=8), "batch_size: .*nearest is batch "),
+    "half of a name": (dict(optimizer="x"), "optimizer: .*nearest is optimizer_model "),
+    "a name and a word": (dict(model_name="x"), "model_name: .*nearest is model "),
     "a learner of another kind": (dict(learner=Population), "learner: .*Population.* Learner"),
     "a population of another kind": (
         dict(population=Learner),
@@ -132,6 +134,7 @@ REFUSED = {
     "nothing": (dict(out=None), "out: give a value of type str, not NoneType"),
     "a list": (dict(tools=["search"]), "tools: give a value of type str, not list"),
     "a value out of range": (dict(T=0), "--T 0: must be at least 1"),
+    "a value below what is itself too small": (dict(eps=-1.0), "--eps -1.0: must be above 0"),
     "a choice": (dict(mode="statik"), "--mode statik: choose inspo or static"),
     "a run that is none": (dict(out="nowhere", resume=True), "nowhere holds no run"),
     "a task that is none": (dict(task=3), "--task builtins:int: it neither extends"),

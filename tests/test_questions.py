@@ -390,9 +390,8 @@ def test_an_id_that_two_sources_share_gets_the_source_and_one_that_a_source_repe
     """Whatever case the file's name ends in."""
     path = write(tmp_path / "q.jsonl", ROW, ROW | {"data_source": "hotpotqa"}, ROW | {"id": "b"})
     assert [q.id for q in load_questions(path)] == ["nq-a", "hotpotqa-a", "b"]
-    path = str(write(tmp_path / "q.JSONL", ROW, ROW | {"id": "b"}, ROW))
-    with pytest.raises(Fault, match="several train questions have the id 'nq-a'"):
-        check_questions(load_task(Config(train=path, test=path)))
+    path = write(tmp_path / "q.JSONL", ROW, ROW | {"id": "b"}, ROW)
+    assert fault(path) == ": 2 questions have the id 'nq-a', source included; make the ids unique"
 
 
 def test_a_faulty_file_is_named(tmp_path):
@@ -413,6 +412,13 @@ def test_a_parquet_s_value_that_python_cannot_hold_is_a_fault(tmp_path, kind):
     for name in table:
         pq.write_table(pa.table(table | {name: value}), tmp_path / "q.parquet")
         assert fault(tmp_path / "q.parquet").startswith(": not a readable parquet file (")
+
+
+def test_two_columns_of_one_name_are_a_fault(tmp_path):
+    columns = [pa.array(["Who?"]), pa.array([["x"]]), pa.array(["Why?"])]
+    table = pa.Table.from_arrays(columns, ["question", "golden_answers", "question"])
+    pq.write_table(table, tmp_path / "q.parquet")
+    assert "not a readable parquet file (two columns" in fault(tmp_path / "q.parquet")
 
 
 def test_what_is_hardly_meant_is_noted_with_its_count(tmp_path, capsys):

@@ -285,6 +285,7 @@ def test_a_long_broken_reply_is_parsed_in_no_time():
     start = time.thread_time()
     assert read_blocks("<ins_1>" * 20_000 + "x" * 200_000) == []
     assert read_blocks("<ins_1>" + "a < b " * 50_000) == []
+    assert read_blocks('<details type="reasoning"\n' * 15_000) == []
     assert time.thread_time() - start < 2
 
 

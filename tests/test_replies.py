@@ -251,7 +251,7 @@ def test_drafts_in_thoughts_never_count_however_they_are_marked(opening, closing
         f"Here is my take.\n{opening}",
         f"\n {opening}\n",
         f"Sure! {opening}",
-        "",
+        *[""] * (closing != "</details>"),
     ):
         for end in (closing, f"\n{closing}\n\n", f" So yes.{closing} Here they are:\n"):
             assert read_blocks(f"{begin}{D} or <ins_2>{end}{A}\n{B}") == ["one", "two"]
@@ -276,6 +276,7 @@ def test_drafts_in_thoughts_never_count_however_they_are_marked(opening, closing
         (f"{A}\n{B}\n\nIn both, the search comes after </think> now.", ["one", "two"]),
         (f"{A}\n{B}\n\nIn both the search comes after\n</think>", ["one", "two"]),
         (f"I kept <think>.\n{A}", ["one"]),
+        (f"{A}\n<details>Why</details>\n{B}\n<details>Why</details>", ["one", "two"]),
         (f"I kept <think> and </think>.\n{A}", ["one"]),
         (f"All tags are kept: <think>, <search> and <answer>.\n{A}", ["one"]),
         (f"1. `<think>` comes first:\n{A}\n2. It searches after `</think>`.\n{B}", ["one", "two"]),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from json_server import Handler, passages, too_slow
 
 from config import Config
+from plumbing.batches import Batches
 from plumbing.faults import Fault, Outage, ToolDown
 from tasks.formats import Tags
 from tasks.search import Search
@@ -323,6 +324,27 @@ def test_queries_that_wait_leave_together_in_bounded_batches_and_a_duplicate_amo
         (["q251", "q252", "q253", "q254"], 49),
         (["a"], 1),
     ]
+
+
+class Panic(BaseException):
+    """As tokenizers raises what its Rust does."""
+
+
+@pytest.mark.parametrize("fault, raised", [(Panic, Panic), (dict, KeyError)])
+def test_a_batch_that_ends_badly_is_not_the_last(fault, raised):
+    def answer(keys):
+        if keys == ["well"]:
+            return {"well": 1}
+        if fault is dict:
+            return {"a": 1}  # "b" is missing
+        raise fault
+
+    batches = Batches(answer, most=2, wait=60)
+    asked = [batches.submit(key) for key in ("a", "b", "well", "well")]
+    for future in asked[:2]:
+        with pytest.raises(raised):
+            future.result(60)
+    assert [future.result(60) for future in asked[2:]] == [1, 1] and batches.count == 2
 
 
 def test_a_transient_fault_is_repeated_and_counted(serve, naps):

@@ -228,9 +228,12 @@ def _asked(row: Any) -> str:
     """Returns the text of a row: its `prompt`, whose messages are joined, or its `question`; "" if
     neither is text."""
     try:
-        prompt = PROMPT.validate_python(unpacked(row.get("prompt") or row.get("question")))
+        prompt = PROMPT.validate_python(row.get("prompt") or row.get("question"))
     except (AttributeError, ValidationError):
         return ""
+    if isinstance(prompt, str):
+        with suppress(ValidationError):  # another JSON text is what is asked
+            prompt = PROMPT.validate_python(unpacked(prompt))
     if isinstance(prompt, str):
         return prompt.strip()
     return "\n\n".join(_text(message["content"]) for message in prompt).strip()

@@ -201,8 +201,12 @@ class Server:
                 except BaseException as e:
                     if not ready.done():
                         log.seek(0)
-                        said = log.read().strip().splitlines()[-1:]
-                        ready.set_exception(ConnectionError(printable("".join(said)) or _first(e)))
+                        lines = log.read().strip().splitlines()
+                        # npm's last line names a file
+                        said = [line for line in lines if "npm error 4" in line] or lines[-1:]
+                        ready.set_exception(
+                            ConnectionError(printable("".join(said[:1])) or _first(e))
+                        )
 
         self.task = asyncio.create_task(hold())
         try:

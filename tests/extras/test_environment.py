@@ -327,6 +327,12 @@ def test_rows_may_be_parquet_and_their_prompts_json_texts(tmp_path, packed):
     ]
 
 
+@pytest.mark.parametrize("text", ['{"digits": 3}', '["left", "right"]', '[{"x": 1}]'])
+def test_a_prompt_that_is_json_of_another_kind_is_asked_as_it_is(tmp_path, text):
+    task = task_of("Vault", tmp_path / "rows.jsonl", [{"prompt": text, "code": "1"}])
+    assert [q.text for q in task.questions("train")] == [text]
+
+
 class Told(Vault):
     """What TRL 1.16 writes of results: `str`, and of text blocks their text."""
 

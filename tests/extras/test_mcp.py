@@ -223,6 +223,8 @@ def test_a_tool_that_cannot_be_offered_is_left_out_with_a_note_and_the_rest_serv
     [
         (f"{COMMAND} --lie none", "it has no licence"),
         ("/no/such/program", "/no/such/program"), ("http://127.0.0.1:9/mcp", "no MCP server"), ("", "no URL"),
+        # npx, whose last line names a file
+        ("sh -c 'for x in \"404 Not Found\" Log; do echo npm error $x >&2; done'", r"\(npm error 404 Not Found\)"),
     ],
 )  # fmt: skip
 def test_a_server_that_is_none_or_lies_is_one_line(target, says):
