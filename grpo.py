@@ -394,11 +394,14 @@ class Learner:
         )
 
         # what the engine said of the same tokens
-        sampled = np.array([m for tau in batch for m in tau.mask], dtype=bool)
-        logps = np.array([logp for tau in batch for logp in tau.logps], dtype=np.float32)
-        depths = np.array([k for tau in batch for k in range(len(tau.ids))], dtype=np.int64)
-        engine = send(torch.from_numpy(logps[sampled]), self.device)
-        depth = send(torch.from_numpy(depths[sampled]), self.device)
+        logps, depths = list[float](), list[int]()
+        for tau in batch:
+            for k, sampled in enumerate(tau.mask):
+                if sampled:
+                    logps.append(tau.logps[k])
+                    depths.append(k)
+        engine = send(torch.tensor(logps, dtype=torch.float32), self.device)
+        depth = send(torch.tensor(depths, dtype=torch.int64), self.device)
         old = extras["logp"]
         if terms["old_logp"] is not None:
             old = terms["old_logp"].to(old.dtype)
@@ -412,8 +415,11 @@ class Learner:
         for p in self.optimizer.param_groups[0]["params"]:
             if p not in self.optimizer.state:
                 step = torch.zeros((), dtype=torch.float32, device=p.device)
-                moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[p] = {"step": step, **moments}
+                self.optimizer.state[p] = {
+                    "step": step,
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
         model, optimizer = get_state_dict(self.model, self.optimizer)
         if self.cfg.lora_rank:
             model = {name: p for name, p in model.items() if lora.is_adapter(name)}

@@ -172,8 +172,9 @@ class TorchEngine:
                 logps[slot].append(lp)
                 if self.ended(ids[slot]) or len(ids[slot]) == max_new:
                     finished.add(slot)
-                    self.cached[self.order[slot]] = int(lengths[row])
-                    yield FinishedTurn(self.order[slot], ids[slot], logps[slot])
+                    key = self.order[slot]
+                    self.cached[key] = int(lengths[row])
+                    yield FinishedTurn(key, ids[slot], logps[slot])
                 else:
                     unfinished.append(row)
 

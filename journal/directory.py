@@ -174,10 +174,8 @@ class RunDirectory:
 
     def append(self, name: str, row: Row) -> None:
         """Appends a line to `name`.jsonl; raises DiskFault."""
-        with (
-            writing(self.path / f"{name}.jsonl"),
-            open(self.path / f"{name}.jsonl", "a", encoding="utf-8") as f,
-        ):
+        path = self.path / f"{name}.jsonl"
+        with writing(path), open(path, "a", encoding="utf-8") as f:
             f.write(json.dumps(row) + "\n")
 
     def rows(self, name: str) -> list[Row]:

@@ -79,8 +79,12 @@ class Log:
         asked = f"{many(len(train), 'question')}, {len(test)} held out"
         steps = f"{many(cfg.T, 'step')} of {many(cfg.batch, 'question')} x {cfg.G}, seed {cfg.seed}"
         policy = f"{self.policy.describe()}, {self.policy.cfg.engine} engine: {why}"
-        lines = [f"{cfg.mode}: {preset_of(cfg.model)} ({policy}) on {asked}", tools]
-        lines += [f"optimizer: {optimizer}", f"{steps}; everything goes to {self.run.path}"]
+        lines = [
+            f"{cfg.mode}: {preset_of(cfg.model)} ({policy}) on {asked}",
+            tools,
+            f"optimizer: {optimizer}",
+            f"{steps}; everything goes to {self.run.path}",
+        ]
         if evolves(cfg):
             lines.append(
                 "P: the instructions in use; w: mean reward of one; D_B: questions that verify a revision"
@@ -193,18 +197,18 @@ class Log:
 
         # the last screen
         self.screen.close()
-        lines = [tabulate(summary), tell_speed(steps)]
-        lines.append(
+        lines = [
+            tabulate(summary),
+            tell_speed(steps),
             f"{many(cfg.T, 'step')} in {seconds:.0f} s. {run.path}: summary.json, I_star.txt, policy/, "
-            "metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/"
-        )
+            "metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/",
+        ]
         lines += [line.replace("  ", "  until the end, ", 1) for _, line in self.silence.lasting()]
         lines.append(tell_vain(summary))
         print(printable("\n".join(filter(None, lines))))
         try:
-            write_page = importlib.import_module("report").write_page
-            page = write_page([run.path], run.path / "report.html")
-            print(f"see it: {page}")
+            report = importlib.import_module("report")
+            print("see it:", report.write_page([run.path], run.path / "report.html"))
         except (Fault, ImportError) as e:  # the run is complete without its page
             print(f"no page: {e} (python report.py {run.path} writes it)")
         return summary

@@ -44,7 +44,7 @@ def make_step_row(task: Task, taus: Sequence[Trajectory], G: int, names: Sequenc
         "zero_variance_groups": len(alike) / len(groups),
         "all_right_groups": sum(not any(tau.failed for tau in g) for g in alike) / len(groups),
         "all_wrong_groups": sum(all(tau.failed for tau in g) for g in alike) / len(groups),
-        "n": {str(j): n for j, n in sorted(Counter(tau.instruction for tau in taus).items())},
+        "n": {str(j): k for j, k in sorted(Counter(tau.instruction for tau in taus).items())},
         "r_bar": {str(j): round(r, 4) for j, r in sorted(mean_rewards(taus).items())},
     }
 
@@ -159,8 +159,8 @@ def make_verification_row(
     """Returns the rewards of revisions and of their parent on D_B, and who joins."""
     verified = []
     for c in tested:
-        scores = {"r": c.r, "r_parent": c.r_parent}
-        verified.append({"text": c.text, **scores, "joined": c in joining})
+        row = {"text": c.text, "r": c.r, "r_parent": c.r_parent, "joined": c in joining}
+        verified.append(row)
     return {
         "t": t,
         "round": round,

@@ -71,28 +71,24 @@ def grpo_head(
         raise ValueError(f"beta = {beta} needs ref_logp")
 
     loss_rows = partial(_two_passes, passes, objective) if objective else passes.loss_rows
-    tokens = {"adv": adv, "token_weight": token_weight, "old": old_logp, "ref": ref_logp}
-    tokens |= {"eps_low": eps_low, "eps_high": eps_high} | columns
+    columns |= {"adv": adv, "token_weight": token_weight, "eps_low": eps_low, "eps_high": eps_high}
+    columns |= {"old": old_logp, "ref": ref_logp}
     loss_rows = partial(loss_rows, temperature=temperature, beta=beta)
     need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
 
     # Under autocast the products would be bf16, and logp off by up to 0.1, half of eps.
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        J, extras, dX, dW = _run_chunks(
-            hidden, weight, targets, loss_rows, tokens, need_grad, chunk
+        loss, dX, dW, extras = _run_chunks(
+            hidden, weight, targets, loss_rows, columns, need_grad, chunk
         )
-        # over all N at once, so that the order of summation does not depend on chunk
-        loss = (-J).sum()
-    if need_grad:
-        loss = _Attach.apply(loss, hidden, weight, dX, dW)
-    return loss, extras
+    return _Attach.apply(loss, hidden, weight, dX, dW), extras
 
 
-def _run_chunks(hidden, weight, targets, loss_rows, tokens, need_grad, chunk):
-    """Returns J (N,), the other (N,) tensors of `grpo_head` by name, and the gradients of L: dX (N,
-    D) and dW (V, D), None where nobody needs it."""
+def _run_chunks(hidden, weight, targets, loss_rows, columns, need_grad, chunk):
+    """Returns L, its gradients dX (N, D) and dW (V, D), None where nobody needs them, and the (N,)
+    tensors of `grpo_head` by name."""
     N, like = len(hidden), {"dtype": _wide(hidden.dtype), "device": hidden.device}
-    tokens = {name: _each(x, N, like) for name, x in tokens.items() if x is not None}
+    columns = {name: _each(x, N, like) for name, x in columns.items() if x is not None}
     W = weight.to(_factor(hidden))
     need_dW = need_grad and weight.requires_grad
     dX = torch.empty(hidden.shape, **like) if need_grad else None
@@ -105,7 +101,7 @@ def _run_chunks(hidden, weight, targets, loss_rows, tokens, need_grad, chunk):
             z,
             targets[rows],
             W.dtype if need_grad else None,
-            **{name: column[rows] for name, column in tokens.items()},
+            **{name: column[rows] for name, column in columns.items()},
         )
 
         # from dz to the gradients of both factors
@@ -116,7 +112,9 @@ def _run_chunks(hidden, weight, targets, loss_rows, tokens, need_grad, chunk):
         del z, dz  # before the next chunk allocates its logits
     if need_dW and dW is None:  # no tokens
         dW = torch.zeros(weight.shape, **like)
-    return J, {"logp": logp, "entropy": entropy, "kl": kl, "clipped": clipped}, dX, dW
+    # over all N at once, so that the order of summation does not depend on chunk
+    loss = (-J).sum()
+    return loss, dX, dW, {"logp": logp, "entropy": entropy, "kl": kl, "clipped": clipped}
 
 
 def _two_passes(

@@ -61,7 +61,7 @@ def _():
     D = {q.id: q for q in task.questions("train")}
     _taus = player.play(1, "rollout", first, list(D.values())[:48])
     P.update_weights(_taus)
-    B.add(1, _taus, [task.shown(_tau) for _tau in _taus])
+    B.add(1, _taus, [task.show(_tau) for _tau in _taus])
     failures = B.failures(rng_of(0, 1, "lab 6"), 12, 0)
     first_reward = P.family[0].w
     return B, D, P, cfg, failures, first, first_reward, player, task

@@ -68,13 +68,13 @@ class Packing:
     def mask(self, before: int, n: int, window: int, like: torch.Tensor) -> torch.Tensor:
         """Returns what is added to a piece's scores, (n - before, n) in the dtype of `like`: 0
         where a token may attend."""
-        if (before, n, window) not in self.masks:
+        key = before, n, window
+        if key not in self.masks:
             place = torch.arange(n, device=like.device)
             distance = place[before:, None] - place
             hidden = (distance < 0) | (distance >= window)
-            mask = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-            self.masks[before, n, window] = mask
-        return self.masks[before, n, window]
+            self.masks[key] = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        return self.masks[key]
 
 
 def keys_of_pieces(
@@ -237,8 +237,9 @@ def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> lis
         """Returns (tokens, places) of batches of at most `most` tokens."""
         batches: list[tuple[int, list[int]]] = []
         tokens, places, begun = most, list[int](), set[tuple[int, ...]]()  # full before the first
-        for place, (tau, prefix) in enumerate(zip(taus, prefixes, strict=True)):
+        for place, tau in enumerate(taus):
             # with this trajectory, whose prompt may be in the batch already
+            prefix = prefixes[place]
             tokens += len(tau.ids)
             if prefix in begun:
                 tokens -= len(prefix)
@@ -299,9 +300,5 @@ def pack(
     # a batch without trajectories, which other ranks may have, is one token without an action
     packing = Packing(lengths or [1], parents, device)
     row = send(torch.tensor(ids or [0]), device)
-    return (
-        row,
-        packing,
-        send(torch.tensor(places, dtype=torch.long), device),
-        send(torch.tensor(targets, dtype=torch.long), device),
-    )
+    predicting = send(torch.tensor(places).long(), device)
+    return row, packing, predicting, send(torch.tensor(targets).long(), device)

@@ -363,13 +363,11 @@ class Policy:
         """
         if self.ranks.device != "cuda" or self.ranks.dtype != "bfloat16":
             return {}
-        peak = find_peak(torch.cuda.get_device_name(0))
-        if not peak:
-            return {}
         flops = 0
         for p in self.learner.model.parameters():
             flops += p.numel() * (6 if p.requires_grad else 4)
-        return {"time/mfu": flops * tokens_per_s / peak / self.ranks.size}
+        peak = find_peak(torch.cuda.get_device_name(0))
+        return {"time/mfu": flops * tokens_per_s / peak / self.ranks.size} if peak else {}
 
     @on_all_ranks(sum)
     def count_faults(self) -> int:
@@ -463,15 +461,14 @@ class Policy:
 
     def describe(self) -> str:
         """Returns in words what is trained, and on what."""
-        parameters, ranks = list(self.learner.model.parameters()), self.ranks
-        trained = sum(p.numel() for p in parameters if p.requires_grad) / 1e6
-        adapters = ""
+        model, ranks = self.learner.model, self.ranks
+        words = f"{sum(p.numel() for p in model.parameters()) / 1e6:,.2f}M parameters, "
         if self.cfg.lora_rank:
-            adapters = f", {trained:,.2f}M of {lora.coverage(self.learner.model)}"
-        devices = ranks.device
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+            words += f"{trained:,.2f}M of {lora.coverage(model)}, "
         if ranks.size > 1:
-            devices = f"{ranks.size} x {devices}"
-        return f"{sum(p.numel() for p in parameters) / 1e6:,.2f}M parameters{adapters}, {devices}, {ranks.dtype}"
+            words += f"{ranks.size} x "
+        return f"{words}{ranks.device}, {ranks.dtype}"
 
     def close(self) -> None:
         """Ends all ranks, unless one is inside a collective: then torchrun ends them. A checkpoint that
