@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
@@ -60,10 +61,29 @@ class Packing:
         ]
 
     @cached_property
-    def places(self) -> torch.Tensor:
-        """Returns where the keys of all pieces stand in the row, (K,)."""
-        row = torch.arange(sum(self.lengths))
-        return send(torch.cat(self.with_parents(row, 0)), self.positions.device)
+    def places(self) -> tuple[torch.Tensor, ...]:
+        """Returns where the K keys of all pieces stand in the row (K,), and three indices for the
+        way back.
+
+        These are each token's first place among the K (T,), the S tokens that have several (S,),
+        and all of theirs (S, most), filled up with K.
+        """
+        # of each piece, its parent's tokens and its own
+        pieces = np.split(np.arange(sum(self.lengths)), np.cumsum(self.lengths)[:-1])
+        seen = list[Any]()
+        for parent, own in zip(self.parents, pieces, strict=True):
+            seen += [own] if parent < 0 else [pieces[parent], own]
+        places = np.concatenate(seen)
+
+        # the keys in the order of their tokens, each the nth of its token's
+        K, order = len(places), places.argsort(kind="stable")
+        token = places[order]
+        nth = np.arange(K) - np.searchsorted(token, token)
+        all_places = np.full((token[-1] + 1, nth.max() + 1), K)
+        all_places[token, nth] = order
+        shared = np.flatnonzero(all_places[:, 1] < K)
+        indices = places, all_places[:, 0], shared, all_places[shared]
+        return tuple(send(torch.from_numpy(x), self.positions.device) for x in indices)
 
     def mask(self, before: int, n: int, window: int, like: torch.Tensor) -> torch.Tensor:
         """Returns what is added to a piece's scores, (n - before, n) in the dtype of `like`: 0
@@ -77,18 +97,28 @@ class Packing:
         return self.masks[key]
 
 
-def keys_of_pieces(
-    k: torch.Tensor, v: torch.Tensor, packing: Packing
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (T, heads, dim) of a row -> what its pieces attend to, (K, heads, dim) each.
+class KeysOfPieces(torch.autograd.Function):
+    """Keys and values (T, heads, dim) of a row -> what its pieces attend to, (K, heads, dim) each;
+    see Packing.places.
 
-    One copy of both, where a copy for each piece would keep a small row waiting for Python. In
-    float32, so that the gradients of a shared token are summed in it; torch rounds each sum of
-    bfloat16.
+    One copy of both, where a copy for each piece would keep a small row waiting for Python. The
+    gradients of a shared token are summed in float32, as torch sums bfloat16.
     """
-    both = torch.cat([k, v], 1).float().index_select(0, packing.places).to(k.dtype)
-    keys, values = both.split([k.shape[1], v.shape[1]], 1)
-    return keys, values
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, *back: torch.Tensor
+    ) -> Any:
+        ctx.back, ctx.heads = back, [k.shape[1], v.shape[1]]
+        return torch.cat([k, v], 1)[places].split(ctx.heads, 1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        first, shared, several = ctx.back
+        both = F.pad(torch.cat(grads, 1), (0, 0, 0, 0, 0, 1))  # a row of zeros at K
+        sums = both[first].index_copy_(0, shared, both[several].sum(1))
+        return *sums.split(ctx.heads, 1), None, None, None, None
 
 
 def grouped_attention(
@@ -160,7 +190,7 @@ def attend(
     if q.dtype != torch.bfloat16 or not q.is_cuda:
         return attend_piece_by_piece(q, k, v, packing, window, scaling)
     if any(packing.before):
-        k, v = keys_of_pieces(k, v, packing)
+        k, v = KeysOfPieces.apply(k, v, *packing.places)
     # -1: no window, for which the kernel has a faster variant
     reach = window - 1 if window < max_k else -1
     # FlashAttention-2, whose causal mask ends at a piece's last query and last key

@@ -35,7 +35,7 @@ from models.model import (
     logit_scale,
     skeleton,
 )
-from models.packing import Packing, keys_of_pieces, packed_attention
+from models.packing import KeysOfPieces, Packing, packed_attention
 from plumbing.chat import apply_template
 from plumbing.faults import Fault
 
@@ -131,7 +131,7 @@ def test_keys_of_all_pieces_are_one_copy_whose_gradients_are_summed_in_float32(d
     k, v = (torch.randn(T, 2, 8, generator=g).to(dtype).requires_grad_() for _ in range(2))
     with torch.no_grad():
         wanted = [torch.cat([x[places] for places in unshared(SHARED)]) for x in (k, v)]
-    got = keys_of_pieces(k, v, SHARED)
+    got = KeysOfPieces.apply(k, v, *SHARED.places)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)) and len(got[0]) == K
     pushed = [torch.randn(K, 2, 8, generator=g).to(dtype) for _ in range(2)]
     torch.autograd.backward(got, pushed)
