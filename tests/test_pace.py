@@ -23,7 +23,7 @@ def test_a_second_s_tokens_by_hand():
     policy = SimpleNamespace(
         seconds={"rollout": 3.0, "update": 0.5, "tools": 1.25},
         ranks=SimpleNamespace(device="cpu"),
-        faults=lambda: 7,
+        count_faults=lambda: 7,
         compute_mfu=lambda speed: {"speed": speed},
     )
     found = Policy.measure_speed(policy, [tau(10, 4, 6), tau(20, 5)])
@@ -39,7 +39,7 @@ def test_memory_that_vllm_gives_back_asleep_is_not_counted(monkeypatch):
     policy = SimpleNamespace(
         seconds={"rollout": 1.0, "update": 1.0, "tools": 0.0},
         ranks=SimpleNamespace(device="cuda"),
-        faults=int,
+        count_faults=int,
         compute_mfu=lambda speed: {},
         engine=SimpleNamespace(asleep=60e9),
     )
