@@ -192,9 +192,8 @@ class Learner:
         training, so that rho = 1.
         """
         tokens = np.array([sum(tau.mask) for tau in minibatch])
-        average = 1 / (
-            np.maximum(1, tokens) * len(minibatch)
-        )  # Eq.2 CHOICE-9: 1/|tau|, then the mean
+        # 1/|tau|, then the mean
+        average = 1 / (np.maximum(1, tokens) * len(minibatch))  # Eq.2 CHOICE-9
         return {
             "adv": np.repeat([tau.advantage for tau in minibatch], tokens),
             "token_weight": np.repeat(average, tokens),
