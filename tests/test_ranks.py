@@ -510,7 +510,7 @@ def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
         (["--no_such_flag", "1"], "unrecognized arguments: --no_such_flag"),
         (["--mini", "1", "--batch", "1", "--G", "2"], "4 ranks for 2 trajectories an update"),
         # only rank 0 looks
-        (["--train", "/no.jsonl"], "--train /no.jsonl: no such .jsonl or .parquet file"),
+        (["--train", "/no.jsonl"], "--train /no.jsonl: no such file"),
         (
             [
                 "--model",
