@@ -1,7 +1,8 @@
 """The turns of one batch of rows that threads fetch from a server, a request a turn."""
 
+import queue
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from engines import FinishedTurn
@@ -12,14 +13,21 @@ class RemoteTurns:
     still gets is lost."""
 
     def __init__(self, pool: ThreadPoolExecutor):
-        self.pool, self.running = pool, set[Future[FinishedTurn]]()
+        self.pool, self.running = pool, 0
+        self.ended: queue.SimpleQueue[Future[FinishedTurn]] = queue.SimpleQueue()
 
     def start(self, fetch: Callable[..., FinishedTurn], *args: Any) -> None:
-        self.running.add(self.pool.submit(fetch, *args))
+        self.pool.submit(fetch, *args).add_done_callback(self.ended.put)
+        self.running += 1
 
     def finished(self) -> Iterator[FinishedTurn]:
         """Yields the turns that have finished, waiting up to 5 ms for the first; raises what
         prevented one."""
-        ended, self.running = wait(self.running, 0.005, FIRST_COMPLETED)
-        for turn in ended:
+        wait = 0.005
+        while self.running:
+            try:
+                turn = self.ended.get(timeout=wait)
+            except queue.Empty:
+                return
+            self.running, wait = self.running - 1, 0
             yield turn.result()
