@@ -49,9 +49,8 @@ class Corpus:
             fields = json.loads(os.pread(self._fd, end - start, start))
             id = fields["_id" if "_id" in fields and "id" not in fields else "id"]
             passage = {"id": str(id), "contents": contents_of(fields)}
-            (
-                passage["id"] + passage["contents"]
-            ).encode()  # half of a surrogate pair cannot be sent
+            # half of a surrogate pair cannot be sent
+            (passage["id"] + passage["contents"]).encode()
         except (ValueError, TypeError, LookupError, RecursionError) as e:
             raise Fault(
                 f"{self.path}, row {row + 1}: not a passage ({type(e).__name__}: {e}); {FORM}"
