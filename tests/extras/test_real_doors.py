@@ -262,7 +262,8 @@ def test_ask_and_evaluate_play_what_the_run_s_evaluation_played(runs, tmp_path, 
     found = {row["id"]: row for row in read_jsonl(tmp_path / "e" / "results.jsonl")}
     for row in rows:
         again = found[row["question"]]
-        assert (again["prediction"], again["tokens"]) == (row["prediction"], row["tokens"])
+        assert again["prediction"] == row["prediction"] and again["stop"] == row["stop"]
+        assert again["sampled_tokens"] == row["action_tokens"]
     ask.main(["--run", str(run), rows[0]["question"]])
     said = " ".join(capsys.readouterr().out.split())
     assert (
