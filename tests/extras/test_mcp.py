@@ -288,7 +288,7 @@ def test_a_task_has_the_server_s_tools_beside_its_own():
 
 PARTS = {
     "link": "(resource_link Text 2 demo://text/2 text/plain)", "blob": "(resource file:///x.pdf application/pdf)",
-    "audio": "(audio)", "text": "hello",
+    "audio": "(audio)", "text": "hello", "nothing": "",
 }  # fmt: skip
 
 
