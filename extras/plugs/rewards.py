@@ -13,9 +13,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import math
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from statistics import fmean
 from threading import Thread
@@ -59,10 +61,11 @@ def read_score(item: str) -> Score:
     """Returns what an item of --reward names. Raises Fault if it is no function of a known form."""
     factor, _, spec = item.rpartition("*")
     where = f"--reward {item}"
-    try:
+    weight = math.nan
+    with suppress(ValueError):
         weight = float(factor or 1)
-    except ValueError:
-        raise Fault(f"{where}: {factor} is no number; write 0.5*module:function") from None
+    if not math.isfinite(weight):
+        raise Fault(f"{where}: {factor} is no finite number; write 0.5*module:function")
     function = import_named(where, spec, "function")
     parameters = inspect.signature(function).parameters
     needs = [

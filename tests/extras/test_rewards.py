@@ -183,7 +183,9 @@ def test_an_unknown_form_is_refused(grades, name):
 
 @pytest.mark.parametrize(
     "spec, says",
-    [("half*grades_here:right", "half is no number"), ("grades_here:right,", "give it as module:name")],
+    [("half*grades_here:right", "half is no"), ("nan*grades_here:right", "nan is no"),
+     ("1e999*grades_here:right", "1e999 is no"), ("grades_here:right,", "give it as module:name"),
+     ("grades_here.py:right", "give it as module:name"), ("/x/grades_here.py:right", "give it as module:name")],
 )  # fmt: skip
 def test_a_sum_that_cannot_be_read_is_refused(grades, spec, says):
     assert says in refused(task_with, spec)
