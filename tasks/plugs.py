@@ -14,7 +14,7 @@ def import_named(where: str, spec: str, kind: str) -> Any:
     Raises Fault."""
     module, _, name = spec.partition(":")
     parts = module.split(".")
-    if not all(map(str.isidentifier, parts)) or parts[-1] == "py" or not name:
+    if not all(parts) or "/" in module or parts[-1] == "py" or not name:
         raise Fault(f"{where}: give it as module:name, for a {kind} in module.py")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
