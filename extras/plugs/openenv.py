@@ -11,6 +11,7 @@ import copy
 import gc
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.pool import ThreadPool
@@ -45,6 +46,7 @@ class Session:
         from websockets.sync.client import connect
 
         self.total, self.done, self.connection = 0.0, False, contextlib.ExitStack()
+        self.asking = threading.Lock()
         try:
             address = "ws" + at(self.url, "/ws").removeprefix("http")
             opening = connect(address, open_timeout=10, max_size=1 << 26)
@@ -58,6 +60,8 @@ class Session:
         """Returns the data of the server's reply to a message."""
         from websockets.exceptions import ConnectionClosed
 
+        if not self.asking.acquire(blocking=False):  # by a call that took too long
+            raise Failed("the environment is still busy with an earlier call")
         try:
             with contextlib.suppress(ConnectionClosed):  # why it was can still be read
                 self.socket.send(json.dumps({"type": kind} | data))
@@ -70,6 +74,8 @@ class Session:
             raise ConnectionError(first_line(e)) from None
         except (LookupError, TypeError, ValueError):
             raise ConnectionError("its replies are not OpenEnv's") from None
+        finally:
+            self.asking.release()
         if error:
             raise ConnectionError(error) if lost else Failed(error)
         return answer
