@@ -514,6 +514,12 @@ def test_an_index_and_its_model_may_move(folder, bert, tmp_path, capsys):
 def test_vectors_of_another_prefix_or_order_cause_a_warning(folder, tmp_path, capsys, shallow):
     corpus, file = Corpus(folder / "corpus"), str(folder / "flat/index.faiss")
     open_index(file, corpus, encoder=shallow)
+    rough = faiss.index_factory(D, "IDMap2,PQ2x2", faiss.METRIC_INNER_PRODUCT)
+    vectors = faiss.read_index(file).reconstruct_n(0, N)
+    rough.train(vectors)
+    rough.add_with_ids(vectors, np.arange(N))
+    faiss.write_index(rough, str(tmp_path / "rough"))
+    open_index(str(tmp_path / "rough"), corpus, encoder=shallow)
     assert capsys.readouterr().out == ""
     # CLS pooling, where the index has mean pooling
     open_index(file, corpus, encoder=shallow, family="bge")
