@@ -71,7 +71,7 @@ class Dense:
             stored = np.stack([self.index.reconstruct(row) for row in rows])  # (4, d)
             with suppress(RuntimeError):  # PQ keeps vectors roughly
                 numbered = isinstance(self.index, faiss.IndexIDMap)
-                codec = self.index.index if numbered else self.index
+                codec = faiss.downcast_index(self.index.index) if numbered else self.index
                 codec = getattr(codec, "storage", codec)
                 expected = codec.sa_decode(codec.sa_encode(expected))
         # IVF cannot return its vectors: compare with the passages that it finds instead
