@@ -30,6 +30,7 @@ from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic
 from plumbing.faults import Fault, first_line
 from plumbing.outside import clean, decoded
 from tasks.tools import WORDS, Failure, Tool
+from tasks.trajectories import Trajectory
 
 MAX_RESULT = 100_000  # characters of a result that are read and kept, or items of an iterator
 
@@ -46,6 +47,7 @@ class SchemaTool(Tool):
     """
 
     timeout: float = 30.0  # seconds a call may take
+    tau: Trajectory | None = None  # the episode that it belongs to, where calls change its state
     grace: float = 0.0  # seconds more, for a subclass whose `call` keeps to the timeout itself
     # in a loop of its own: one that blocks or exits affects no other call
     run_async: Callable[[Any], Any] = staticmethod(asyncio.run)
@@ -102,6 +104,8 @@ class SchemaTool(Tool):
                     result.set_exception(reply)
                 else:
                     text = clean(str(reply)[:MAX_RESULT])
+                    if reply is late and self.tau and not result.done():
+                        self.tau.stop = "over"  # the call goes on, and another would meet it
                     result.set_result(Failure([text]) if isinstance(reply, Failed) else [text])
 
         # Daemons, so that a call that hangs does not keep the program from ending.

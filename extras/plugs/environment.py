@@ -56,6 +56,7 @@ class Method(TypedFunction):
 
     def of(self, tau: Trajectory) -> Method:
         bound = copy.copy(self)
+        bound.tau = tau
         bound.function = getattr(tau.state, self.name, _refuse)
         return bound
 

@@ -11,7 +11,6 @@ import copy
 import gc
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.pool import ThreadPool
@@ -46,7 +45,6 @@ class Session:
         from websockets.sync.client import connect
 
         self.total, self.done, self.connection = 0.0, False, contextlib.ExitStack()
-        self.asking = threading.Lock()
         try:
             address = "ws" + at(self.url, "/ws").removeprefix("http")
             opening = connect(address, open_timeout=10, max_size=1 << 26)
@@ -60,8 +58,6 @@ class Session:
         """Returns the data of the server's reply to a message."""
         from websockets.exceptions import ConnectionClosed
 
-        if not self.asking.acquire(blocking=False):  # by a call that took too long
-            raise Failed("the environment is still busy with an earlier call")
         try:
             with contextlib.suppress(ConnectionClosed):  # why it was can still be read
                 self.socket.send(json.dumps({"type": kind} | data))
@@ -74,8 +70,6 @@ class Session:
             raise ConnectionError(first_line(e)) from None
         except (LookupError, TypeError, ValueError):
             raise ConnectionError("its replies are not OpenEnv's") from None
-        finally:
-            self.asking.release()
         if error:
             raise ConnectionError(error) if lost else Failed(error)
         return answer
@@ -126,8 +120,6 @@ def text_of(observation: Any) -> str:
 class Step(CheckedTool):
     """A tool of the environment, and in an episode that of its session."""
 
-    tau: Trajectory
-
     def of(self, tau: Trajectory) -> Step:
         bound = copy.copy(self)
         bound.tau = tau
@@ -135,6 +127,7 @@ class Step(CheckedTool):
 
     def call(self, arguments: dict[str, Any]) -> str:
         """Makes a step; the episode is over when the environment, or the connection, is."""
+        assert self.tau
         session: Session = self.tau.state
         try:
             return session.step(self.action(arguments))

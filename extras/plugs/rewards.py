@@ -163,7 +163,9 @@ class Rewarded(Task):
 
         An evaluation drops the ids of most trajectories, whose text is then encoded again.
         """
-        rows = [columns_of(tau.question) for tau in taus]
+        rows = [
+            copy.deepcopy(columns_of(tau.question)) for tau in taus
+        ]  # functions may change them
         names = dict.fromkeys(name for row in rows for name in row)
         encode: Any = lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
         ignore: Any = lambda *_: None  # noqa: E731
@@ -192,7 +194,7 @@ class Rewarded(Task):
 
     def solved(self, tau: Trajectory) -> Columns:
         """Returns verl's arguments: the text of all that follows the prompt, results too."""
-        row = columns_of(tau.question)
+        row = copy.deepcopy(columns_of(tau.question))
         results = sum(turn.result is not None for turn in tau.turns)
         truth = look_up(row, "reward_model", "ground_truth", default=row["golden_answers"])
         info = {
@@ -205,9 +207,8 @@ class Rewarded(Task):
 
 def columns_of(q: Question) -> Columns:
     """Returns what every question has, and the columns of its file or environment."""
-    row = {"question": q.text, "golden_answers": list(q.golds), "data_source": q.source, "id": q.id}
-    if isinstance(q.data, dict):
-        row |= copy.deepcopy(q.data)  # a function may change it
+    own = {"question": q.text, "golden_answers": list(q.golds), "data_source": q.source, "id": q.id}
+    row = own | q.data if isinstance(q.data, dict) else own
     return {name: x for name, x in row.items() if name not in ("prompt", "completion")}
 
 

@@ -321,6 +321,7 @@ def test_environments_are_made_once_reset_often_and_closed(tiny, tmp_path, kind)
     [late] = play(tiny, task, ["<wait></wait>", "<answer>x</answer>"])
     # it may still be at it
     assert late.turns[0].result == ["wait took longer than 0.2 s"] and kind.open == 1
+    assert (late.stop, len(late.turns)) == ("over", 1)
     del task
     gc.collect()
     assert kind.open == 0

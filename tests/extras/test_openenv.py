@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hermes_like import small
@@ -278,33 +277,31 @@ class Fragile:
             pass
 
 
-def test_after_a_call_that_took_too_long_each_reply_is_that_of_its_own_call():
-    gates = {n: threading.Event() for n in range(4)}
+def test_a_call_that_takes_too_long_ends_its_episode_whose_replies_no_other_reads():
+    gate = threading.Event()
 
     def slow(ws):
         for message in map(json.loads, ws):
-            n = message.get("data", {}).get("arguments", {}).get("n", 3)
-            gates[n].wait(60)
+            n = message.get("data", {}).get("arguments", {}).get("n")
+            if n == 0:
+                gate.wait(60)
             tool = {"name": "go", "description": "Goes.", "input_schema": {"type": "object"}}
             seen = {"tools": [tool], "text": f"reply {n}"}
-            ws.send(json.dumps({"type": "observation", "data": {"observation": seen}}))
+            with contextlib.suppress(ConnectionClosed):
+                ws.send(json.dumps({"type": "observation", "data": {"observation": seen}}))
 
-    gates[3].set()
     server, url = socket_server(slow)
     task, _ = task_at(url)
-    tau = SimpleNamespace(state=task.idle[0], stop="")
-    go = task.tools[0].of(tau)
-    go.timeout = 0.1
-    [late] = go.submit('{"n": 0}').result(60)
-    [busy] = go.submit('{"n": 1}').result(60)
-    assert late == "go took longer than 0.1 s" and "busy" in busy
-    for gate in gates.values():
-        gate.set()
-    go.timeout = 60
-    assert wait_until(lambda: not tau.state.asking.locked())
-    for n in (1, 2):
-        [said] = go.submit(json.dumps({"n": n})).result(60)
-        assert json.loads(said)["text"] == f"reply {n}"
+    task.tools[0].timeout = 0.1
+    [late] = play(task, '<go>{"n": 0}</go>', '<go>{"n": 1}</go>')
+    assert [turn.result for turn in late.turns] == [["go took longer than 0.1 s"]]
+    assert late.stop == "over"
+    gate.set()
+    task.tools[0].timeout = 60
+    for _ in range(3):
+        [tau] = play(task, *[f'<go>{{"n": {n}}}</go>' for n in (1, 2)], "<answer>x</answer>")
+        said = [json.loads(turn.result[0])["text"] for turn in tau.turns[:2]]
+        assert said == ["reply 1", "reply 2"]
     del task
     server.shutdown()
 
