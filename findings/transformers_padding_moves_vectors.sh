@@ -1,5 +1,5 @@
 #!/bin/bash
-# transformers 5.24.0: a text's vector should not depend on how far its batch is padded, as the attention mask leaves the
+# transformers 5.24.0: a text's vector should not depend on how far its batch is padded: the attention mask leaves the
 # padding out. For CANINE, FNet, YOSO, Nystromformer and ConvBERT it does: convolutions, Fourier transforms, hashes and
 # landmarks read padding, too, and FNet takes a mask without looking at it. A query embedded alone and the same text
 # next to a longer one have two vectors. Those of BERT, DeBERTa and others stay. Embed such texts one by one.

@@ -427,6 +427,11 @@ class Policy:
             digests |= share
         return digests
 
+    @on_all_ranks(functools.partial(sum, start=[]))
+    def find_damage(self, path: Path) -> list[str]:
+        """Returns what is wrong with a checkpoint's files, of which each rank reads a share."""
+        return checkpoint.damage(path, self.ranks.rank, self.ranks.size)
+
     @on_all_ranks(of_rank_0)
     def load(self, path: Path, t: int) -> None:
         """Restores what `save` wrote after step t. vLLM sleeps meanwhile: the optimizer's state

@@ -163,9 +163,8 @@ class Rewarded(Task):
 
         An evaluation drops the ids of most trajectories, whose text is then encoded again.
         """
-        rows = [
-            copy.deepcopy(columns_of(tau.question)) for tau in taus
-        ]  # functions may change them
+        # copies, which functions may change
+        rows = [copy.deepcopy(columns_of(tau.question)) for tau in taus]
         names = dict.fromkeys(name for row in rows for name in row)
         encode: Any = lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
         ignore: Any = lambda *_: None  # noqa: E731
