@@ -28,7 +28,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic takes no older ones
 
 from plumbing.faults import Fault, first_line
-from plumbing.outside import clean, decoded
+from plumbing.outside import clean
 from tasks.tools import WORDS, Failure, Tool
 from tasks.trajectories import Trajectory
 
@@ -118,10 +118,7 @@ class SchemaTool(Tool):
         return result
 
     def _answer(self, argument: str) -> str | Fault | Failed:
-        given = None
-        with contextlib.suppress(ValueError):
-            given = decoded(argument)
-        named = isinstance(given, dict) and list(given) == [self.bare]
+        named = re.match(rf'{{\s*"{re.escape(self.bare)}"\s*:', argument)
         needed = argument or self.bare in self.schema["parameters"].get("required", ())
         bare = self.bare and needed and not named
         try:

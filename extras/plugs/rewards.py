@@ -99,7 +99,7 @@ class Rewarded(Task):
         """Raises Fault if a question lacks a column that a function needs."""
         asked = list(super().questions(split) or ())  # type: ignore[safe-super]
         for score in self.scores:
-            for q in asked if score.needs else ():
+            for q in asked:
                 if missing := {*score.needs} - {*(columns := columns_of(q))}:
                     raise Fault(
                         f"--reward {score.item}: it takes {', '.join(missing)}, and {split} question"
