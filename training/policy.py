@@ -120,6 +120,10 @@ def in_order(shares: list[dict[int, A]]) -> list[A]:
     return [values[k] for k in range(len(values))]
 
 
+def joined(shares: list[list[A]]) -> list[A]:
+    return [x for share in shares for x in share]
+
+
 def load_first_policy(cfg: Config, ranks: Ranks) -> Any:
     """Returns the policy before training, whole and on the CPU, on rank 0; None on the others."""
     if ranks.rank:
@@ -427,7 +431,7 @@ class Policy:
             digests |= share
         return digests
 
-    @on_all_ranks(functools.partial(sum, start=[]))
+    @on_all_ranks(joined)
     def find_damage(self, path: Path) -> list[str]:
         """Returns what is wrong with a checkpoint's files, of which each rank reads a share."""
         return checkpoint.damage(path, self.ranks.rank, self.ranks.size)
