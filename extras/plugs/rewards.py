@@ -75,7 +75,7 @@ def read_score(item: str) -> Score:
     if "solution_str" in parameters and {*needs} <= {*VERL}:
         return Score(item, weight, function, "verl's")
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or {*TRL} & {*parameters}:
-        return Score(item, weight, function, "TRL's", others)
+        return Score(item, weight, function, "TRL's, on messages", others)
     if len(needs) == 1 and parameters[needs[0]].kind is not inspect.Parameter.KEYWORD_ONLY:
         return Score(item, weight, function, "ours")
     raise Fault(
@@ -139,7 +139,7 @@ class Rewarded(Task):
         """Returns what a function says of each trajectory."""
         if score.form == "ours":
             return wait_for(score.function(list(taus)))
-        if score.form == "TRL's":
+        if score.form == "TRL's, on messages":
             return wait_for(score.call(self.completed(taus)))
         results = [score.call(self.solved(tau)) for tau in taus]
         if results and inspect.isawaitable(results[0]):

@@ -170,7 +170,7 @@ def test_the_forms_are_said_at_the_start(grades):
     spec = "grades_here:right,0.5*grades_here:word,grades_here:compute_score"
     said = task_with(spec).start(lambda *_: "")
     assert said == (
-        "reward: grades_here:right (ours) + 0.5*grades_here:word (TRL's)"
+        "reward: grades_here:right (ours) + 0.5*grades_here:word (TRL's, on messages)"
         " + grades_here:compute_score (verl's)"
     )
 
@@ -369,7 +369,7 @@ def test_a_run_trains_on_trl_s_and_verl_s_forms(grades, tmp_path, capsys):
     spec = "grades_here:later,grades_here:awaited"
     small = dict(T=1, batch=2, mini=2, G=2, eval_n=4, mode="static")
     train(preset="world", reward=spec, out=str(tmp_path / "run"), **small)
-    assert "reward: grades_here:later (TRL's) + grades_here:awaited (verl's)" in (
+    assert "reward: grades_here:later (TRL's, on messages) + grades_here:awaited (verl's)" in (
         capsys.readouterr().out
     )
     [file] = (tmp_path / "run" / "trajectories").glob("step*")
