@@ -106,7 +106,7 @@ def children_of(process: subprocess.Popen) -> list[str]:
 def whole(tmp_path_factory):
     """One uninterrupted small run."""
     out = tmp_path_factory.mktemp("runs") / "whole"
-    code, stdout, stderr = finish(start("--out", out, *SMALL))
+    code, stdout, stderr = run_here("--out", out, *SMALL)
     assert code == 0, stderr
     return out, stdout
 
