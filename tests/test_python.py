@@ -280,9 +280,12 @@ def test_a_run_resumes_with_the_classes_that_it_started_with(tmp_path, parts, na
         ):
             inspo.train(**given, **others, resume=True)
     assert inspo.train(**given, **parts, resume=True).instruction == first.instruction
-    plain = given | dict(out=tmp_path / "plain")
+
+
+def test_the_usual_classes_are_those_of_a_run_that_was_given_none(tmp_path):
+    plain = TINY | dict(task=Echo, out=tmp_path / "plain")
     inspo.train(**plain, learner=Learner)
-    inspo.train(**plain, evolution=inspo.Evolution, resume=True)  # they are the usual ones
+    inspo.train(**plain, evolution=inspo.Evolution, resume=True)
 
 
 def test_a_class_of_a_function_is_trained_and_loaded_by_the_class_alone(tmp_path):
