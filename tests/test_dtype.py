@@ -13,7 +13,7 @@ from test_grpo import batch_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import inspo
-from config import Config, parse_flags
+from config import WORLD, Config, parse_flags
 from engines import choose
 from engines.choose import dtype_of
 from engines.torch_engine import TorchEngine
@@ -22,6 +22,7 @@ from models import model as models
 from models.model import empty, fill, load_config, load_policy, weights
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
+from plumbing.servers import Child
 from tasks.loading import load_task
 from training.policy import Policy, choose_dither_seed, load_first_policy
 from training.ranks import Ranks
@@ -36,9 +37,17 @@ def steps(run) -> list[dict]:
     ]
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The search server of all runs."""
+    command = ["-m", "retrieval.server", "--corpus", str(WORLD / "corpus.jsonl")]
+    with Child(command, tmp_path_factory.mktemp("server") / "log") as child:
+        yield child.url
+
+
 @pytest.fixture(scope="module", params=["", "--lora_rank 8"])
-def flags(request):
-    return [*SMALL.split(), *request.param.split()]
+def flags(request, server):
+    return [*SMALL.split(), *request.param.split(), "--retriever", server]
 
 
 @pytest.fixture(scope="module")
