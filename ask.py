@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.agents import PLAYED, SERVED, load_agent
-from evaluation.command import add_player_flags, parse_flags
+from evaluation.command import add_player_flags, parse_player_flags
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.outside import printable
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     add("question", nargs="?", help="without one, questions are read from the keyboard")
     add("--run", default="", help="a finished run, or a checkpoint of it [the newest in runs/]")
     add_player_flags(parser, KNOBS, ("seed", "temperature"))
-    args = parse_flags(parser, argv)
+    args = parse_player_flags(parser, argv)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a file may be in another encoding
     with one_line("ask.py"), stop.listening(), stop.may_stop():

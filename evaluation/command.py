@@ -52,7 +52,9 @@ def add_player_flags(
         group.add_argument(f"--{name}", type=fields[name].type, help=text)
 
 
-def parse_flags(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+def parse_player_flags(
+    parser: argparse.ArgumentParser, argv: list[str] | None
+) -> argparse.Namespace:
     """Returns the flags; what is wrong with the numbers among them ends the program."""
     args = parser.parse_args(argv)
     for name in ("seed", "temperature", "n"):
@@ -106,7 +108,7 @@ def parse(
         "--compare", nargs="+", metavar="DIR", help="evaluations; seeds of one arm joined by commas"
     )
     add_player_flags(parser, (*PLAYED, *SERVED))
-    args = parse_flags(parser, argv)
+    args = parse_player_flags(parser, argv)
     if bool(args.what) == bool(args.compare):
         parser.error("give WHAT to evaluate, or --compare with two evaluations or more")
     return args

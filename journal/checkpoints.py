@@ -41,7 +41,7 @@ class Checkpoints:
 
         They are equal if the checkpoint was taken before its step's evolution and evaluation.
         """
-        resumed = self.run.rewind(self.log.screen.note)
+        resumed = self.run.rewind(self.log.screen.note, self.policy.find_damage)
         if not resumed:
             return 1, 0
         path, mark = resumed
@@ -68,7 +68,7 @@ class Checkpoints:
             "memory": self.policy.learner.remembered,
             **self.log.state_dict(),
         }
-        place = {"run": self.run.id, "t": t, "ended": ended}
+        place = {"run": self.run.id, "t": t, "ended": ended, "rows": dict(self.run.written)}
         self.last = copy.deepcopy(changing) | place | {"buffer": self.B.state_dict()}
 
     def end_step(self, t: int, evaluated: bool = False) -> None:

@@ -11,6 +11,7 @@ import re
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -46,6 +47,7 @@ class RunDirectory:
         self.others: set[Path] = set()  # what was there before the run
         config = path / "config.json"
         self.record: Row = decoded(config.read_bytes()) if config.is_file() else {}
+        self.written: Counter[str] = Counter()  # rows of each log
         self.id = self.record.get("id", "")  # that its checkpoints have too
         self._lock: IO[bytes] | None = None
 
@@ -177,6 +179,7 @@ class RunDirectory:
         path = self.path / f"{name}.jsonl"
         with writing(path), open(path, "a", encoding="utf-8") as f:
             f.write(json.dumps(row) + "\n")
+        self.written[name] += 1
 
     def rows(self, name: str) -> list[Row]:
         """Returns the rows of `name`.jsonl that are of a run: those with a step."""
@@ -225,7 +228,11 @@ class RunDirectory:
             )
         return state
 
-    def rewind(self, note: Callable[[str], None]) -> tuple[Path, Row] | None:
+    def rewind(
+        self,
+        note: Callable[[str], None],
+        find_damage: Callable[[Path], list[str]] = checkpoint.damage,
+    ) -> tuple[Path, Row] | None:
         """Returns (checkpoint, its mark) to resume from and drops log lines after it; None if there
         is none.
 
@@ -235,7 +242,7 @@ class RunDirectory:
         # the newest that is whole
         whole, damaged = None, dict[Path, str]()
         for path in reversed(self.checkpoints()):
-            faults = checkpoint.damage(path)
+            faults = find_damage(path.absolute())
             if not faults:
                 whole = path
                 break
@@ -261,13 +268,13 @@ class RunDirectory:
         for name in LOGS:
             rows, file = self.rows(name), self.path / f"{name}.jsonl"
             kept = [row for row in rows if is_before(row, mark) or "call" in row]
-            # a kill may have cut the last line; each step has a row of metrics
+            # a kill may have cut the last line
             lines = file.read_bytes().count(b"\n") if file.exists() else 0
-            steps = mark["t"] + mark["ended"] if name == "metrics" else 0
-            lost = max(lines - len(rows), steps - len(kept))
+            lost = max(lines - len(rows), mark.get("rows", {}).get(name, 0) - len(kept))
             if lost > 0:
                 note(f"note: {lost} lines of {file} are missing or damaged, and left out")
             self.write(file.name, "".join(json.dumps(row) + "\n" for row in kept))
+            self.written[name] = len(kept)
         return (whole, mark) if whole else None
 
 

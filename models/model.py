@@ -8,6 +8,7 @@ block at a time in the compute dtype.
 import copy
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -337,12 +338,24 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
             )
     except Exception as e:  # a family without a causal LM, or settings that fit no model
         raise _unloadable(config.name_or_path, "causal LM", e) from e
-    # `from_config` rounds, but `from_pretrained` does not, what chooses a token's experts
+    # `from_config` rounds what `from_pretrained` and vLLM do not
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name in model._keep_in_fp32_modules_strict:
                 setattr(module, name, buffer.float())
+    for module in precise_modules(model):
+        module.float()
     return model
+
+
+def precise_modules(model: Any) -> list[torch.nn.Module]:
+    """Returns the modules whose parameters stay in float32, inner ones first: what chooses a
+    token's experts in ERNIE."""
+    parts = []
+    for name, _ in model.named_parameters():
+        if any(key in name for key in model._keep_in_fp32_modules_strict):
+            parts.append(model.get_submodule(name.rpartition(".")[0]))
+    return list(reversed(dict.fromkeys(parts)))
 
 
 def empty(config: Any, dtype: torch.dtype, device: str) -> Any:
@@ -393,9 +406,14 @@ def shard(
     # by default FSDP keeps the root's weights gathered for the backward pass
     freed = False if gather else frozen or None
     # the root holds embedding, last norm and head, which are needed together
-    for part in [*blocks(model), model]:
+    precise = precise_modules(model)
+    for part in [*precise, *blocks(model), model]:
         fully_shard(
-            part, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=freed
+            part,
+            mesh=mesh,
+            mp_policy=replace(policy, param_dtype=None) if part in precise else policy,
+            offload_policy=place,
+            reshard_after_forward=freed,
         )
         part.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
         if dist.get_world_size() > 1:  # on one rank FSDP would divide by it, too
@@ -448,6 +466,7 @@ def fill(model: Any, source: Any, seed: int | None = None) -> Any:
     """
     values = dict(source.named_parameters()) | dict(source.named_buffers()) if source else {}
     generator: torch.Generator | None = None
+    precise = {p for part in precise_modules(model) for p in part.parameters()}
     for name, target in [*model.named_parameters(), *model.named_buffers()]:
         sharded = isinstance(target, DTensor)
         device = target.device_mesh.device_type if sharded else target.device
@@ -455,7 +474,8 @@ def fill(model: Any, source: Any, seed: int | None = None) -> Any:
             full = values[name].to(device, target.dtype).contiguous()
         else:
             full = torch.empty(target.shape, dtype=target.dtype, device=device)
-        if source and seed is not None and isinstance(target, torch.nn.Parameter):
+        dithered = isinstance(target, torch.nn.Parameter) and target not in precise
+        if source and seed is not None and dithered:
             generator = generator or torch.Generator(device).manual_seed(seed)
             full = dither(full, generator)
         if dist.is_initialized():
@@ -510,13 +530,13 @@ def export(
     # bfloat16 has no room for the small steps of a training in float32: what is written would be
     # another policy.
     dtype = torch.promote_types(config.dtype or torch.float32, computed)
-    state, buffers = {}, dict(model.named_buffers())
+    plain = skeleton(config, dtype)
+    state, described = {}, dict(plain.named_parameters())
     for name, tensor in weights(model):
         if path:
-            kept = tensor.dtype if name in buffers else dtype
+            kept = described[name].dtype if name in described else tensor.dtype
             state[name] = tensor.to("cpu", kept, copy=True)
     if path:
-        plain = skeleton(config, dtype)
         ends = turn_ends(tokenizer)
         plain.generation_config.eos_token_id = ends[0] if len(ends) == 1 else list(ends)
         plain.save_pretrained(path, state_dict=state)

@@ -87,8 +87,9 @@ def digest(path: Path) -> str:
     return f"{crc:08x}"
 
 
-def damage(path: Path) -> list[str]:
-    """Returns what is wrong with a checkpoint's files; [] if they are as they were written."""
+def damage(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
+    """Returns what is wrong with this rank's share of a checkpoint's files; [] if they are as they
+    were written."""
     try:
         digests = decoded((path / DIGESTS).read_bytes())
         if not {"state.pt", ".metadata"} <= set(digests) or any("/" in name for name in digests):
@@ -96,7 +97,7 @@ def damage(path: Path) -> list[str]:
     except (OSError, ValueError, TypeError):
         return [f"{DIGESTS} is missing or damaged"]
     faults = []
-    for name, value in sorted(digests.items()):
+    for name, value in sorted(digests.items())[rank::ranks]:
         try:
             if digest(path / name) != value:
                 faults.append(f"{name} is damaged")

@@ -12,7 +12,8 @@ FAMILIES = {  # of encoders: query prefix, passage prefix, pooling
     # arXiv 2309.07597, English v1.5
     "bge": ("Represent this sentence for searching relevant passages: ", "", "cls"),
     "cls": ("", "", "cls"),  # BGE-M3 and others
-    "plain": ("", "", "mean"),  # sentence-transformers' MiniLM, MPNet and others
+    "plain": ("", "", "mean"),
+    "own": ("", "", "mean"),  # or what its files for sentence-transformers say
 }
 
 
@@ -27,6 +28,9 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     rows = 'JSONL: {"id", "contents"} or {"id", "title", "text"} a line'
     parser.add_argument("--corpus", required=True, help=rows)
     parser.add_argument(
-        "--family", default="", choices=["", *FAMILIES], help="prefixes and pooling (from the name)"
+        "--family",
+        default="",
+        choices=["", *FAMILIES],
+        help="prefixes and pooling (from its files and name)",
     )
     return parser

@@ -15,18 +15,19 @@ from retrieval import FAMILIES
 
 
 def infer_family(model: str) -> str:
-    """Infers the family from a model's name."""
+    """Infers the family of a model without prompts from its name."""
     name = model.rstrip("/").rsplit("/", 1)[-1].lower()
     if "e5" in name:
         return "e5-instruct" if "instruct" in name else "e5"
     if "bge" in name:
         return "bge" if "-en" in name else "cls"
-    return "plain"
+    return "own"
 
 
-def published_pooling(model: str) -> str:
-    """Returns how a model pools by its files for sentence-transformers, "" if it has none. Raises
-    ValueError where layers follow."""
+def read_published(model: str) -> tuple[str, str, str]:
+    """Returns prefix of queries, prefix of passages and pooling by a model's files for
+    sentence-transformers, "" for what they do not say. Raises ValueError where layers follow, or
+    prefixes are not pooled."""
 
     def read(name: str) -> Any:
         file = cached_file(
@@ -41,20 +42,25 @@ def published_pooling(model: str) -> str:
         raise ValueError("a dense layer follows its pooling")
     said = read("1_Pooling/config.json")
     flags = [name.split("_")[2] for name, on in said.items() if on is True and "_mode_" in name]
-    return str(said.get("pooling_mode") or "+".join(flags))
+    pooling = str(said.get("pooling_mode") or "+".join(flags))
+    prompts = read("config_sentence_transformers.json").get("prompts") or {}
+    query = prompts.get("query") or ""
+    passage = prompts.get("document") or prompts.get("passage") or prompts.get("corpus") or ""
+    if (query or passage) and said.get("include_prompt") is False:
+        raise ValueError("its pooling leaves its prompts out")
+    return query, passage, pooling
 
 
 class Encoder:
     """Encodes queries and passages as unit vectors, whose inner product is their cosine.
 
-    `family` is a key of FAMILIES, or "" to infer it from the name; texts are truncated to
+    `family` is a key of FAMILIES, or "" to infer it from the model's files and name; texts are truncated to
     `max_length` tokens, or as many as the model takes. fp16 on a GPU, fp32 on the CPU. Raises Fault
     if the model cannot be loaded.
     """
 
     def __init__(self, model: str, family: str = "", max_length: int = 256, device: str = ""):
-        self.name, self.family = model, family or infer_family(model)
-        self.query_prefix, self.passage_prefix, self.pooling = FAMILIES[self.family]
+        self.name = model
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         logging.disable_progress_bar()
         logging.set_verbosity_error()  # the pooler's weights are often absent, and unused here
@@ -62,7 +68,12 @@ class Encoder:
             config = AutoConfig.from_pretrained(model, trust_remote_code=False)
             if config.is_encoder_decoder or type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
                 raise ValueError(f"a {config.model_type} is not a BERT-type encoder")
-            published = published_pooling(model)
+            query, passage, published = read_published(model)
+            self.family = family or ("own" if query or passage else infer_family(model))
+            self.query_prefix, self.passage_prefix, self.pooling = FAMILIES[self.family]
+            if self.family == "own":
+                self.query_prefix, self.passage_prefix = query, passage
+                self.pooling = "cls" if published == "cls" else "mean"
             # the model as it was published
             self._tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
             dtype = torch.float16 if self.device.startswith("cuda") else torch.float32
@@ -82,7 +93,7 @@ class Encoder:
                 reason = "it needs code of its own (auto_map), which is never run"
             todo = "give a Hugging Face id or a local directory of a BERT-type model, and a device of this machine"
             raise Fault(f"--encoder {model}: {reason}; {todo}") from None
-        if not family and published not in ("", self.pooling):
+        if family in ("", "own") and published not in ("", self.pooling):
             raise Fault(
                 f"--encoder {model}: it pools by {published}, a model of family {self.family} by {self.pooling}; "
                 "name its --family"

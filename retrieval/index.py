@@ -63,12 +63,16 @@ class Dense:
     def warn_of_mismatch(self, corpus: Corpus, path: str) -> None:
         """Prints a warning if vectors differ from those of their passages: another encoder, prefix
         or corpus order."""
+        import faiss
+
         rows = sorted({len(corpus) * k // 4 for k in range(4)})
         expected = self.encoder.passages([corpus[row]["contents"] for row in rows])  # (4, d)
         try:
             stored = np.stack([self.index.reconstruct(row) for row in rows])  # (4, d)
             with suppress(RuntimeError):  # PQ keeps vectors roughly
-                codec = getattr(self.index, "storage", self.index)
+                numbered = isinstance(self.index, faiss.IndexIDMap)
+                codec = faiss.downcast_index(self.index.index) if numbered else self.index
+                codec = getattr(codec, "storage", codec)
                 expected = codec.sa_decode(codec.sa_encode(expected))
         # IVF cannot return its vectors: compare with the passages that it finds instead
         except RuntimeError:

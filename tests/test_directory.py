@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from config import Config, knob, parse_flags, read_config
 from evaluation.checkpoints import export_checkpoint
 from journal.checkpoints import Checkpoints
-from journal.directory import RunDirectory, step_of
+from journal.directory import LOGS, RunDirectory, step_of
 from journal.record import with_absolute_paths
 from journal.screen import Screen
 from plumbing import checkpoint
@@ -161,6 +161,14 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(run, name, harm):
     assert rewind(run)[0] == 9
 
 
+def test_of_several_ranks_each_finds_the_damage_of_its_share(run):
+    newest = run.checkpoints()[-1]
+    for name in ("state.pt", ".metadata", "__0_0.distcp"):
+        flip(newest / name)
+    found = [checkpoint.damage(newest, rank, 2) for rank in range(2)]
+    assert all(found) and sorted(sum(found, [])) == checkpoint.damage(newest)
+
+
 def test_if_all_checkpoints_are_damaged_nothing_is_touched(run):
     before = (run.path / "metrics.jsonl").read_bytes()
     for path in run.checkpoints():
@@ -250,6 +258,16 @@ def test_a_log_of_which_little_or_nothing_is_left_is_told(run, text, lost):
     t, notes = rewind(run)
     assert t == 9 and len(notes) == 2
     assert f"{lost} lines of {metrics}" in notes[0] and f"3 lines of {population}" in notes[1]
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_log_whose_end_is_cut_is_told(run, name):
+    rewind(run)
+    run.append(name, {"t": 10, "event": "evolve"})
+    save(run, 10)
+    cut(path := run.path / f"{name}.jsonl")
+    t, notes = rewind(run)
+    assert t == 10 and len(notes) == 1 and f"1 lines of {path}" in notes[0]
 
 
 def test_a_log_that_cannot_be_read_is_named(run):

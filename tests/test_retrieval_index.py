@@ -189,26 +189,26 @@ def test_the_family_follows_from_the_name():
         "BAAI/bge-m3": "cls",
         "BAAI/bge-base-zh-v1.5": "cls",
     }
-    names |= {"sentence-transformers/all-MiniLM-L6-v2": "plain", "/e5/models/mpnet": "plain"}
+    names |= {"sentence-transformers/all-MiniLM-L6-v2": "own", "/e5/models/mpnet": "own"}
     assert {name: infer_family(name) for name in names} == names
 
 
 @pytest.mark.parametrize(
     "pooling, right",
     [
-        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "plain e5"),
-        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls bge"),  # mxbai, Arctic
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "own e5"),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "own cls bge"),  # mxbai, Arctic
         ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True, "include_prompt": True}, ""),
         ({"pooling_mode_lasttoken": True, "pooling_mode_cls_token": False}, ""),
-        ({"embedding_dimension": 24, "pooling_mode": "cls", "include_prompt": True}, "cls bge"),
-        ({"embedding_dimension": 24, "pooling_mode": "mean"}, "plain e5"),
-        (None, "plain e5 cls bge"),
+        ({"embedding_dimension": 24, "pooling_mode": "cls", "include_prompt": True}, "own cls bge"),
+        ({"embedding_dimension": 24, "pooling_mode": "mean"}, "own e5"),
+        (None, "own e5 cls bge"),
     ],
 )  # fmt: skip
 def test_a_model_that_pools_otherwise_than_its_name_says_needs_a_family(
     bert, tmp_path, pooling, right
 ):
-    for name, family in {"m": "plain", "e5-m": "e5", "bge-m3": "cls", "bge-en": "bge"}.items():
+    for name, family in {"m": "own", "e5-m": "e5", "bge-m3": "cls", "bge-en": "bge"}.items():
         folder = shutil.copytree(bert, tmp_path / name)
         if pooling:
             (folder / "1_Pooling").mkdir()
@@ -217,7 +217,42 @@ def test_a_model_that_pools_otherwise_than_its_name_says_needs_a_family(
             assert Encoder(str(folder)).family == family
         else:
             assert "name its --family" in refusal(Encoder, str(folder))
-        assert Encoder(str(folder), family).family == family
+        if family != "own":
+            assert Encoder(str(folder), family).family == family
+
+
+@pytest.mark.parametrize("name", ["m", "e5-instruct"])
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        {"query": "ask: ", "document": "told: "},  # nomic
+        {"query": "ask: ", "passage": "told: "},
+        {"query": "ask: ", "document": None, "other": "x "},  # Arctic
+        {"document": "told: "},
+    ],
+)
+def test_a_model_has_the_prompts_and_the_pooling_of_its_own_files(
+    shallow, tmp_path, prompts, pooling, name
+):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    folder = str(tmp_path / name)
+    SentenceTransformer(
+        modules=[Transformer(shallow), Pooling(D, pooling)], default_prompt_name="query",
+        prompts={"query": ""} | prompts,
+    ).save(folder)  # fmt: skip
+    written = json.loads((tmp_path / name / "config_sentence_transformers.json").read_text())
+    assert written["prompts"].items() >= {"query": prompts.get("query", "")}.items()
+    peer, ours, texts = SentenceTransformer(folder, device="cpu"), Encoder(folder), ["a river", "b"]
+    wanted = peer.encode_query(texts, normalize_embeddings=True)
+    np.testing.assert_allclose(ours.queries(texts), wanted, atol=1e-5)
+    # `encode_document` takes "document" alone, which every model has, if only as ""
+    told = "passage" if "passage" in prompts else "document"
+    wanted = peer.encode(texts, prompt_name=told, normalize_embeddings=True)
+    np.testing.assert_allclose(ours.passages(texts), wanted, atol=1e-5)
+    assert ours.family == "own" == Encoder(folder, ours.family).family
 
 
 def test_a_model_that_reads_the_padding_of_a_batch_is_refused(bert, tmp_path):
@@ -514,6 +549,12 @@ def test_an_index_and_its_model_may_move(folder, bert, tmp_path, capsys):
 def test_vectors_of_another_prefix_or_order_cause_a_warning(folder, tmp_path, capsys, shallow):
     corpus, file = Corpus(folder / "corpus"), str(folder / "flat/index.faiss")
     open_index(file, corpus, encoder=shallow)
+    rough = faiss.index_factory(D, "IDMap2,PQ2x2", faiss.METRIC_INNER_PRODUCT)
+    vectors = faiss.read_index(file).reconstruct_n(0, N)
+    rough.train(vectors)
+    rough.add_with_ids(vectors, np.arange(N))
+    faiss.write_index(rough, str(tmp_path / "rough"))
+    open_index(str(tmp_path / "rough"), corpus, encoder=shallow)
     assert capsys.readouterr().out == ""
     # CLS pooling, where the index has mean pooling
     open_index(file, corpus, encoder=shallow, family="bge")

@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import resource
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -340,7 +341,8 @@ class Policy:
         """
         rollout, update = self.seconds["rollout"], self.seconds["update"]
         trained_per_s = sum(len(tau.ids) for tau in taus) / update
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS has bytes, Linux KiB
+        peak *= 1 if sys.platform == "darwin" else 1024
         if self.ranks.device == "cuda":
             peak = torch.cuda.max_memory_allocated() - getattr(self.engine, "asleep", 0)
         return {
@@ -424,6 +426,11 @@ class Policy:
                 raise share
             digests |= share
         return digests
+
+    @on_all_ranks(functools.partial(sum, start=[]))
+    def find_damage(self, path: Path) -> list[str]:
+        """Returns what is wrong with a checkpoint's files, of which each rank reads a share."""
+        return checkpoint.damage(path, self.ranks.rank, self.ranks.size)
 
     @on_all_ranks(of_rank_0)
     def load(self, path: Path, t: int) -> None:

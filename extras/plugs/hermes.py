@@ -58,6 +58,7 @@ class Hermes(Tags):
             return
         self.ends = tokenizer.convert_ids_to_tokens(turn_ends(tokenizer))
         self.pattern = match_markup(tokenizer, self.reserved_tags())
+        self.of_notes = match_markup(tokenizer, OURS)  # which name the answer's tags
         self.begin, self.end = frame(tokenizer) if task.tools else ("", "")
         names = [schema_of(tool)["name"] for tool in task.tools]
         if twice := [name for k, name in enumerate(names) if name in names[:k]]:
@@ -181,7 +182,7 @@ class Hermes(Tags):
         """Returns the ids of the tool's message, `limit` at most, and of what opens the next
         turn."""
         begin = ("" if action.ended else self.ends[0]) + self.begin
-        shown = escape_markup(action.note, self.pattern) + text[: limit * TOKEN_CHARACTERS]
+        shown = escape_markup(action.note, self.of_notes) + text[: limit * TOKEN_CHARACTERS]
         ids = encode(self.tokenizer, begin + shown + self.end)
         if len(ids) <= limit:
             return ids

@@ -88,6 +88,8 @@ def show(uri: str) -> list:
     """Shows a resource and a picture, or a part of another kind."""
     if uri in PARTS:
         return [PARTS[uri]]
+    if uri == "nothing":
+        return []
     resource = {"type": "resource", "resource": {"uri": uri, "text": "what it holds"}}
     picture = {"type": "image", "data": "AAAA", "mimeType": "image/png"}
     return [EmbeddedResource.model_validate(resource), ImageContent.model_validate(picture)]

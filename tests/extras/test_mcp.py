@@ -78,7 +78,7 @@ CALLS = [
     ("secret", "OPENAI_API_KEY", "none"),
     # parts of a result that are no text: what they are and where
     ("show", "link", r"\(resource_link Text 2 demo://text/2 text/plain\)"), ("show", "audio", r"\(audio\)"),
-    ("show", "blob", r"\(resource file:///x.pdf application/pdf\)"), ("show", "text", "hello"),
+    ("show", "blob", r"\(resource file:///x.pdf application/pdf\)"), ("show", "text", "hello"), ("show", "nothing", ""),
 ]  # fmt: skip
 
 
