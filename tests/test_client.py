@@ -223,19 +223,6 @@ def test_no_fault_names_a_header(serve):
 # ---- what a server may send
 
 
-def test_after_an_answer_that_trickles_in_too_slowly_the_next_one_is_read(serve, monkeypatch):
-    def sleep(_):
-        asker.timeout = 60
-
-    def answer(handler):
-        return OK if asker.timeout == 60 else slowly(handler)
-
-    slowly = trickle(b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 500)
-    monkeypatch.setattr("plumbing.client.sleep", sleep)
-    asker = client(serve(answer).url, timeout=0.2)
-    assert asker.ask("/path", {}, value) == asker.faults == 1
-
-
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 

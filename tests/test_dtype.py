@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 import inspo
-from config import Config, parse_flags
+from config import WORLD, Config, parse_flags
 from engines import choose
 from engines.choose import dtype_of
 from engines.torch_engine import TorchEngine
@@ -25,6 +25,7 @@ from models.model import empty, fill, forward_packed, load_config, load_policy, 
 from models.packing import Packing
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
+from plumbing.servers import Child
 from tasks.loading import load_task
 from training.policy import Policy, choose_dither_seed, load_first_policy
 from training.ranks import Ranks
@@ -39,9 +40,17 @@ def steps(run) -> list[dict]:
     ]
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The search server of all runs."""
+    command = ["-m", "retrieval.server", "--corpus", str(WORLD / "corpus.jsonl")]
+    with Child(command, tmp_path_factory.mktemp("server") / "log") as child:
+        yield child.url
+
+
 @pytest.fixture(scope="module", params=["", "--lora_rank 8"])
-def flags(request):
-    return [*SMALL.split(), *request.param.split()]
+def flags(request, server):
+    return [*SMALL.split(), *request.param.split(), "--retriever", server]
 
 
 @pytest.fixture(scope="module")

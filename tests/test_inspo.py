@@ -106,7 +106,7 @@ def children_of(process: subprocess.Popen) -> list[str]:
 def whole(tmp_path_factory):
     """One uninterrupted small run."""
     out = tmp_path_factory.mktemp("runs") / "whole"
-    code, stdout, stderr = finish(start("--out", out, *SMALL))
+    code, stdout, stderr = run_here("--out", out, *SMALL)
     assert code == 0, stderr
     return out, stdout
 
@@ -203,20 +203,6 @@ def test_a_run_leaves_what_it_promises(whole):
     )
     assert "1.4-7 %" in stdout
     assert not [p for p in out.rglob("*.tmp")]
-
-
-def test_a_run_is_complete_without_its_page(tmp_path):
-    (tmp_path / "r" / ".report.html.tmp").mkdir(parents=True)  # where it would be written first
-    flags = [*SMALL, "--T", "1", "--mode", "static"]
-    code, stdout, stderr = run_here(*flags, "--out", tmp_path / "r")
-    assert code == 0, stderr
-    assert (
-        f"cannot write {tmp_path}/r/report.html" in stdout
-        and f"python report.py {tmp_path}/r" in stdout
-    )
-    assert (tmp_path / "r" / "summary.json").exists() and not (
-        tmp_path / "r" / "report.html"
-    ).exists()
 
 
 def trajectories(path: Path, t: int) -> list[dict]:
@@ -845,18 +831,29 @@ def test_an_engine_that_samples_from_another_policy_stops_the_run_before_it_trai
     assert code == 0 and [row["t"] for row in metrics(tmp_path / "r")] == list(range(11))
 
 
-def test_a_learning_rate_of_0_freezes_the_policy(tmp_path):
-    code, _, stderr = run_here(
-        *SMALL, "--T", "2", "--mode", "static", "--lr", "0", "--out", tmp_path / "r"
-    )
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory):
+    """(directory, standard output) of a run that neither learns nor can write its page."""
+    out = tmp_path_factory.mktemp("runs") / "frozen"
+    (out / ".report.html.tmp").mkdir(parents=True)  # where it would be written first
+    code, stdout, stderr = run_here(*SMALL, *"--T 2 --mode static --lr 0 --out".split(), out)
     assert code == 0, (code, stderr)
+    return out, stdout
+
+
+def test_a_run_is_complete_without_its_page(frozen):
+    out, stdout = frozen
+    assert f"cannot write {out}/report.html" in stdout and f"python report.py {out}" in stdout
+    assert (out / "summary.json").exists() and not (out / "report.html").exists()
+
+
+def test_a_learning_rate_of_0_freezes_the_policy(frozen):
     first, last = (
-        load_file(path / "model.safetensors")
-        for path in (FILES / "policy", tmp_path / "r" / "policy")
+        load_file(path / "model.safetensors") for path in (FILES / "policy", frozen[0] / "policy")
     )
     assert last and all(torch.equal(first[name], last[name]) for name in last)
     # there was something to learn
-    assert any(row["grad_norm"] > 0 for row in metrics(tmp_path / "r")[1:])
+    assert any(row["grad_norm"] > 0 for row in metrics(frozen[0])[1:])
 
 
 @pytest.mark.slow

@@ -66,19 +66,40 @@ class Made(Echo):
         self.prize = prize
 
 
-def test_the_page_and_the_readme_show_what_runs(tmp_path):
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, *args):
+        if name == "torch.nn.functional":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+try:
+    exec(page)
+except KeyboardInterrupt:
+    print("interrupted:", os.listdir("."))
+exec(page)
+"""
+
+
+def test_the_page_and_the_readme_show_what_runs_after_an_interrupt_while_torch_is_imported_too(
+    tmp_path,
+):
     """As a script, in a folder of the user's; only the sizes in the README are made smaller."""
     [page] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.S)
     assert len((ROOT / "docs" / "python.md").read_text().splitlines()) <= 60
     task, lines = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert len(lines.splitlines()) == 5
     (tmp_path / "alliteration.py").write_text(task)
-    script = page + lines.replace("T=40", "T=1, batch=2, mini=2")
+    script = f"page = {page!r}{INTERRUPTED}{lines.replace('T=40', 'T=1, batch=2, mini=2')}"
     env = ENV | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("interrupted: ['alliteration.py']\n")
     runs = sorted((tmp_path / "runs").iterdir())
     assert [json.loads((run / "config.json").read_text())["task"] for run in runs] == [
         "__main__:Backwards",
@@ -259,9 +280,12 @@ def test_a_run_resumes_with_the_classes_that_it_started_with(tmp_path, parts, na
         ):
             inspo.train(**given, **others, resume=True)
     assert inspo.train(**given, **parts, resume=True).instruction == first.instruction
-    plain = given | dict(out=tmp_path / "plain")
+
+
+def test_the_usual_classes_are_those_of_a_run_that_was_given_none(tmp_path):
+    plain = TINY | dict(task=Echo, out=tmp_path / "plain")
     inspo.train(**plain, learner=Learner)
-    inspo.train(**plain, evolution=inspo.Evolution, resume=True)  # they are the usual ones
+    inspo.train(**plain, evolution=inspo.Evolution, resume=True)
 
 
 def test_a_class_of_a_function_is_trained_and_loaded_by_the_class_alone(tmp_path):
@@ -456,41 +480,3 @@ def test_in_a_notebook_whose_thread_has_a_loop_an_async_reward_is_awaited():
 
 async def later(taus):
     return [0.25 for _ in taus]
-
-
-HURRIED = """
-import os, signal, sys, tempfile
-from inspo import train
-from tasks import Question, Task
-
-class Echo(Task):
-    instruction = "Say the word, inside <answer> and </answer>."
-
-    def questions(self, split):
-        return [Question(f"{split} {k}", f"word {k}") for k in range(3)]
-
-    def reward(self, taus):
-        return [1.0 for _ in taus]
-
-class Interrupts:
-    def find_spec(self, name, *args):
-        if name == "torch.nn.functional":
-            sys.meta_path.remove(self)
-            os.kill(os.getpid(), signal.SIGINT)
-
-sys.meta_path.insert(0, Interrupts())
-settings = dict(task=Echo, preset="world", mode="static", T=1, batch=2, mini=2, G=2, eval_n=2, max_response=4)
-try:
-    train(**settings)
-except KeyboardInterrupt:
-    print("interrupted:", os.listdir("."))
-print("then:", train(**settings).summary["steps"])
-"""
-
-
-def test_after_an_interrupt_while_torch_is_imported_another_call_works(tmp_path):
-    env = ENV | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", HURRIED], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    assert "interrupted: []" in done.stdout and "then: 1" in done.stdout, done.stderr

@@ -6,6 +6,7 @@ that hundreds of runs take seconds; tests/test_stop.py and `make chaos` do the s
 """
 
 import contextlib
+import functools
 import gzip
 import hashlib
 import io
@@ -29,10 +30,12 @@ from inspo import Evolution, compare, inspo
 from journal.checkpoints import Checkpoints
 from journal.directory import RunDirectory, step_of
 from journal.log import Log
+from journal.record import find_code
 from models.model import load_tokenizer
 from plumbing import stop
 from plumbing.faults import Fault, Outage
 from plumbing.files import read_jsonl
+from plumbing.versions import versions
 from population import Population
 from reflect import Call, read_paid_calls
 from tasks import Question, Task, Trajectory, Turn
@@ -221,6 +224,10 @@ def left(out: Path) -> dict[str, object]:
 def no_page():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("report.write_page", lambda runs, out: out)
+        # asked once: nothing changes meanwhile
+        patch.setattr("journal.log.versions", functools.cache(versions))
+        once = functools.cache(find_code)
+        patch.setattr("journal.record.find_code", lambda modules: once(frozenset(modules)))
         yield
 
 

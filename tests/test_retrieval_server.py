@@ -1,6 +1,7 @@
 """The retrieval server as its clients see it: HTTP, ranking against a BM25 written here, faults,
 processes' ends."""
 
+import contextlib
 import http.client
 import json
 import math
@@ -350,47 +351,34 @@ def test_ctrl_c_is_for_the_parent_and_stop_leaves_no_process(tmp_path):
     assert log.read_text().count("\n") == 2  # passages, where it listens: no fault
 
 
-def test_ctrl_c_ends_a_server_started_by_hand(tmp_path):
-    corpus = write_corpus(tmp_path / "c", PASSAGES[:5])
-    command = [sys.executable, *SERVER, "--corpus", corpus, "--port", "0", "--topk", "2"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout.readline() == f"5 passages of {corpus}, bm25\n"
-        url = re.fullmatch(r"listening on (http://127\.0\.0\.1:\d+)\n", process.stdout.readline())[
-            1
-        ]
-        assert [len(hits) for hits in retrieve(url, queries=["title"])] == [2]
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (0, "", "")
-
-
 @pytest.mark.parametrize(
     "number, code, line", [(signal.SIGTERM, 1, "stopped by SIGTERM\n"), (signal.SIGINT, 0, "")]
 )
-@pytest.mark.parametrize("sent", [b"", b"POST /retr", b"HALF", b"WHOLE"])
-def test_a_server_ends_at_once_whatever_its_clients_do(tmp_path, number, code, line, sent):
+def test_a_server_ends_at_once_whatever_its_clients_do(tmp_path, number, code, line):
     corpus = write_corpus(tmp_path / "c", PASSAGES)
-    command = [sys.executable, *SERVER, "--corpus", corpus, "--port", "0"]
+    command = [sys.executable, *SERVER, "--corpus", corpus, "--port", "0", "--topk", "2"]
     head = (
         b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
     )
     body = json.dumps({"queries": [f"w{k % 200} w{k}" for k in range(16000)], "topk": 5}).encode()
-    sent = {
-        b"HALF": head + b'100\r\n\r\n{"queries',
-        b"WHOLE": head + b"%d\r\n\r\n" % len(body) + body,
-    }.get(sent, sent)
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        process.stdout.readline()
-        where = urlsplit(process.stdout.readline().split()[-1])
-        with socket.create_connection((where.hostname, where.port)) as client:
-            client.sendall(sent)
-            time.sleep(0.3)
-            process.send_signal(number)
-            out, err = process.communicate(timeout=60)  # its client would wait for ever
+    half, all_of_it = head + b'100\r\n\r\n{"queries', head + b"%d\r\n\r\n" % len(body) + body
+    with (
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process,
+        contextlib.ExitStack() as clients,
+    ):
+        assert process.stdout.readline() == f"300 passages of {corpus}, bm25\n"
+        listening = r"listening on (http://127\.0\.0\.1:\d+)\n"
+        url = re.fullmatch(listening, process.stdout.readline())[1]
+        assert [len(hits) for hits in retrieve(url, queries=["title"])] == [2]
+        where = urlsplit(url)
+        for sent in (b"", b"POST /retr", half, all_of_it):
+            client = socket.create_connection((where.hostname, where.port))
+            clients.enter_context(client).sendall(sent)
+        time.sleep(0.3)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)  # its clients would wait for ever
     assert (process.returncode, out, err) == (code, "", line)
 
 

@@ -293,6 +293,8 @@ def find_flags(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float)
         tried = replace(cfg, recompute=cfg.recompute or 1, micro_tokens=tokens, **way)
         tried = replace(tried, gather=min(cfg.gather, 0))
         fit = estimate(tried, config, engine, gpus, gpu_mem)
+        if fit.update > fit.usable:  # whatever the engine takes
+            continue
         over = fit.rollout - fit.usable
         if engine == "torch" and over > 0:
             rows = fit.parts[-1].rollout + fit.parts[-2].rollout
