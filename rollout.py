@@ -11,6 +11,7 @@ makes its runs repeatable.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
@@ -42,7 +43,8 @@ class Episode:
             job.group,
             [],
             len(prompt),
-            state=task.reset(job.question),
+            # a copy, which an episode may change
+            state=task.reset(copy.deepcopy(job.question)),
         )
         self.observe(prompt)
 

@@ -137,7 +137,7 @@ class ChatEngine:
             if e.transient or not self.serves(body):
                 raise EngineFault(str(e)) from None
             reply, stop = Reply(""), "length" if TOO_LONG.search(str(e)) else "refused"
-        ids = self.tokenizer(self.closed(reply.text))["input_ids"]
+        ids = self.tokenizer(self.closed(reply.text, reply.cut))["input_ids"]
         return FinishedTurn(key, ids, [0.0] * len(ids), stop)
 
     def serves(self, body: dict[str, Any]) -> bool:
@@ -150,10 +150,11 @@ class ChatEngine:
             return False
         return True
 
-    def closed(self, text: str) -> str:
+    def closed(self, text: str, cut: bool) -> str:
         """Returns a turn up to its first stop string, which some endpoints do not know as such.
 
-        Others cut it off: then it is that whose opening tag has no end.
+        Others take it off: then it is that whose opening tag has no end, unless the turn was `cut` at
+        a limit.
         """
         for end in self.stop:
             head, found, _ = text.partition(end)
@@ -163,7 +164,7 @@ class ChatEngine:
                 begin = end.replace("</", "<", 1)
             else:
                 begin = end.replace("end", "begin", 1)
-            if begin != end and text.count(begin) > text.count(end):
+            if begin != end and not cut and text.count(begin) > text.count(end):
                 return text + end
         return text
 

@@ -246,7 +246,7 @@ def open_endpoint(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[
             f"--format {cfg.format}: a chat endpoint renders its own template; give the model's directory"
         )
     words = Words()
-    key = os.environ.get("OPENAI_API_KEY", "")
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
     return ChatEngine(chosen.weights, chosen.served, words, stop, api_key=key), words
 
 

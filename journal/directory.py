@@ -242,7 +242,7 @@ class RunDirectory:
         # the newest that is whole
         whole, damaged = None, dict[Path, str]()
         for path in reversed(self.checkpoints()):
-            faults = find_damage(path)
+            faults = find_damage(path.absolute())
             if not faults:
                 whole = path
                 break

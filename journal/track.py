@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from plumbing.faults import first_line
+from plumbing.faults import Fault, first_line
 from plumbing.files import Row
 
 
@@ -17,17 +17,28 @@ class Tracker:
         self, name: str, path: Path, id: str, config: Row, note: Callable[[str], None] = print
     ):
         self.name, self.note = name, note
-        if name == "tensorboard":
-            self.api: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
-                path / name
+        try:
+            self.api = self.start(path, id, config)
+        except Exception as e:  # no key, no network, no room
+            raise Fault(
+                f"--tracker {name} does not start ({first_line(e)}); mend that, or leave it out"
+            ) from None
+
+    def start(self, path: Path, id: str, config: Row) -> Any:
+        """Returns what the tracker is told by."""
+        if self.name == "tensorboard":
+            return importlib.import_module("torch.utils.tensorboard").SummaryWriter(
+                path / self.name
             )
-        elif name:
-            # trackio has wandb's interface, but knows a run by its name
-            self.api = importlib.import_module(name)
-            which: Row = {"name": f"{path.name}-{id}"}
-            if name == "wandb":
-                which = {"name": path.name, "id": id, "dir": path}
-            self.api.init(project="inspo", config=config, resume="allow", **which)
+        if not self.name:
+            return None
+        # trackio has wandb's interface, but knows a run by its name
+        api = importlib.import_module(self.name)
+        which: Row = {"name": f"{path.name}-{id}"}
+        if self.name == "wandb":
+            which = {"name": path.name, "id": id, "dir": path}
+        api.init(project="inspo", config=config, resume="allow", **which)
+        return api
 
     def log(self, row: Mapping[str, Any], t: int) -> None:
         """Logs the numbers and texts of a row."""

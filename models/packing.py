@@ -6,7 +6,6 @@ then its tokens follow the parent's in position and attend to them. So the traje
 are pieces with one parent, their prompt, and linear layers compute each token once.
 """
 
-import bisect
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -285,10 +284,15 @@ def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> lis
 
     # the smallest limit with which there are no more batches than with micro_tokens
     n = math.ceil(len(cut(micro_tokens)) / ranks) * ranks
-    least = bisect.bisect_left(
-        range(micro_tokens), True, lo=1, key=lambda most: len(cut(most)) <= n
-    )
-    largest_first = sorted(cut(least), key=lambda batch: -batch[0])
+    low, high = 1, micro_tokens
+    while low < high:
+        middle = (low + high) // 2
+        if len(cut(middle)) > n:
+            low = middle + 1
+        else:
+            high = middle
+
+    largest_first = sorted(cut(low), key=lambda batch: -batch[0])
     batches = [places for _, places in largest_first]
     return batches + [[]] * (n - len(batches))
 

@@ -109,4 +109,5 @@ def read_blocks(reply: str, cut: bool = True) -> list[str]:
     What a reasoning model thinks before it answers holds drafts, which do not count. `cut`: the
     reply ended at a limit.
     """
-    return [text.strip() for _, text in BLOCK.findall(without_thoughts(reply, BLOCK, cut))]
+    blocks = BLOCK.findall(without_thoughts(reply, BLOCK, cut))
+    return ["\n".join(text.splitlines()).strip() for _, text in blocks]

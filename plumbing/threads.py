@@ -1,6 +1,7 @@
 """How many CPU threads torch computes with: as many as cores are idle when a run starts (measured
 in docs/LOG.md)."""
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -51,4 +52,5 @@ def compute_alone() -> None:
 
     Here torch.set_num_threads would do to all threads what `use_threads` avoids.
     """
-    ctypes.CDLL(None).omp_set_num_threads(1)
+    with contextlib.suppress(AttributeError):  # a torch that is built without OpenMP
+        ctypes.CDLL(None).omp_set_num_threads(1)

@@ -44,7 +44,8 @@ def read_published(model: str) -> tuple[str, str, str]:
     flags = [name.split("_")[2] for name, on in said.items() if on is True and "_mode_" in name]
     pooling = str(said.get("pooling_mode") or "+".join(flags))
     prompts = read("config_sentence_transformers.json").get("prompts") or {}
-    query, passage = prompts.get("query") or "", prompts.get("document") or ""
+    query = prompts.get("query") or ""
+    passage = prompts.get("document") or prompts.get("passage") or prompts.get("corpus") or ""
     if (query or passage) and said.get("include_prompt") is False:
         raise ValueError("its pooling leaves its prompts out")
     return query, passage, pooling

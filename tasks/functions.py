@@ -28,8 +28,9 @@ from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic takes no older ones
 
 from plumbing.faults import Fault, first_line
-from plumbing.outside import clean
+from plumbing.outside import clean, decoded
 from tasks.tools import WORDS, Failure, Tool
+from tasks.trajectories import Trajectory
 
 MAX_RESULT = 100_000  # characters of a result that are read and kept, or items of an iterator
 
@@ -46,7 +47,10 @@ class SchemaTool(Tool):
     """
 
     timeout: float = 30.0  # seconds a call may take
+    tau: Trajectory | None = None  # the episode that it belongs to, where calls change its state
     grace: float = 0.0  # seconds more, for a subclass whose `call` keeps to the timeout itself
+    # in a loop of its own: one that blocks or exits affects no other call
+    run_async: Callable[[Any], Any] = staticmethod(asyncio.run)
 
     def __init__(self, schema: dict[str, Any]):
         self.schema, self.name = schema, str(schema["name"])
@@ -100,6 +104,8 @@ class SchemaTool(Tool):
                     result.set_exception(reply)
                 else:
                     text = clean(str(reply)[:MAX_RESULT])
+                    if reply is late and self.tau and not result.done():
+                        self.tau.stop = "over"  # the call goes on, and another would meet it
                     result.set_result(Failure([text]) if isinstance(reply, Failed) else [text])
 
         # Daemons, so that a call that hangs does not keep the program from ending.
@@ -112,9 +118,12 @@ class SchemaTool(Tool):
         return result
 
     def _answer(self, argument: str) -> str | Fault | Failed:
-        bare = self.bare and (
-            argument or self.bare in self.schema["parameters"].get("required", ())
-        )
+        given = None
+        with contextlib.suppress(ValueError):
+            given = decoded(argument)
+        named = isinstance(given, dict) and list(given) == [self.bare]
+        needed = argument or self.bare in self.schema["parameters"].get("required", ())
+        bare = self.bare and needed and not named
         try:
             arguments = self.read_arguments(
                 json.dumps({self.bare: argument}) if bare else argument or "{}"
@@ -123,10 +132,9 @@ class SchemaTool(Tool):
             return f"wrong arguments of {self.name}: {e}"
         try:
             result = self.call(arguments)
-            # in its own loop: one that blocks or exits affects no other call
             if inspect.isawaitable(result):
                 # cancels it, once it is answered
-                result = asyncio.run(asyncio.wait_for(result, self.timeout + 1))
+                result = self.run_async(asyncio.wait_for(result, self.timeout + 1))
             return self.write_result(result)
         except (Fault, Failed) as e:
             return e

@@ -13,7 +13,8 @@ def import_named(where: str, spec: str, kind: str) -> Any:
     """Returns the "class" or "function" of "module:name"; the working directory is searched last.
     Raises Fault."""
     module, _, name = spec.partition(":")
-    if not module or module.startswith(".") or not name:
+    parts = module.split(".")
+    if not all(parts) or "/" in module or parts[-1] == "py" or not name:
         raise Fault(f"{where}: give it as module:name, for a {kind} in module.py")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

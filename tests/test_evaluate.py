@@ -598,7 +598,10 @@ def test_rows_of_another_commit_are_named_as_long_as_they_are_kept(monkeypatch, 
         assert not fault and "3 of 3 rows are from an earlier call, at commit abc1234; " in text
 
 
-def test_a_served_model_is_known_by_its_address_without_the_password(servers, retriever, tmp_path):
+def test_a_served_model_is_known_by_its_address_without_the_password(
+    servers, retriever, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-1\n")  # of a file
     chat = servers(MODELS, said("<answer> x </answer>"))
     url = chat.url.replace("//", "//user:password9@")
     flags = [url, "--data", "world", "--n", 1, "--retriever", retriever, "--out", tmp_path / "o"]
@@ -802,6 +805,18 @@ def test_one_conversation_that_a_server_refuses_ends_and_the_others_go_on(
     assert turns_of(engine, [LONG]) == {0: ("", stop)}  # also where no other is played
     assert turns_of(engine, ["Short"]) == {0: bern}
     assert {"max_tokens", "stop"} <= asked[-1].keys()
+    engine.close()
+
+
+@pytest.mark.parametrize("text, ended, turn", [
+    ("<search> who", "stop", "<search> who</search>"), ("<answer> x", "eos", "<answer> x</answer>"),
+    ("<search> who", "length", "<search> who"), ("<answer> x", "MAX_TOKENS", "<answer> x"),
+    ("<answer> x </answer> and", "length", "<answer> x </answer>"),
+])  # fmt: skip
+def test_a_turn_that_was_cut_at_a_limit_neither_calls_nor_answers(servers, text, ended, turn):
+    reply = {"choices": [{"message": {"content": text}, "finish_reason": ended}]}
+    engine, _ = chatting(servers, lambda body: reply)
+    assert turns_of(engine, ["Who?"]) == {0: (turn, "")}
     engine.close()
 
 

@@ -77,7 +77,11 @@ def answered(function, argument):
 def test_arguments_are_a_json_object_and_results_that_are_no_text_are_json(argument, result):
     [text] = answered(forecast, argument)
     assert json.loads(text) == result and "\\u" not in text
-    assert answered(shout, argument) == [argument.upper()]  # a text alone needs no JSON
+    # a text alone needs no JSON
+    for text in (argument, '"hi"', "{text: hi}", '{"text": "hi", "x": 1}'):
+        assert answered(shout, text) == [text.upper()]
+    assert answered(shout, '{"text": "hi"}') == ["HI"]
+    assert answered(shout, '{"text": 3}')[0].startswith("wrong arguments of shout: text: ")
 
 
 @pytest.mark.parametrize(

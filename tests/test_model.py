@@ -278,7 +278,7 @@ REFUSED = {  # family -> settings, what the line says
     # positions as biases of the attention
     "Bloom": ({"n_head": 2}, "packed sequences change its hidden states"),
     "Llama4Text": (EXPERTS, "its forward pass fails"),
-    "GPTJ": ({"rotary_dim": 16}, "its attention cannot be replaced"),
+    "GPTNeo": ({"attention_types": [[["global", "local"], 1]]}, "its attention cannot be replaced"),
     "Phi3": (
         {"rope_parameters": LONG | {"rope_theta": 1e4}, "original_max_position_embeddings": 32},
         "positions depend on the longest sequence",

@@ -106,8 +106,7 @@ class Policy:
 
     tokenizer, in_step, shared, synced = TOKENIZER, True, True, True
     sleep, evaluate = lambda self: None, policy.Policy.evaluate
-    save, load = policy.Policy.save, policy.Policy.load
-    find_damage = policy.Policy.find_damage
+    save, load, find_damage = policy.Policy.save, policy.Policy.load, policy.Policy.find_damage
 
     def __init__(self, calls: Calls, task: Judged):
         self.calls, self.task, self.cfg, self.weight, self.t = calls, task, task.cfg, 1.0, 0

@@ -23,7 +23,7 @@ from tasks.tools import Calculator, Tool, explain_invalid_action
 
 ROOT = Path(__file__).parents[1]
 ASKED = Question("q-0", "Who designed the Sydney Opera House?", ("Jørn Utzon",), "fixture")
-OTHER = Question("q-1", "Who sang?", data=1)
+OTHER = Question("q-1", "Who sang?", data=[1])
 ANSWER = "<answer>x</answer>"
 NEVER = "a turn that is not played"
 
@@ -555,16 +555,16 @@ class Counting(Game):
         self.tools = [Found("A\nb"), *self.tools]
 
     def reset(self, question):
-        return question.data or 0
+        return question.data or [0]  # which `step` changes
 
     def step(self, tau, move):
-        tau.state += 1
-        if tau.state == 3:
+        tau.state[0] += 1
+        if tau.state == [3]:
             tau.stop = "over"
-        return f"{move} {tau.state}"
+        return f"{move} {tau.state[0]}"
 
     def finish(self, tau):
-        tau.state = {"counted": tau.state, "stop": tau.stop, "characters": len(tau.response)}
+        tau.state = {"counted": tau.state[0], "stop": tau.stop, "characters": len(tau.response)}
 
 
 def test_every_episode_has_a_state_of_its_own_which_a_move_may_end(tokenizer):
@@ -588,4 +588,4 @@ def test_every_episode_has_a_state_of_its_own_which_a_move_may_end(tokenizer):
         assert tau.state == {"counted": n, "stop": tau.stop, "characters": len(tau.response)}
     assert pickle.loads(pickle.dumps(taus[0])).state == taus[0].state
     assert [list(rows) for rows in engine.contexts] == [[0, 1, 2], [0, 1, 2], [0, 1]]
-    assert counts == [1, 2, 3]
+    assert counts == [1, 2, 3] and OTHER.data == [1]

@@ -106,3 +106,8 @@ print(*found, torch.get_num_threads())
     env = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stdout.split() == ["2", "1", "2", "2"], done.stderr
+
+
+def test_where_torch_has_no_openmp_a_thread_computes_as_it_would(monkeypatch):
+    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
+    threads.compute_alone()

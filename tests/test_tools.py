@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from json_server import Handler, passages, too_slow
+from json_server import Handler, hang_up, passages, too_slow
 
 from config import Config
 from plumbing.batches import Batches
@@ -348,8 +348,8 @@ def test_a_batch_that_ends_badly_is_not_the_last(fault, raised):
 
 
 def test_a_transient_fault_is_repeated_and_counted(serve, naps):
-    server = serve((503, {}, "busy"), too_slow, ECHO)
-    search = Search(server.url, topk=3, timeout=1)
+    server = serve((503, {}, "busy"), hang_up, ECHO)
+    search = Search(server.url, topk=3)
     assert search.submit("who").result(60) == ['"who"\nText.']
     assert batches(server) == [["who"]] * 3 and search.faults == len(naps) == 2
 
@@ -360,6 +360,8 @@ def test_a_fault_that_stays_is_named_and_later_queries_are_sent_all_the_same(ser
     with pytest.raises(ToolDown, match=f"{server.url}/retrieve: HTTP 500.*, 3 times"):
         search.submit("who").result(60)
     assert search.submit("who").result(60) and len(server.requests) == 4
+    with pytest.raises(ToolDown, match=r"/retrieve: no whole answer in 0.2 s\)$"):
+        Search(serve(too_slow).url, topk=3, timeout=0.2, retries=0).submit("who").result(60)
     with pytest.raises(ToolDown, match="ConnectionError, 7 times"):  # by default
         Search("http://127.0.0.1:9", topk=3).submit("who").result(60)
     assert len(naps) == 2 + 6

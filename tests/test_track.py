@@ -72,6 +72,13 @@ def test_tensorboard_has_numbers_and_texts(tmp_path, monkeypatch):
 
 def test_a_tracker_that_fails_ends_no_run(tracker, tmp_path, capsys):
     name, api = tracker
+    api.init.side_effect = RuntimeError("api_key not configured\nwandb login")
+    with pytest.raises(
+        Fault, match=rf"^--tracker {name} does not start \(api_key not configured\)"
+    ):
+        play(tmp_path / "r", Calls(), tracker=name)
+    assert not (tmp_path / "r").exists()
+    api.init.side_effect = None
     api.log.side_effect = [None, None, BrokenPipeError("its service has died")]
     play(tmp_path / "r", Calls(), tracker=name)
     assert api.log.call_count == 3 and (tmp_path / "r" / "summary.json").is_file()

@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import resource
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -111,6 +112,10 @@ def on_all_ranks(
 
 def of_rank_0(answers: list[A]) -> A:
     return answers[0]
+
+
+def joined(lists: list[list[str]]) -> list[str]:
+    return [line for lines in lists for line in lines]
 
 
 def in_order(shares: list[dict[int, A]]) -> list[A]:
@@ -340,7 +345,8 @@ class Policy:
         """
         rollout, update = self.seconds["rollout"], self.seconds["update"]
         trained_per_s = sum(len(tau.ids) for tau in taus) / update
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS has bytes, Linux KiB
+        peak *= 1 if sys.platform == "darwin" else 1024
         if self.ranks.device == "cuda":
             peak = torch.cuda.max_memory_allocated() - getattr(self.engine, "asleep", 0)
         return {
@@ -425,7 +431,7 @@ class Policy:
             digests |= share
         return digests
 
-    @on_all_ranks(functools.partial(sum, start=[]))
+    @on_all_ranks(joined)
     def find_damage(self, path: Path) -> list[str]:
         """Returns what is wrong with a checkpoint's files, of which each rank reads a share."""
         return checkpoint.damage(path, self.ranks.rank, self.ranks.size)

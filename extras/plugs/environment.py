@@ -52,8 +52,11 @@ TEXT, PROMPT = (
 class Method(TypedFunction):
     """A method of an environment, and in an episode that of its own object."""
 
+    run_async = staticmethod(wait_for)  # in the loop of `reset`, which may have opened its client
+
     def of(self, tau: Trajectory) -> Method:
         bound = copy.copy(self)
+        bound.tau = tau
         bound.function = getattr(tau.state, self.name, _refuse)
         return bound
 
@@ -177,7 +180,7 @@ class EnvironmentTask(Task):
     def reset(self, question: Question) -> Any:
         """Returns an environment in which the question's row has begun. Raises Fault if it cannot
         be played."""
-        kind, row = self.kind_of(question), dict(question.data)
+        kind, row = self.kind_of(question), copy.deepcopy(question.data)
         if "" not in self.environments:  # as in TRL it is not passed on
             del row["environment"]
         fitting = [k for k, episode in enumerate(self.idle) if type(episode) is kind]

@@ -227,11 +227,10 @@ class Server:
             client = self.client
             try:
                 result = await asyncio.wait_for(client.call_tool(name, arguments), timeout)
-                texts = [*map(_text, result.content)] or [
-                    json.dumps(result.structured_content, ensure_ascii=False)
-                ]
-                text = "\n".join(texts)
-                return Failed(text) if result.is_error else text, True
+                text = "\n".join(map(_text, result.content))
+                if not result.content and result.structured_content is not None:
+                    text = json.dumps(result.structured_content, ensure_ascii=False)
+                return Failed(text or f"{name} failed") if result.is_error else text, True
             except asyncio.TimeoutError:
                 served, why = False, f"took longer than {timeout:g} s"
             except Exception as e:  # of the server, of the SDK, of a transport

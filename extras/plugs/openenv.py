@@ -120,8 +120,6 @@ def text_of(observation: Any) -> str:
 class Step(CheckedTool):
     """A tool of the environment, and in an episode that of its session."""
 
-    tau: Trajectory
-
     def of(self, tau: Trajectory) -> Step:
         bound = copy.copy(self)
         bound.tau = tau
@@ -129,6 +127,7 @@ class Step(CheckedTool):
 
     def call(self, arguments: dict[str, Any]) -> str:
         """Makes a step; the episode is over when the environment, or the connection, is."""
+        assert self.tau
         session: Session = self.tau.state
         try:
             return session.step(self.action(arguments))

@@ -11,13 +11,16 @@ The parameters of a function tell its form; each may be `async`:
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from statistics import fmean
+from threading import Thread
 from typing import Any, NamedTuple
 
 from plumbing.faults import Fault
@@ -32,6 +35,9 @@ UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 # what TRL's trainer gives besides the columns; the last two fill tables that are not kept here
 TRL = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
+# one for all of a user's coroutines, whose clients and locks belong to the loop that first used them
+LOOP = asyncio.new_event_loop()
+Thread(target=LOOP.run_forever, daemon=True).start()
 
 
 class Score(NamedTuple):
@@ -55,10 +61,11 @@ def read_score(item: str) -> Score:
     """Returns what an item of --reward names. Raises Fault if it is no function of a known form."""
     factor, _, spec = item.rpartition("*")
     where = f"--reward {item}"
-    try:
+    weight = math.nan
+    with suppress(ValueError):
         weight = float(factor or 1)
-    except ValueError:
-        raise Fault(f"{where}: {factor} is no number; write 0.5*module:function") from None
+    if not math.isfinite(weight):
+        raise Fault(f"{where}: {factor} is no finite number; write 0.5*module:function")
     function = import_named(where, spec, "function")
     parameters = inspect.signature(function).parameters
     needs = [
@@ -156,7 +163,8 @@ class Rewarded(Task):
 
         An evaluation drops the ids of most trajectories, whose text is then encoded again.
         """
-        rows = [columns_of(tau.question) for tau in taus]
+        # copies, which functions may change
+        rows = [copy.deepcopy(columns_of(tau.question)) for tau in taus]
         names = dict.fromkeys(name for row in rows for name in row)
         encode: Any = lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
         ignore: Any = lambda *_: None  # noqa: E731
@@ -185,7 +193,7 @@ class Rewarded(Task):
 
     def solved(self, tau: Trajectory) -> Columns:
         """Returns verl's arguments: the text of all that follows the prompt, results too."""
-        row = columns_of(tau.question)
+        row = copy.deepcopy(columns_of(tau.question))
         results = sum(turn.result is not None for turn in tau.turns)
         truth = look_up(row, "reward_model", "ground_truth", default=row["golden_answers"])
         info = {
@@ -227,13 +235,22 @@ def rewarded(kind: type[Task], spec: str) -> type[Task]:
     return type(kind.__name__, (Rewarded, kind), own)
 
 
+async def settle(work: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return await work, None
+    except BaseException as e:  # an exit would end the loop
+        return None, e
+
+
 def wait_for(result: Any) -> Any:
     """Returns the result of a user's function, `async` or not."""
     if not inspect.iscoroutine(result):
         return result
+    work = asyncio.run_coroutine_threadsafe(settle(result), LOOP)
     try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(result)
-    with ThreadPoolExecutor(1) as thread:  # in a notebook this one has a loop already
-        return thread.submit(asyncio.run, result).result()
+        value, error = work.result()
+    finally:
+        work.cancel()  # when this thread is asked to stop
+    if error:
+        raise error
+    return value

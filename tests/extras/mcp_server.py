@@ -1,6 +1,6 @@
 """An MCP server for the tests, made with the official SDK: `python mcp_server.py` speaks on stdin
-and stdout, with a port by HTTP. `--lie WHAT` makes it tell something that is no tool, `--schema
-JSON` another schema of `add`, `--output JSON` one of its results."""
+and stdout, with a port by HTTP. `--lie WHAT` makes it say something else, `--schema JSON` is another
+schema of `add`, `--output JSON` one of its results. `--more JSON` are changed copies of `add`."""
 
 import argparse
 import json
@@ -88,6 +88,8 @@ def show(uri: str) -> list:
     """Shows a resource and a picture, or a part of another kind."""
     if uri in PARTS:
         return [PARTS[uri]]
+    if uri == "nothing":
+        return []
     resource = {"type": "resource", "resource": {"uri": uri, "text": "what it holds"}}
     picture = {"type": "image", "data": "AAAA", "mimeType": "image/png"}
     return [EmbeddedResource.model_validate(resource), ImageContent.model_validate(picture)]
@@ -96,9 +98,10 @@ def show(uri: str) -> list:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
-    parser.add_argument("--lie", choices=["banner", "name", "silent", "none", "dot", "answer"])
+    parser.add_argument("--lie", choices=["banner", "none"])
     parser.add_argument("--schema", type=json.loads)
     parser.add_argument("--output", type=json.loads)
+    parser.add_argument("--more", type=json.loads, default=[])
     args = parser.parse_args()
     if args.schema:
         server._tool_manager._tools["add"].parameters = args.schema
@@ -108,17 +111,9 @@ if __name__ == "__main__":
         print("Welcome! This is no JSON.", flush=True)
     if args.lie == "none":
         sys.exit("it has no licence")
-    if args.lie == "name":
-        server._tool_manager._tools["add"].name = "1st"
-    if args.lie == "answer":
-        server._tool_manager._tools["add"].name = "answer"
-    if args.lie == "dot":
-        server._tool_manager._tools["add"].name, server._tool_manager._tools["end"].name = (
-            "a.b",
-            "a_b",
-        )
-    if args.lie == "silent":
-        server._tool_manager._tools["add"].description = " "
+    tools = server._tool_manager._tools
+    for k, change in enumerate(args.more):
+        tools[f"more {k}"] = tools["add"].model_copy(update=change)
     if args.port:
         server.run("streamable-http", port=args.port)
     else:

@@ -1,6 +1,7 @@
 """A class in TRL's `environment_factory` convention is a task: its rows, its tools, its reward,
 what is refused."""
 
+import asyncio
 import gc
 import itertools
 import json
@@ -79,15 +80,39 @@ class Later(Vault):
     """Begins and is scored by coroutines, and begins with content blocks."""
 
     async def reset(self, **row):
-        hint = super().reset(**row)
+        hint, self._loop = super().reset(**row), asyncio.get_running_loop()
         return [{"type": "text", "text": text} for text in (hint, "Be quick.")] if hint else None
 
+    async def count(self, digit: int, below: bool = False) -> bool:
+        return self._loop is asyncio.get_running_loop()  # whose clients it uses
+
     async def get_reward(self):
-        return 0.75
+        return 0.75 * await self.count(0)
 
     @property
     def broken(self):
         raise RuntimeError("a property is no tool")
+
+
+class Board:
+    """Plays on the list of its row."""
+
+    def reset(self, board, **row):
+        board.append("-")
+        self._board = board
+        return "".join(board)
+
+    def mark(self, cell: int) -> str:
+        """Marks a cell.
+
+        Args:
+            cell: Which
+        """
+        self._board[cell] += "X"
+        return "".join(self._board)
+
+    def get_reward(self) -> float:
+        return float(len("".join(self._board)))
 
 
 class Picture(Vault):
@@ -214,7 +239,8 @@ def test_resets_and_rewards_are_awaited_and_content_blocks_read(tiny, tmp_path):
     assert (
         task.prompt("Go.", second)[0]["content"] == "Go.\n\nOpen it.Two are the same.\nBe quick.\n"
     )
-    assert play(tiny, task, ["<answer>done</answer>"])[0].reward == 0.75
+    [tau] = play(tiny, task, ['<count>{"digit": 1}</count>', "<answer>done</answer>"])
+    assert (tau.turns[0].result, tau.reward) == (["True"], 0.75)
     assert [tool.tag for tool in task.tools] == ["count", "dial"]
 
 
@@ -295,9 +321,20 @@ def test_environments_are_made_once_reset_often_and_closed(tiny, tmp_path, kind)
     [late] = play(tiny, task, ["<wait></wait>", "<answer>x</answer>"])
     # it may still be at it
     assert late.turns[0].result == ["wait took longer than 0.2 s"] and kind.open == 1
+    assert (late.stop, len(late.turns)) == ("over", 1)
     del task
     gc.collect()
     assert kind.open == 0
+
+
+def test_an_episode_changes_no_row(tiny, tmp_path):
+    task = task_of("Board", tmp_path / "rows.jsonl", [{"prompt": "Play:", "board": ["a", "b"]}])
+    for _ in range(2):
+        for tau in play(tiny, task, *[['<mark>{"cell": 0}</mark>', "<answer>x</answer>"]] * 2):
+            assert (tau.turns[0].result, tau.reward) == (["aXb-"], 4.0)
+    [question] = task.questions("train")
+    assert task.prompt("", question)[0]["content"] == "Play:ab-\n"
+    assert question.data["board"] == ["a", "b"]
 
 
 def test_an_environment_that_cannot_be_closed_ends_no_run(tiny, tmp_path, capfd):

@@ -31,6 +31,7 @@ from extras.plugs.mcp import RETRIES, ROUNDS, tools_of  # noqa: E402
 
 SERVER = Path(__file__).parent / "mcp_server.py"
 COMMAND = f"{sys.executable} {SERVER}"
+NAMES = {"add", "shout", "fail", "sleep", "end", "secret", "refuse", "show"}
 
 
 def tools(target):
@@ -73,8 +74,11 @@ CALLS = [
     ("add", '{"a": 2, "b": 3}', "5"), ("add", '{"a": 2}', "3"), ("shout", "so what?", r"SO WHAT\?"),
     *(("add", x, "wrong arguments of add: .*") for x in ('{"a": "two"}', '{"b": 1}', "[1, 2]", "{a: 2}", "")),
     ("fail", "no luck", ".*no luck.*"), ("refuse", '{"times": 3}', "refuse failed: quota exceeded 3 times"),
-    ("sleep", '{"seconds": 20}', "sleep took longer than 2 s"), ("show", "file:///x", r"what it holds\n\(image\)"),
+    ("sleep", '{"seconds": 20}', "sleep took longer than 0.5 s"), ("show", "file:///x", r"what it holds\n\(image\)"),
     ("secret", "OPENAI_API_KEY", "none"),
+    # parts of a result that are no text: what they are and where
+    ("show", "link", r"\(resource_link Text 2 demo://text/2 text/plain\)"), ("show", "audio", r"\(audio\)"),
+    ("show", "blob", r"\(resource file:///x.pdf application/pdf\)"), ("show", "text", "hello"), ("show", "nothing", ""),
 ]  # fmt: skip
 
 
@@ -85,10 +89,12 @@ def test_calls_run_side_by_side_and_errors_are_replies_that_restart_nothing(by, 
     if by == "url":
         start()
     found = tools(url if by == "url" else COMMAND)
-    found["sleep"].timeout = 2
+    found["sleep"].timeout = 0.5
     for name, argument, reply in CALLS:
         if (by, name) != ("url", "secret"):  # started here, not by the client
-            assert re.fullmatch(reply, answered(found[name], argument)), (name, argument)
+            result = found[name].submit(argument).result(60)
+            assert re.fullmatch(reply, *result), (name, argument)
+            assert isinstance(result, Failure) == (name in ("fail", "refuse", "sleep"))
     calls = [found["add"].submit(json.dumps({"a": k})) for k in range(20)]
     assert [call.result(60) for call in calls] == [[str(k + 1)] for k in range(20)]
     assert sum(tool.faults for tool in found.values()) == 1  # the call that took too long
@@ -189,30 +195,29 @@ INVALID = [
     ({"a": {"$ref": "http://127.0.0.1:9/x"}}, "http://127.0.0.1:9/x lies outside"), ({"a": {"type": "no"}}, ""),
     (3, ""),
 ]  # fmt: skip
+LEFT_OUT = [  # changes of a copy of `add`, and what a note says
+    *(
+        ({"name": f"add{k}", "parameters": {"type": "object", "properties": x}},
+         rf"the schema of its tool add{k} is invalid \(.*{says}") for k, (x, says) in enumerate(INVALID)
+    ),
+    ({"name": "mute", "description": " "}, "mute has no description"), ({"name": "1st"}, "<1st> .* no digit first"),
+    ({"name": "a.dd"}, "<a_dd> .* others' tags are reserved"),
+    ({"name": "answer"}, "<answer> .* answer and others' tags are reserved"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "target, says",
-    [
-        *((with_schema(x), rf"the schema of its tool add is invalid \(.*{says}") for x, says in INVALID),
-        (f"{COMMAND} --lie silent", "add has no description"), (f"{COMMAND} --lie name", "<1st> .* no digit first"),
-        (f"{COMMAND} --lie dot", "<a_b> .* others' tags are reserved"),
-        (f"{COMMAND} --lie answer", "<answer> .* answer and others' tags are reserved"),
-    ],
-)  # fmt: skip
 def test_a_tool_that_cannot_be_offered_is_left_out_with_a_note_and_the_rest_serves(
-    target, says, tmp_path, capsys, monkeypatch
+    tmp_path, capsys, monkeypatch
 ):
-    (tmp_path / SERVER.name).write_text(f"exec {target}\n")  # a spec has no comma
+    more = json.dumps([{"name": "a_dd"}, *(change for change, _ in LEFT_OUT)])
+    # a spec has no comma
+    (tmp_path / SERVER.name).write_text(f"exec {COMMAND} --more {shlex.quote(more)}\n")
     target = f"sh {tmp_path / SERVER.name}"
     task = load_task(Config(tools=f"search,mcp:{target}"))
-    assert {"search", "shout", "show"} <= {tool.tag for tool in task.tools} and len(task.tools) == 8
-    [note] = capsys.readouterr().out.splitlines()
-    assert (
-        re.search(says, note)
-        and note.startswith("note: --tools mcp:")
-        and note.endswith("; it is left out")
-    )
+    assert {tool.tag for tool in task.tools} == {"search", "a_dd"} | NAMES
+    notes = capsys.readouterr().out.splitlines()
+    for note, (_, says) in zip(notes, LEFT_OUT, strict=True):
+        assert re.fullmatch(f"note: --tools mcp:.*{says}.*; it is left out", note)
     monkeypatch.setenv("RANK", "1")
     load_task(Config(tools=f"mcp:{target}"))
     assert capsys.readouterr().out == ""
@@ -277,34 +282,12 @@ print(tools["end"].submit("").result(60), tools["fail"].submit("no").result(60))
 
 def test_a_task_has_the_server_s_tools_beside_its_own():
     task = load_task(Config(tools=f"search,mcp:{COMMAND}"))
-    names = {"add", "shout", "fail", "sleep", "end", "secret", "refuse", "show"}
-    assert {tool.tag for tool in task.tools} == {"search"} | names
+    assert {tool.tag for tool in task.tools} == {"search"} | NAMES
     assert "</add>" in list_stop_strings(task.tools)
     [message] = task.make_format().messages("Answer.", Question("q", "What is it?"))
     assert "<add> " in message["content"] and "Adds two numbers." in message["content"]
     with pytest.raises(Fault, match="its tool <add> has the tag 'add'; "):
         load_task(Config(tools=f"mcp:{COMMAND},mcp:{COMMAND} "))
-
-
-PARTS = {
-    "link": "(resource_link Text 2 demo://text/2 text/plain)", "blob": "(resource file:///x.pdf application/pdf)",
-    "audio": "(audio)", "text": "hello",
-}  # fmt: skip
-
-
-def test_parts_of_a_result_that_are_no_text_are_what_they_are_and_where(capsys):
-    show = tools(COMMAND)["show"]
-    assert {kind: answered(show, kind) for kind in PARTS} == PARTS
-
-
-@pytest.mark.parametrize("name, argument, failed", [
-    ("fail", "no luck", True), ("refuse", '{"times": 3}', True), ("sleep", '{"seconds": 5}', True),
-    ("shout", "hi", False), ("add", "{}", False),
-])  # fmt: skip
-def test_the_server_s_errors_are_failures_of_the_tool(name, argument, failed):
-    tool = tools(COMMAND)[name]
-    tool.timeout = 0.5 if name == "sleep" else 50
-    assert isinstance(tool.submit(argument).result(60), Failure) == failed
 
 
 def teardown_module():

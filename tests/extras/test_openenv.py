@@ -277,6 +277,35 @@ class Fragile:
             pass
 
 
+def test_a_call_that_takes_too_long_ends_its_episode_whose_replies_no_other_reads():
+    gate = threading.Event()
+
+    def slow(ws):
+        for message in map(json.loads, ws):
+            n = message.get("data", {}).get("arguments", {}).get("n")
+            if n == 0:
+                gate.wait(60)
+            tool = {"name": "go", "description": "Goes.", "input_schema": {"type": "object"}}
+            seen = {"tools": [tool], "text": f"reply {n}"}
+            with contextlib.suppress(ConnectionClosed):
+                ws.send(json.dumps({"type": "observation", "data": {"observation": seen}}))
+
+    server, url = socket_server(slow)
+    task, _ = task_at(url)
+    task.tools[0].timeout = 0.1
+    [late] = play(task, '<go>{"n": 0}</go>', '<go>{"n": 1}</go>')
+    assert [turn.result for turn in late.turns] == [["go took longer than 0.1 s"]]
+    assert late.stop == "over"
+    gate.set()
+    task.tools[0].timeout = 60
+    for _ in range(3):
+        [tau] = play(task, *[f'<go>{{"n": {n}}}</go>' for n in (1, 2)], "<answer>x</answer>")
+        said = [json.loads(turn.result[0])["text"] for turn in tau.turns[:2]]
+        assert said == ["reply 1", "reply 2"]
+    del task
+    server.shutdown()
+
+
 def test_a_lost_connection_ends_its_episode_and_a_lost_server_the_run(monkeypatch, capsys):
     monkeypatch.setattr("extras.plugs.openenv.back_off", lambda round: 0)
     server, url = socket_server(fragile := Fragile())

@@ -50,8 +50,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     seen.append((data_source, solution_str, ground_truth, extra_info))
     return {"score": float(ground_truth in solution_str), "acc": 7.0}
 
+lock = asyncio.Lock()
+
 async def awaited(solution_str, ground_truth):
+    async with lock:
+        await asyncio.sleep(0)
     return 1.0 * (str(ground_truth) in solution_str)
+
+def emptied(completions, options, **_):
+    return [float(some.pop()) for some in options]
+
+def spent(solution_str, ground_truth, extra_info):
+    return float(extra_info["options"].pop())
 
 def unscored(solution_str, ground_truth): return {"acc": 1.0}
 def two(solution_str, ground_truth): return 0.5, {"acc": 1.0}
@@ -79,11 +89,14 @@ def grades(tmp_path, monkeypatch):
     return importlib.import_module("grades_here")
 
 
+ROW = {"solution": "x", "options": [1], "extra_info": {"options": [1]}}
+
+
 class Asking(Task):
     """Questions with columns, whose own reward is not asked for."""
 
     def questions(self, split):
-        return [Question(str(k), "Who?", ("x",), "quiz", {"solution": "x"}) for k in range(4)]
+        return [Question(str(k), "Who?", ("x",), "quiz", dict(ROW)) for k in range(4)]
 
     def reward(self, taus):
         raise AssertionError
@@ -112,6 +125,8 @@ def taus(task, *answers, G=2):
         ("2*grades_here:decimals", [3, 3, 3, 3], [False] * 4),
         ("grades_here:compute_score", [1, 0, 0, 1], [False, True, True, False]),
         ("grades_here:awaited", [0, 0, 0, 0], [True] * 4),
+        ("grades_here:emptied", [1, 1, 1, 1], [False] * 4),
+        ("grades_here:spent", [1, 1, 1, 1], [False] * 4),
         ("grades_here:word,0.25*grades_here:later", [1.5, 0.5, 0.5, 1.5], [False, True, True, False]),
         ("2*grades_here:right, -1*grades_here:word", [1, 0, 0, 1], [False, True, True, False]),
         # what does not apply is not summed; a right answer earns 0.9 as `right` says
@@ -125,13 +140,15 @@ def test_each_form_scores_and_several_are_summed_by_weight(grades, spec, rewards
         tau.question = Question(**{**vars(tau.question), "golds": ("x",)})
         tau.question.data["reward_model"] = {"ground_truth": "x"}
     for tau in played[2:]:  # as DuckDB writes a file
-        texts = {"reward_model": '{"ground_truth": "x"}', "extra_info": '{"index": 3}'}
+        texts = {"reward_model": '{"ground_truth": "x"}', "extra_info": '{"options": [1]}'}
         tau.question.data.update(texts)
     if "awaited" in spec:
         for tau in played:
             tau.question.data["reward_model"] = {"ground_truth": "q"}
-    set_rewards(task, played)
-    assert [tau.reward for tau in played] == rewards and [tau.failed for tau in played] == failed
+    for _ in range(2):  # a step after the other: no function changes the rows
+        set_rewards(task, played)
+        assert [tau.reward for tau in played] == rewards
+        assert [tau.failed for tau in played] == failed
 
 
 def test_a_trajectory_without_a_reward_moves_nothing(grades, capsys):
@@ -166,7 +183,9 @@ def test_an_unknown_form_is_refused(grades, name):
 
 @pytest.mark.parametrize(
     "spec, says",
-    [("half*grades_here:right", "half is no number"), ("grades_here:right,", "give it as module:name")],
+    [("half*grades_here:right", "half is no"), ("nan*grades_here:right", "nan is no"),
+     ("1e999*grades_here:right", "1e999 is no"), ("grades_here:right,", "give it as module:name"),
+     ("grades_here.py:right", "give it as module:name"), ("/x/grades_here.py:right", "give it as module:name")],
 )  # fmt: skip
 def test_a_sum_that_cannot_be_read_is_refused(grades, spec, says):
     assert says in refused(task_with, spec)
