@@ -170,10 +170,17 @@ def off(model: Any) -> Iterator[None]:
 
 def export(model: Any, alpha: int, seed: int, base: str, path: Path) -> None:
     """Writes a model's adapters to a directory, for peft to load on top of `base`, a path or hub
-    id."""
+    id. Raises Fault where peft would drop some."""
     from safetensors.torch import save_file
 
+    # beside experts it takes every layer with such a name for one of them
     adapted = layers(model)
+    taken = [name for name in adapted if re.search(r"\.(gate|up|down)_proj\.", name)]
+    if taken and any(".experts." in name for name, _ in model.named_parameters()):
+        raise Fault(
+            f"--adapters: peft would drop that of {taken[0]}, since the model has experts; leave --adapters out,"
+            " for the merged weights"
+        )
     rank = len(next(iter(adapted.values())).lora_A)
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "inference_mode": True,

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from test_grpo import batch_of, eq2, scaled, settings_of
 from test_inspo import SMALL, finish, metrics, start, weights_of
+from test_model import SUPPORTED, make_family
 from test_ranks import CFG, LIMIT, together, torchrun
 from tiny_model import STOP
 from torch.utils._pytree import tree_leaves
@@ -27,7 +28,7 @@ from config import WORLD, Config
 from engines.torch_engine import TorchEngine
 from grpo import Learner, minibatches
 from models import lora
-from models.model import load_policy, weights
+from models.model import load_model, load_policy, weights
 from plumbing.faults import DiskFault, Fault
 from tasks.loading import load_task
 from training.policy import Policy
@@ -337,6 +338,24 @@ def test_a_run_trains_adapters_and_exports_them_merged_or_for_peft(tmp_path):
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapters").merge_and_unload()
     for name, W in loaded.named_parameters():
         torch.testing.assert_close(W, final[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Mixtral", "DeepseekV3"])
+@torch.no_grad()
+def test_peft_computes_with_all_adapters_or_gets_none(family, tiny_path, tmp_path):
+    from peft import PeftModel
+
+    path = make_family(family, SUPPORTED[family][0], tiny_path, tmp_path / "m")
+    model, ids = trained(load_model(path)), torch.arange(5, 40)[None]
+    if family == "DeepseekV3":  # whose shared experts it takes for the others
+        with pytest.raises(Fault, match="--adapters: .*shared_experts|mlp"):
+            lora.export(model, ALPHA, 0, path, tmp_path)
+        return
+    lora.export(model, ALPHA, 0, path, tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, tmp_path)
+    logits = loaded(ids, use_cache=False).logits
+    torch.testing.assert_close(logits, model(ids, use_cache=False).logits, atol=1e-3, rtol=1e-3)
 
 
 def test_a_run_without_adapters_has_none_to_export(tmp_path):
