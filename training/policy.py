@@ -114,10 +114,6 @@ def of_rank_0(answers: list[A]) -> A:
     return answers[0]
 
 
-def joined(lists: list[list[str]]) -> list[str]:
-    return [line for lines in lists for line in lines]
-
-
 def in_order(shares: list[dict[int, A]]) -> list[A]:
     """Returns the values by their keys, 0, 1, ..., which the ranks share."""
     values = {k: x for share in shares for k, x in share.items()}
