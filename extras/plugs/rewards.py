@@ -16,7 +16,7 @@ import inspect
 import math
 import re
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from statistics import fmean
@@ -37,7 +37,15 @@ VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
 # one for all of a user's coroutines, whose clients and locks belong to the loop that first used them
 LOOP = asyncio.new_event_loop()
-Thread(target=LOOP.run_forever, daemon=True).start()
+
+
+def run_loop() -> None:
+    while True:
+        with suppress(SystemExit, KeyboardInterrupt):  # of a coroutine: only its caller gets it
+            LOOP.run_forever()
+
+
+Thread(target=run_loop, daemon=True).start()
 
 
 class Score(NamedTuple):
@@ -235,22 +243,12 @@ def rewarded(kind: type[Task], spec: str) -> type[Task]:
     return type(kind.__name__, (Rewarded, kind), own)
 
 
-async def settle(work: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    try:
-        return await work, None
-    except BaseException as e:  # an exit would end the loop
-        return None, e
-
-
 def wait_for(result: Any) -> Any:
     """Returns the result of a user's function, `async` or not."""
     if not inspect.iscoroutine(result):
         return result
-    work = asyncio.run_coroutine_threadsafe(settle(result), LOOP)
+    work = asyncio.run_coroutine_threadsafe(result, LOOP)
     try:
-        value, error = work.result()
+        return work.result()
     finally:
         work.cancel()  # when this thread is asked to stop
-    if error:
-        raise error
-    return value

@@ -5,6 +5,7 @@ import asyncio
 import gc
 import itertools
 import json
+import sys
 import time
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from test_rollout import Script, roll
 
 import inspo
 from config import PRESETS, Config
+from extras.plugs.environment import Method
 from extras.plugs.environment import task_of as environments
 from plumbing.faults import Fault
 from tasks import Job
@@ -242,6 +244,19 @@ def test_resets_and_rewards_are_awaited_and_content_blocks_read(tiny, tmp_path):
     [tau] = play(tiny, task, ['<count>{"digit": 1}</count>', "<answer>done</answer>"])
     assert (tau.turns[0].result, tau.reward) == (["True"], 0.75)
     assert [tool.tag for tool in task.tools] == ["count", "dial"]
+
+
+def test_a_coroutine_that_exits_concerns_no_other():
+    async def leave():
+        sys.exit("enough")
+
+    async def leaves():
+        """Leaves, in a task of its own."""
+        await asyncio.gather(leave())
+
+    for _ in range(2):
+        [reply] = Method(leaves, "").submit("").result(60)
+        assert reply == "{'error': 'enough'}"
 
 
 @pytest.mark.parametrize(
