@@ -54,9 +54,9 @@ def read_published(model: str) -> tuple[str, str, str]:
 class Encoder:
     """Encodes queries and passages as unit vectors, whose inner product is their cosine.
 
-    `family` is a key of FAMILIES, or "" to infer it from the model's files and name; texts are truncated to
-    `max_length` tokens, or as many as the model takes. fp16 on a GPU, fp32 on the CPU. Raises Fault
-    if the model cannot be loaded.
+    `family` is a key of FAMILIES, or "" to infer it from the model's files and name; texts are
+    truncated to `max_length` tokens, or as many as the model takes. fp16 on a GPU, fp32 on the CPU.
+    Raises Fault if the model cannot be loaded.
     """
 
     def __init__(self, model: str, family: str = "", max_length: int = 256, device: str = ""):
