@@ -134,11 +134,26 @@ def empty_directory(path: Path) -> None:
     path.parent.mkdir()
 
 
+def leave_out(path: Path) -> None:
+    digests = json.loads(path.read_text(encoding="utf-8"))
+    del digests["state.pt"]
+    path.write_text(json.dumps(digests), encoding="utf-8")
+
+
+def name_a_file_elsewhere(path: Path) -> None:
+    file = "../step-000006/state.pt"
+    more = {file: checkpoint.digest(path.parent / file)}
+    path.write_text(
+        json.dumps(json.loads(path.read_text(encoding="utf-8")) | more), encoding="utf-8"
+    )
+
+
 NAMES, HARMS = ("state.pt", "__0_0.distcp", ".metadata", "digests.json"), (cut, flip, Path.unlink)
+LISTS = (empty_directory, leave_out, name_a_file_elsewhere)
 
 
 @pytest.mark.parametrize(
-    "name, harm", [*itertools.product(NAMES, HARMS), ("digests.json", empty_directory)]
+    "name, harm", [*itertools.product(NAMES, HARMS), *itertools.product(["digests.json"], LISTS)]
 )
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(run, name, harm):
     harm(run.checkpoints()[-1] / name)
