@@ -254,6 +254,11 @@ def test_the_deadline_holds_whatever_trickles_in(serve, at_once, then):
     assert 0.35 < time.perf_counter() - began < 8
 
 
+def test_an_answer_that_trickles_in_before_the_deadline_is_whole(serve):
+    body = trickle(b'HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\n{"value": 1}', seconds=0.001)
+    assert client(serve(body).url).ask("/path", {}, value, retries=0) == 1
+
+
 def test_each_call_has_a_deadline_of_its_own_on_a_connection_that_stays(serve, monkeypatch):
     """A slow call that is whole in time leaves its connection, and all of its time, to the next
     one."""
