@@ -313,7 +313,10 @@ def _differ_packed(model: Any, sequences: Any, states: list[torch.Tensor], longe
         packing.positions[-1] = last
         if _close(hidden_states(model, row, packing)[:-1], alone):
             return reason
-    return f"packed sequences change its hidden states ({model.config.model_type} has more than causal attention)"
+    return (
+        f"packed sequences change its hidden states: {model.config.model_type} has more than causal"
+        " attention, or its attention is not told where a sequence begins"
+    )
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
