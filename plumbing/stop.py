@@ -90,9 +90,11 @@ def _raise(number: int, frame: FrameType | None) -> None:
     while frame:
         if frame.f_code.co_name == "__del__":
             signal.signal(signal.SIGALRM, _raise)
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            # again and again: one alarm may come just before a wait, which it would not end
+            signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
             return
         frame = frame.f_back
+    signal.setitimer(signal.ITIMER_REAL, 0)
     if _State.raises:
         raise_if_requested()
 
