@@ -172,7 +172,7 @@ class EnvironmentTask(Task):
     def prompt(self, instruction: str, question: Question) -> list[Message]:
         """Returns one message: the instruction, the row's text and that of `reset`."""
         if repr(question.data) not in self.opening:
-            self.idle.append(self.reset(question))
+            self.idle.append(self.reset(copy.deepcopy(question)))
         parts = (instruction, question.text + self.opening[repr(question.data)])
         content = "\n\n".join(filter(None, parts))
         return [{"role": "user", "content": f"{content}\n"}]
@@ -180,7 +180,7 @@ class EnvironmentTask(Task):
     def reset(self, question: Question) -> Any:
         """Returns an environment in which the question's row has begun. Raises Fault if it cannot
         be played."""
-        kind, row = self.kind_of(question), copy.deepcopy(question.data)
+        kind, row, asked = self.kind_of(question), dict(question.data), repr(question.data)
         if "" not in self.environments:  # as in TRL it is not passed on
             del row["environment"]
         fitting = [k for k, episode in enumerate(self.idle) if type(episode) is kind]
@@ -196,7 +196,7 @@ class EnvironmentTask(Task):
             raise Fault(
                 f"{where} of question {question.id} does not return a text, text blocks or None"
             ) from None
-        if opening != self.opening.setdefault(repr(question.data), opening):
+        if opening != self.opening.setdefault(asked, opening):
             raise Fault(
                 f"{where} returned two texts for question {question.id}; it must depend on the row alone"
             )

@@ -107,7 +107,7 @@ class Rewarded(Task):
         """Raises Fault if a question lacks a column that a function needs."""
         asked = list(super().questions(split) or ())  # type: ignore[safe-super]
         for score in self.scores:
-            for q in asked:
+            for q in asked if score.needs else ():
                 if missing := {*score.needs} - {*(columns := columns_of(q))}:
                     raise Fault(
                         f"--reward {score.item}: it takes {', '.join(missing)}, and {split} question"
