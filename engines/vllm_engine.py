@@ -22,6 +22,7 @@ import torch.distributed as dist
 from engines import FinishedTurn, watch_ends
 from models.model import load_config, logit_scale
 from plumbing.faults import EngineFault, Fault
+from plumbing.stop import count_ranks
 
 VERSION = "0.32"  # this file relies on internals: reloading, packed weights, weight transfer
 # rows that vLLM runs at once on a GPU; its default of 128 would queue a rank's 320 in 2.5 waves
@@ -245,9 +246,7 @@ def settings(
         "enable_sleep_mode": cuda,
         "enforce_eager": not cuda,
         "cudagraph_capture_sizes": graph_sizes(min(rows, MAX_SEQS)) if cuda else None,
-        "distributed_executor_backend": "external_launcher"
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1
-        else None,
+        "distributed_executor_backend": "external_launcher" if count_ranks() > 1 else None,
     }
 
 

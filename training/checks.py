@@ -3,7 +3,6 @@ room for a turn."""
 
 import dataclasses
 import importlib.util
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from models.model import load_config, load_tokenizer, skeleton
 from plumbing.faults import Fault
 from plumbing.outside import printable, without_secrets
 from plumbing.status import status
+from plumbing.stop import count_ranks
 from tasks import Task
 from tasks.formats import encode
 from training.duration import describe_time, flops_of
@@ -135,8 +135,7 @@ def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
         used = dataclasses.replace(
             cfg, fused_layers=cfg.fused_layers * bool(importlib.util.find_spec("liger_kernel"))
         )
-        gpus = int(os.environ.get("WORLD_SIZE", 1))
-        place = shapes(cfg.model), engine, gpus, memory
+        place = shapes(cfg.model), engine, count_ranks(), memory
         used, fit = decide(used, *place, flops_of(torch.cuda.get_device_name()))
         if fault := fit.fault():
             raise Fault(f"{fault}; {find_flags(used, *place)}")
