@@ -27,6 +27,7 @@ QUESTION = re.compile(r"^\W*question\s*:", re.I | re.M)
 CONTROL = re.compile(
     r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk|(?:start|end)_of_turn)>|\[/?INST\]"
 )
+ESCAPED = re.compile(r'\\[n"]')
 RESULT = re.compile(r"<information>(.*?)</information>", re.S)
 
 # App. E, word for word; {n} stands for its N. (The paraphrase prompt has "6" there, which is N_P -
@@ -218,6 +219,8 @@ def find_flaw(
     text = candidate.replace("\r\n", "\n")
     if printable(text) != text:
         return "holds control characters"
+    if ESCAPED.search(candidate) and not ESCAPED.search(parent):
+        return "holds escapes, as JSON has them"
     text, old = plain(candidate), plain(parent)
     added = set(CONTROL.findall(text)) - set(CONTROL.findall(old))
     if added:

@@ -771,6 +771,11 @@ TOO_LONG = [
     (500, "Context size has been exceeded."),
     (500, "Input is too large to process. Either enable context shift or increase context length."),
     (200, "the request exceeds the available context size. try increasing the context size"),
+    # gateways wrap what a provider refuses
+    (500, "AnthropicException - prompt is too long: 209303 tokens > 200000 maximum"),
+    (500, "input length and `max_tokens` exceed context limit: 174167 + 64000 > 200000"),
+    (500, "Input length (700001 tokens) exceeds the maximum allowed length (536826 tokens)."),
+    (400, "PromptTooLongException"),
     (422, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 128. Given: 129"),
 ]
 FILTERED = [
@@ -820,7 +825,9 @@ def test_a_turn_that_was_cut_at_a_limit_neither_calls_nor_answers(servers, text,
     engine.close()
 
 
-@pytest.mark.parametrize("message", [{"content": "I"}, {"content": None, "refusal": "I cannot."}])
+@pytest.mark.parametrize(
+    "message", [{"content": "<answer> I"}, {"content": None, "refusal": "I cannot."}]
+)
 def test_a_reply_that_was_filtered_ends_its_conversation(servers, message):
     ended = "stop" if message.get("refusal") else "content_filter"
     filtered = {"choices": [{"message": message, "finish_reason": ended}]}
