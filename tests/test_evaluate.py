@@ -961,6 +961,11 @@ def test_compare_two_greedy_runs(tmp_path):
     )
     assert row["difference over questions, 95 %"].startswith("+0.350 [")
     assert row["p"] == "0.039"  # McNemar's: 8 that only one has right, 1 that only the other has
+    # the questions are paired by their ids, not by their places in a file
+    results = tmp_path / "new" / "results.jsonl"
+    rows = results.read_text().splitlines(keepends=True)
+    results.write_text("".join(rows[8:] + rows[:8]))
+    assert cells_of(compare([a, b])) == [row]
     # one seed says nothing of others
     assert row["p over seeds"] == row["difference over seeds, 95 %"] == ""
     [same] = cells_of(compare([a, a]))
