@@ -18,6 +18,7 @@ from journal.directory import RunDirectory
 from journal.screen import Screen
 from plumbing import stop
 from training.policy import Policy
+from training.ranks import Ranks
 
 
 def mapped(process, library: str) -> bool:
@@ -156,6 +157,13 @@ def test_where_it_may_a_request_ends_a_wait_at_once(listening):
     with pytest.raises(stop.Stopped, match="stopped by SIGHUP"), stop.may_stop():
         time.sleep(100)
     assert time.time() - began < 60 and sender.wait(60) == 0
+
+
+def test_an_exit_in_a_task_s_code_does_not_end_a_run_as_if_it_had_succeeded():
+    ranks = Ranks("cpu", 1)
+    for raised, passed in (SystemExit(0), RuntimeError), (stop.Stopped("x"), stop.Stopped):
+        with pytest.raises(passed), ranks.fail_at_once():
+            raise raised
 
 
 WORKER = """
