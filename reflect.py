@@ -199,20 +199,21 @@ def find_flaw(
     """Returns why a candidate cannot join, or ""; `used` holds the normalized texts of the
     instructions in use.
 
-    `unfit` knows what it must keep of its parent so that the policy can act. Everything else may
-    change: other tags, another example of an answer, other words.
+    `unfit(candidate, parent)` says what the policy would miss to act under it (Tags.find_unfit).
+    Everything else may change: other tags, another example of an answer, other words.
     """
-    # of the whole text
+    # the whole text
     words = fold_words(candidate)
     if not words:
         return "empty"
     if words in used:  # CHOICE-28
         return "duplicate"
-    if make_token_counter()[0](candidate) > max_tokens:  # CHOICE-27
+    count, _ = make_token_counter()
+    if count(candidate) > max_tokens:  # CHOICE-27
         return f"longer than {max_tokens} tokens"
-    lost = unfit(candidate, parent)
-    if lost:
-        return lost
+    missed = unfit(candidate, parent)
+    if missed:
+        return missed
 
     # characters and tokens that no instruction has
     text = candidate.replace("\r\n", "\n")
@@ -344,7 +345,7 @@ class Optimizer:
         if down:
             down.call = call if any(billed) else None
             raise down
-        # where the endpoint counted none, the estimates count
+        # `read` has added what was billed; where that is nothing, the estimates count
         self.tokens += call.prompt_tokens + call.completion_tokens - sum(billed)
         return call
 
@@ -373,18 +374,17 @@ def connect_optimizer(
     """
     if not evolves(cfg):
         return None
-    control = ["--guess"] if cfg.optimizer_model == "guessing" else []
 
     def start() -> str:
+        """Starts the scripted optimizer, or starts it again; "": this run has no server of its own."""
         if not scripted(cfg):
-            return ""  # nothing to start
+            return ""
+        control = ["--guess"] if cfg.optimizer_model == "guessing" else []
         return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *control) + "/v1"
 
-    url, key = start(), ""
-    if not url:
-        url, key = find_endpoint(cfg)
+    url, key = find_endpoint(cfg)  # "" of the scripted one
     return Optimizer(
-        url,
+        url or start(),
         cfg.optimizer_model,
         key,
         retries=cfg.optimizer_retries,
@@ -395,7 +395,7 @@ def connect_optimizer(
 
 
 def describe_optimizer(optimizer: Optimizer | None) -> str:
-    """Returns the optimizer in words."""
+    """Returns which model answers where, and how tokens are counted."""
     if not optimizer:
         return "none"
     _, counter = make_token_counter()
