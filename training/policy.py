@@ -77,6 +77,7 @@ def on_all_ranks(
         @functools.wraps(method)
         def run(self: Policy, /, *args: S.args, **kwargs: S.kwargs) -> R:
             began = time.perf_counter()
+            # several ranks are out of step until all have answered
             self.in_step = self.ranks.size == 1
             if self.ranks.rank == 0:
                 self.ranks.broadcast((run, args, kwargs))
@@ -147,22 +148,27 @@ def shard_models(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
     """
     config, compute = load_config(cfg.model), getattr(torch, ranks.dtype)
     kept = compute if cfg.lora_rank else torch.float32  # frozen weights take no small steps
-    models = [lora.add(skeleton(config, kept), cfg.lora_rank, cfg.lora_alpha)]
+    trained = lora.add(skeleton(config, kept), cfg.lora_rank, cfg.lora_alpha)
+    reference = None
     if cfg.beta and not cfg.lora_rank:
-        models.append(skeleton(config, compute))
+        reference = skeleton(config, compute)
+
     # only updates are computed with these layers: their batches are one row
     if ranks.device == "cuda":
-        fused = [fuse(model) if cfg.fused_layers else "none (--fused_layers 0)" for model in models]
+        fused = fuse(trained) if cfg.fused_layers else "none (--fused_layers 0)"
+        if reference and cfg.fused_layers:
+            fuse(reference)
         if ranks.rank == 0:
-            print(f"fused layers: {fused[0]}", flush=True)
-    trained, *frozen = models
+            print(f"fused layers: {fused}", flush=True)
+
+    # each is cut while it is empty, and then filled
     gather, offload = cfg.gather == 1, cfg.offload_reference
     trained = shard(trained, ranks.device, compute=compute, gather=gather)
     trained = fill(trained, first, choose_dither_seed(cfg, ranks))
-    frozen = [
-        shard(model, ranks.device, frozen=True, offload=offload, gather=gather) for model in frozen
-    ]
-    return trained, fill(frozen[0], first) if frozen else None
+    if reference:
+        reference = shard(reference, ranks.device, frozen=True, offload=offload, gather=gather)
+        reference = fill(reference, first)
+    return trained, reference
 
 
 def make_vllm(policy: Policy) -> Engine:
@@ -242,7 +248,8 @@ class Policy:
         self, t: int, purpose: str, jobs: Sequence[Job], temperature: float | None = None
     ) -> dict[int, Trajectory]:
         """Plays this rank's share of the jobs; on rank 0 returns all trajectories, in the jobs' order.
-        `purpose` tells the random draws of one step apart.
+        `purpose` tells the random draws of one step apart; those to "evaluate" come back without
+        tokens, but for a sample.
 
         A rank plays whole groups, which compute their prompt once.
         """
@@ -275,7 +282,7 @@ class Policy:
             for tau in played:
                 self.check_state(tau)
 
-        # an evaluation has thousands of trajectories, of which only a sample is stored
+        # an evaluation has thousands of trajectories, of which a sample is stored
         taus = dict(zip(mine, played, strict=True))
         if purpose == "evaluate":
             stored = space_evenly(len(jobs), STORED)
@@ -388,9 +395,10 @@ class Policy:
 
     def sleep(self) -> None:
         """Makes room for training: the engine's weights and cache wait until the next rollout."""
-        if self.synced:  # or it sleeps already
-            self.synced = self.shared  # asleep, an engine's own copy of the weights is gone
-            self.engine.sleep()
+        if not self.synced:
+            return  # asleep already
+        self.synced = self.shared  # an engine's own copy of the weights goes
+        self.engine.sleep()
 
     @on_all_ranks(of_rank_0)
     def save(self, path: Path) -> None:
