@@ -73,9 +73,13 @@ class Silence:
             present[NOT_FOLLOWED] = behind
         for sign, there in present.items():
             self.since[sign] = (self.since[sign] + 1) * there
-        told, lines = self.told, dict(self.lasting())
-        self.told = set(lines)
-        return [line for sign, line in lines.items() if sign not in told]
+        lines, told = list[str](), self.told
+        self.told = set()
+        for sign, kind, text in self.lasting():
+            self.told.add(sign)
+            if sign not in told:
+                lines.append(f"{kind}  {text}")
+        return lines
 
     def _compare_held_out(self, row: Mapping[str, Any]) -> bool | None:
         """Returns whether the reward has risen by RISE since the held-out score was best; None
@@ -93,8 +97,8 @@ class Silence:
         before = self.best[1]
         return reward - before > RISE * max(abs(reward), abs(before))
 
-    def lasting(self) -> Iterator[tuple[str, str]]:
-        """Yields each sign that has lasted too long, and a line about it.
+    def lasting(self) -> Iterator[tuple[str, str, str]]:
+        """Yields each sign that has lasted too long, WARNING or SOLVED, and a text about it.
 
         A sign whose cause has lasted as long is left out.
         """
@@ -104,4 +108,4 @@ class Silence:
             caused = any(self.since[cause] >= n for cause in causes.get(sign, ()))
             if n >= (LIMIT if sign in UNITS else PATIENCE) and not caused:
                 kind, unit = "SOLVED" if sign == SOLVED else "WARNING", UNITS.get(sign, "steps")
-                yield sign, f"{kind}  for {n} {unit} in a row {sign}: {REMEDIES.get(sign, FAILED)}"
+                yield sign, kind, f"for {n} {unit} in a row {sign}: {REMEDIES.get(sign, FAILED)}"

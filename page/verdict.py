@@ -128,8 +128,8 @@ def _of_silence(run: Run, rows: list[Row]) -> Iterator[Row]:
     silence, lasted = Silence(), dict[str, tuple[int, str]]()
     for row in run.steps:
         silence.hear(row)
-        for sign, line in silence.lasting():
-            lasted[sign] = row["t"], line.partition("  ")[2]
+        for sign, _, text in silence.lasting():
+            lasted[sign] = row["t"], text
     for sign, (t, text) in lasted.items():
         until = "To the end" if t == rows[-1]["t"] else f"Up to step {t}"
         yield _warning(f"{until}, {text}", PANELS.get(sign, ""))
