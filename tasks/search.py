@@ -126,8 +126,13 @@ def probe(url: str, topk: int) -> BaseException | None:
 def find_index(corpus: str) -> str:
     """Returns the FAISS file of Search-R1's corpus, which is expected beside it; "" for any other
     corpus."""
-    beside = [Path(corpus).parent / name for name in INDEXES] if Path(corpus).name == WIKI else []
-    return next((str(path) for path in beside if path.is_file() and Path(corpus).is_file()), "")
+    passages = Path(corpus)
+    if passages.name == WIKI and passages.is_file():
+        for name in INDEXES:
+            path = passages.with_name(name)
+            if path.is_file():
+                return str(path)
+    return ""
 
 
 def start_server(cfg: TaskKnobs, serve: Callable[..., str]) -> tuple[str, Callable[[], str]]:
@@ -140,12 +145,13 @@ def start_server(cfg: TaskKnobs, serve: Callable[..., str]) -> tuple[str, Callab
                 f"--retriever: {fault}; start it (at http://...), or serve --corpus with --retriever ''"
             )
         return cfg.retriever, lambda: ""
-    argv, index = (["-m", "retrieval.server", "--corpus", cfg.corpus], find_index(cfg.corpus))
+    argv = ["-m", "retrieval.server", "--corpus", cfg.corpus]
+    index = find_index(cfg.corpus)
+    if index:  # on the CPU: the GPUs are the policy's
+        argv += ["--index", index, "--encoder", E5, "--device", "cpu"]
     # A slow core makes BM25 of 1 MB of passages a second (docs/LOG.md), and reads 10.
     deadline = 60 + Path(cfg.corpus).stat().st_size / (1e7 if index else 1e6)
-    # the GPUs are the policy's
-    dense = ["--index", index, "--encoder", E5, "--device", "cpu"] if index else []
-    own = partial(serve, *argv, *dense, deadline=deadline)
+    own = partial(serve, *argv, deadline=deadline)
     return own(), own
 
 
@@ -163,7 +169,8 @@ def try_search(search: Search, questions: Sequence[Question]) -> str:
     """Returns how fast and how well the server answers some questions, in words; Fault if it finds
     nothing at all."""
     start, n = time.perf_counter(), len(questions)
-    results = [future.result() for future in [search.submit(q.text) for q in questions]]
+    futures = [search.submit(q.text) for q in questions]
+    results = [future.result() for future in futures]
     seconds = time.perf_counter() - start
     if not any(text.strip() for passages in results for text in passages):
         raise Fault(
