@@ -90,7 +90,9 @@ def tell_trouble(row: Row) -> str:
     if rejected is not None and not row["accepted"]:
         why = f"the first: {rejected[0]['reason']}" if rejected else "it has no <ins_k> block"
         return f"the optimizer's reply has no candidate, {len(rejected)} were rejected; {why}"
-    means = {x for c in row.get("verified", ()) for x in (c["r"], c["r_parent"])}
+    means = set()
+    for c in row.get("verified", ()):
+        means |= {c["r"], c["r_parent"]}
     if len(means) == 1 and row["D_B"]:
         return f"verified nothing: on D_B all revisions and their parent earn {means.pop():.2f}"
     return ""
