@@ -20,7 +20,8 @@ class Tracker:
         try:
             if name == "tensorboard":
                 module = importlib.import_module("torch.utils.tensorboard")
-                self.api: Any = module.SummaryWriter(path / name)
+                self.api: Any = module.SummaryWriter
+                self.folder, self.writer = path / name, None
             elif name:
                 # trackio has wandb's interface, but knows a run by its name
                 self.api = importlib.import_module(name)
@@ -45,8 +46,10 @@ class Tracker:
 
     def send(self, row: Mapping[str, Any], t: int) -> None:
         if self.name == "tensorboard":
+            if self.writer is None:  # hides later steps of a process that was killed
+                self.writer = self.api(self.folder, purge_step=t)
             for name, x in row.items():
-                add = self.api.add_text if isinstance(x, str) else self.api.add_scalar
+                add = self.writer.add_text if isinstance(x, str) else self.writer.add_scalar
                 add(name, x, t)
         elif self.name:
             shown = dict(row)
