@@ -234,10 +234,7 @@ class ReflectionKnobs:
     )
     buffer: int = knob(10240, "trajectories in the replay buffer", least=1, more=True)
     max_instruction: int = knob(
-        1500,
-        "tokens of a candidate instruction, counted with the optimizer's tokenizer",
-        least=1,
-        more=True,
+        1500, "tokens (o200k_base) of a candidate instruction", least=1, more=True
     )
     prompt_budget: int = knob(
         16000, "tokens of failures in a reflection prompt; longer ones are cut", least=1, more=True

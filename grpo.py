@@ -81,7 +81,7 @@ def lr_at(t: int, cfg: GRPOKnobs) -> float:
     rise = max(1, round(cfg.warmup * cfg.T))
     if t <= rise:
         return cfg.lr * t / rise
-    return cfg.lr * 0.5 * (1 + math.cos(math.pi * (t - rise) / (cfg.T - rise + 1)))
+    return cfg.lr * 0.5 * (1 + math.cos(math.pi * (t - rise) / (cfg.T - rise + 1)))  # CHOICE-17
 
 
 def note_tokens(batch: list[Trajectory], extras: dict[str, Tensor]) -> None:
