@@ -85,11 +85,11 @@ def find_doubts(task: Task, tokenizer: Any) -> Iterator[str]:
     """Yields what is probably a mistake in what the policy is to read."""
     questions = task.questions("train")[:64]
     prompt = str(task.make_format().messages(task.instruction, questions[0]))
-    untold = [
-        tag
-        for end in task.make_format().stop_strings()
-        if (tag := end.replace("/", "")) not in prompt
-    ]
+    untold = []
+    for end in task.make_format().stop_strings():
+        tag = end.replace("/", "")
+        if tag not in prompt:
+            untold.append(tag)
     if untold:
         yield f"no prompt mentions {', '.join(untold)}, and nothing else is read: let the instruction name the tags"
     for what, text in (
@@ -97,7 +97,8 @@ def find_doubts(task: Task, tokenizer: Any) -> Iterator[str]:
         ("questions", " ".join(q.text for q in questions)),
     ):
         ids = encode(tokenizer, text)
-        if (unknown := ids.count(tokenizer.unk_token_id)) > len(ids) / 3:
+        unknown = ids.count(tokenizer.unk_token_id)
+        if unknown > len(ids) / 3:
             yield f"{unknown / len(ids):.0%} of the tokens of the {what} are unknown to --model {task.cfg.model}"
 
 
