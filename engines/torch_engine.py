@@ -157,8 +157,9 @@ class TorchEngine:
         slots = torch.arange(len(self.order), device=self.device)
         ids: list[list[int]] = [[] for _ in self.order]
         logps: list[list[float]] = [[] for _ in self.order]
-        starts = self._tensor([len(contexts[key]) for key in self.order])
-        lengths, finished = starts, set[int]()
+        finished = set[int]()  # slots
+        # tokens of each row's context before the turn, and so far
+        starts = lengths = self._tensor([len(contexts[key]) for key in self.order])
         capacity = int(starts.max()) + max_new
         while True:
             # a token for each slot; one that has finished is computed, but ignored
@@ -181,7 +182,7 @@ class TorchEngine:
             # once half of the batch has finished it goes on without them
             if 2 * len(unfinished) <= len(lengths):
                 if cache is not self.cache:  # from which the next turn starts
-                    # the last token is not in it yet
+                    # all sampled tokens but the last, which is in no cache yet
                     added = torch.arange(max(map(len, ids)) - 1, device=self.device)
                     self.cache.write(slots, cache, starts[slots, None] + added)
                 if not unfinished:
