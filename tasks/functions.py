@@ -97,6 +97,7 @@ class SchemaTool(Tool):
         be resumed.
         """
         result: Future[list[str]] = Future()
+        late = Failed(f"{self.name} took longer than {self.timeout:g} s")
 
         def settle(reply: str | Fault | Failed) -> None:
             with contextlib.suppress(InvalidStateError):  # the other one was first
@@ -109,7 +110,6 @@ class SchemaTool(Tool):
                     result.set_result(Failure([text]) if isinstance(reply, Failed) else [text])
 
         # Daemons, so that a call that hangs does not keep the program from ending.
-        late = Failed(f"{self.name} took longer than {self.timeout:g} s")
         timer = threading.Timer(self.timeout + self.grace, settle, [late])
         timer.daemon = True
         result.add_done_callback(lambda _: timer.cancel())
