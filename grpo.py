@@ -309,7 +309,7 @@ class Learner:
         def compute(k: int) -> tuple[list[Trajectory], dict[str, Tensor], Sequence[Tensor | None]]:
             batch, indices = mine[k]
             if self.sharded and self.cfg.gather == 1:
-                hold(self.model, k + 1 < len(mine))
+                hold(self.model, k + 1 < len(mine))  # the last pass reduces the sum
             loss, extras = self.loss(batch, indices, terms)
             extras["loss"] = loss.detach()
             if self.threads > 1:
