@@ -73,7 +73,7 @@ def tell_step(row: Row, tools: Sequence[str]) -> str:
     calls = count_calls(row, [tool for tool in tools if tool in row])
     forms = {"reward": "reward {:.2f}"} | {name: f"{name} {{:.2f}}" for name in calls}
     forms |= {"logp": "log-prob {:.3f}", "kl": "KL {:.4f}"}
-    forms |= {"P": "|P| {}", "w_best": "best w {:.2f}"}
+    forms |= {"w_best": "best w {:.2f}"}
     known = row | calls
     said = [form.format(known[name]) for name, form in forms.items() if name in known]
     seconds = sum(row.get(f"time/{x}", 0.0) for x in ("rollout", "reward", "update", "evolve"))
