@@ -129,7 +129,7 @@ function troubleCard(run) {
   const list = run.warnings.map((warning) => {
     const panel = warning.panel && document.getElementById(`panel-${warning.panel}`) ? warning.panel : null;
     const jump = () => document.getElementById(`panel-${panel}`).scrollIntoView({ block: "center" });
-    const show = warning.panel === "tree" ? h("a", { href: "#instructions" }, "see") : panel && h("button", { class: "link", onclick: jump }, "see the curve");
+    const show = warning.panel === "tree" ? h("a", { href: "#instructions" }, "see the instructions") : panel && h("button", { class: "link", onclick: jump }, "see the curve");
     return h("li", {}, warning.text, " ", show);
   });
   const quiet = "Nothing that this page looks for: entropy, answers, groups all alike, engine against trainer, tools, reward, held-out score.";
