@@ -21,7 +21,7 @@ REMEDIES = {
     "on demonstrations first, or another instruction",
     NO_ANSWER: "see in trajectories/ where they end; --max_response, --max_turns and --max_prompt give them room",
     ALL_ALIKE: "are the questions all too hard or all too easy for this policy, or is it the reward?",
-    SOLVED: "the task is solved, and no update changes anything; stop here, or ask harder questions",
+    SOLVED: "the task is solved, and nothing is left to learn; stop here, or ask harder questions",
     NOT_FOLLOWED: "read trajectories/ of high reward: is the reward earned without a right answer? With few questions"
     " they may be learned by heart",
     NO_CANDIDATE: "reflections.jsonl has the replies and why they were refused; try another --optimizer_model",

@@ -1,5 +1,5 @@
 """The first screen of a page: did it learn, which instruction won and why, what did it cost, what
-went wrong."""
+stands out."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -86,7 +86,7 @@ def sum_costs(run: Run) -> Row:
     }
 
 
-# ---- what went wrong
+# ---- what stands out
 
 
 def find_warnings(run: Run) -> list[Row]:

@@ -1,4 +1,4 @@
-// The first screen: did it learn, which instruction won and why, what did it cost, what went wrong.
+// The first screen: did it learn, which instruction won and why, what did it cost, what stands out.
 
 const CORNERS = ["first policy", "trained policy"];
 
@@ -134,7 +134,7 @@ function troubleCard(run) {
   });
   const quiet = "Nothing that this page looks for: entropy, answers, groups all alike, engine against trainer, tools, reward, held-out score.";
   const missing = run.missing.map((text) => h("li", { class: "muted" }, text));
-  return card(list.length ? "trouble warned" : "trouble", "What went wrong?",
+  return card(list.length ? "trouble warned" : "trouble", "What stands out?",
     list.length ? h("ul", { class: "warnings" }, list) : h("p", {}, quiet),
     missing.length ? [h("h3", {}, "Missing from this page"), h("ul", { class: "warnings" }, missing)] : null,
     pairLink(run));
