@@ -82,7 +82,7 @@ def make_token_counter() -> tuple[Callable[[str], int], str]:
         encoding = tiktoken.get_encoding("o200k_base")
         return lambda text: len(encoding.encode(text, disallowed_special=())), "tiktoken"
     except Exception:  # not installed, or its encodings cannot be downloaded
-        return lambda text: len(text) // 4 + 1, "estimate: 4 characters a token"
+        return lambda text: len(text) // 4 + 1, "an estimate, 4 characters each"
 
 
 def paraphrase_prompt(instruction: str, n: int) -> str:
@@ -399,4 +399,4 @@ def describe_optimizer(optimizer: Optimizer | None) -> str:
     if not optimizer:
         return "none"
     _, counter = make_token_counter()
-    return f"{optimizer.model} at {without_secrets(optimizer.url)} (tokens: {counter})"
+    return f"{optimizer.model} at {without_secrets(optimizer.url)} (tokens counted by {counter})"
