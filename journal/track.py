@@ -21,7 +21,8 @@ class Tracker:
             if name == "tensorboard":
                 module = importlib.import_module("torch.utils.tensorboard")
                 self.api: Any = module.SummaryWriter
-                self.folder, self.writer = path / name, None
+                self.folder = path / name
+                self.writer: Any = None
             elif name:
                 # trackio has wandb's interface, but knows a run by its name
                 self.api = importlib.import_module(name)
