@@ -83,13 +83,10 @@ def check_disk(cfg: Config) -> None:
 
 def find_doubts(task: Task, tokenizer: Any) -> Iterator[str]:
     """Yields what is probably a mistake in what the policy is to read."""
-    questions = task.questions("train")[:64]
-    prompt = str(task.make_format().messages(task.instruction, questions[0]))
-    untold = []
-    for end in task.make_format().stop_strings():
-        tag = end.replace("/", "")
-        if tag not in prompt:
-            untold.append(tag)
+    questions, form = task.questions("train")[:64], task.make_format()
+    prompt = str(form.messages(task.instruction, questions[0]))
+    tags = [end.replace("/", "") for end in form.stop_strings()]
+    untold = [tag for tag in tags if tag not in prompt]
     if untold:
         yield f"no prompt mentions {', '.join(untold)}, and nothing else is read: let the instruction name the tags"
     for what, text in (

@@ -149,26 +149,25 @@ def shard_models(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
     config, compute = load_config(cfg.model), getattr(torch, ranks.dtype)
     kept = compute if cfg.lora_rank else torch.float32  # frozen weights take no small steps
     trained = lora.add(skeleton(config, kept), cfg.lora_rank, cfg.lora_alpha)
-    reference = None
-    if cfg.beta and not cfg.lora_rank:
-        reference = skeleton(config, compute)
+    frozen = skeleton(config, compute) if cfg.beta and not cfg.lora_rank else None
 
     # only updates are computed with these layers: their batches are one row
     if ranks.device == "cuda":
-        fused = fuse(trained) if cfg.fused_layers else "none (--fused_layers 0)"
-        if reference and cfg.fused_layers:
-            fuse(reference)
+        fused = "none (--fused_layers 0)"
+        if cfg.fused_layers:
+            fused = fuse(trained)
+            if frozen:
+                fuse(frozen)
         if ranks.rank == 0:
             print(f"fused layers: {fused}", flush=True)
 
-    # each is cut while it is empty, and then filled
     gather, offload = cfg.gather == 1, cfg.offload_reference
-    trained = shard(trained, ranks.device, compute=compute, gather=gather)
-    trained = fill(trained, first, choose_dither_seed(cfg, ranks))
-    if reference:
-        reference = shard(reference, ranks.device, frozen=True, offload=offload, gather=gather)
-        reference = fill(reference, first)
-    return trained, reference
+    shard(trained, ranks.device, compute=compute, gather=gather)
+    fill(trained, first, choose_dither_seed(cfg, ranks))
+    if frozen:
+        shard(frozen, ranks.device, frozen=True, offload=offload, gather=gather)
+        fill(frozen, first)
+    return trained, frozen
 
 
 def make_vllm(policy: Policy) -> Engine:
