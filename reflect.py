@@ -145,14 +145,20 @@ def shorten(
     for keep in (2000, 1000, 500, 250, 100, 40, 0):
         if count(text) <= budget:
             return text
-
-        def cut(observation: re.Match[str], keep: int = keep) -> str:
-            return cut_middle(observation[0], keep)
-
-        for tag in map(re.escape, observations):
-            text = re.sub(f"(?<=<{tag}>).*?(?=</{tag}>)", cut, text, flags=re.S)
+        text = cut_observations(text, observations, keep)
     while count(text) > budget and len(text) > 80:
         text = cut_middle(text, len(text) * 3 // 4)
+    return text
+
+
+def cut_observations(text: str, tags: Sequence[str], keep: int) -> str:
+    """Returns a text that has about `keep` characters of each observation in one of these tags."""
+
+    def cut(observation: re.Match[str]) -> str:
+        return cut_middle(observation[0], keep)
+
+    for tag in map(re.escape, tags):
+        text = re.sub(f"(?<=<{tag}>).*?(?=</{tag}>)", cut, text, flags=re.S)
     return text
 
 
