@@ -200,8 +200,8 @@ class Log:
         lines = [
             tabulate(summary),
             tell_speed(steps),
-            f"{many(cfg.T, 'step')} in {seconds:.0f} s. {run.path}: summary.json, I_star.txt, policy/, "
-            "metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/",
+            f"{many(cfg.T, 'step')} in {seconds:.0f} s. {run.path}: summary.json (metrics by source, too), "
+            "I_star.txt, policy/, metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/",
         ]
         for _, kind, text in self.silence.lasting():
             lines.append(f"{kind}  until the end, {text}")

@@ -73,13 +73,9 @@ class Silence:
             present[NOT_FOLLOWED] = behind
         for sign, there in present.items():
             self.since[sign] = (self.since[sign] + 1) * there
-        lines, told = list[str](), self.told
-        self.told = set()
-        for sign, kind, text in self.lasting():
-            self.told.add(sign)
-            if sign not in told:
-                lines.append(f"{kind}  {text}")
-        return lines
+        lines = {sign: f"{kind}  {text}" for sign, kind, text in self.lasting()}
+        told, self.told = self.told, set(lines)
+        return [line for sign, line in lines.items() if sign not in told]
 
     def _compare_held_out(self, row: Mapping[str, Any]) -> bool | None:
         """Returns whether the reward has risen by RISE since the held-out score was best; None

@@ -137,9 +137,6 @@ def tabulate(summary: Row) -> str:
     """Returns the last screen of a run: metrics, the winning instruction, its cost."""
     lines = ["", "held-out questions, greedy", *final_table(summary)]
     line = " -> ".join(f"#{j}" for j in summary["generations"])
-    sources = [name for name in summary["start"] if name.startswith(f"{summary['metric']}/")]
-    if len(sources) > 1:
-        lines.append("(by source in summary.json)")
     lines += ["", summary["conclusion"], ""]
     lines += [f"best instruction, I_star ({line}):", summary["I_star"], ""]
     cost = summary["ledger"]

@@ -55,14 +55,12 @@ def read_reply(answer: Any) -> Reply:
     choice = {**(answer.get("choices") or [{}])[0]}
     ended = str(choice.get("finish_reason")).lower()
     error = answer.get("error") or choice.get("error")
-    if not choice:
-        error = error or answer
-    if ended in BROKEN:
-        error = error or choice
+    if not choice or ended in BROKEN:
+        error = error or choice or answer
     if error:
         raise ValueError(error)
     cut, refused = ended in CUT, ended.startswith(REFUSED)
-    message: dict[str, Any] = {}
+    message = dict[str, Any]()
     if choice.get("message") or not (cut or refused):  # else nothing may be left of it
         message = {**choice["message"]}
     text = message.get("content") or ""

@@ -1,12 +1,10 @@
 """The sentence at the end of a run, on hand-computed cases."""
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 
-from journal.summary import conclude, count_seconds, measure_speed, tabulate, tell_speed
+from journal.summary import conclude, count_seconds, measure_speed, tell_speed
 
 ROWS = [
     "first policy, first instruction",
@@ -106,12 +104,3 @@ def test_where_a_step_s_time_went_by_hand():
     assert measure_speed([{"time/update": 1.0}]) == {} and "update 100%" in tell_speed(
         [{"time/update": 1.0}]
     )
-
-
-@pytest.mark.parametrize("sources", [1, 2])
-def test_the_last_screen_speaks_of_sources_where_there_are_several(sources):
-    summary = json.loads((Path(__file__).parent / "fixture" / "run" / "summary.json").read_text())
-    metric = summary["metric"]
-    start = {name: x for name, x in summary["start"].items() if "/" not in name}
-    summary["start"] = start | {f"{metric}/{k}": 0.1 for k in range(sources)}
-    assert ("by source" in tabulate(summary)) == (sources > 1)
