@@ -55,13 +55,12 @@ def disk(cfg: Config, config: Any) -> tuple[float, float]:
     of its own in it.
     """
     model = lora.add(skeleton(config, torch.bfloat16), cfg.lora_rank, cfg.lora_alpha)
-    head = model.get_output_embeddings().weight
-    tied = head.requires_grad and head is model.get_input_embeddings().weight
-    weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    size = (3 * weights + tied * head.numel()) * 4 / 1e9
+    named = model.state_dict(keep_vars=True).values()
+    weights = sum(p.numel() for p in named if p.requires_grad)
+    size = (weights + 2 * model.num_parameters(only_trainable=True)) * 4 / 1e9
     ever = -(-cfg.T // min(cfg.save_every, cfg.eval_every or cfg.save_every)) + 1
     kept = min(cfg.keep + 1 + (cfg.eval_every > 0), ever)
-    return size, kept * size + sum(p.numel() for p in model.parameters()) * 4 / 1e9
+    return size, kept * size + model.num_parameters() * 4 / 1e9
 
 
 def check_disk(cfg: Config) -> None:

@@ -138,7 +138,7 @@ def of_state(cfg: Config, model: Any, gpus: int) -> list[Part]:
     """Returns what a rank holds all the time; FSDP2 pads dim 0 of what it cuts."""
     count = {True: 0, False: 0}  # trained, frozen
     for p in model.parameters():
-        count[p.requires_grad] += math.ceil(len(p) / gpus) * (p.numel() // len(p))
+        count[p.requires_grad] += math.ceil(len(p) / gpus) * p[0].numel()
     size, share = model.dtype.itemsize, count[True]
     frozen, trained = size * count[False], "adapters" if cfg.lora_rank else "policy"
     parts = [
@@ -162,7 +162,7 @@ def of_update(cfg: Config, model: Any, gpus: int) -> tuple[str, list[Part]]:
     # Parameters of a block, of the root (embedding, last norm and head) and of the head, and how
     # many of them have a gradient.
     V, H = model.get_output_embeddings().weight.shape
-    root = sum(p.numel() for p in model.parameters())
+    root = model.num_parameters()
     block, d_block = 0, 0
     for each in blocks(model):
         size = sum(p.numel() for p in each.parameters())
@@ -198,7 +198,7 @@ def of_gathering(cfg: Config, model: Any, gpus: int) -> Part:
     """Returns what --gather 1 adds: the weights that are not gathered anyway, those of the reference
     and whole gradients, where these are not shares of one rank."""
     per_block = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = model.num_parameters(only_trainable=True)
     gathered = sum(per_block) - 2 * max(per_block)
     if cfg.beta and not cfg.lora_rank and (gpus > 1 or cfg.offload_reference):
         gathered += parameters(model)

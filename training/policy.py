@@ -473,10 +473,10 @@ class Policy:
     def describe(self) -> str:
         """Returns in words what is trained, and on what."""
         model, ranks = self.learner.model, self.ranks
-        words = f"{sum(p.numel() for p in model.parameters()) / 1e6:,.2f}M parameters, "
+        words = f"{model.num_parameters() / 1e6:,.2f}M parameters, "
         if self.cfg.lora_rank:
-            trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
-            words += f"{trained:,.2f}M of {lora.coverage(model)}, "
+            trained = model.num_parameters(only_trainable=True)
+            words += f"{trained / 1e6:,.2f}M of {lora.coverage(model)}, "
         if ranks.size > 1:
             words += f"{ranks.size} x "
         return f"{words}{ranks.device}, {ranks.dtype}"
