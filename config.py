@@ -28,6 +28,7 @@ from plumbing.stop import leads
 from plumbing.threads import choose_threads, use_threads
 from plumbing.trust import check_origin
 
+Settings = dict[str, Any]  # values of knobs by name
 HERE = Path(__file__).parent
 WORLD = HERE / "world" / "files"
 FACTS = HERE / "tasks" / "facts"
@@ -381,7 +382,7 @@ class Config(
 
 
 # What config.json has besides the knobs.
-ABOUT: dict[str, Any] = {"program": "inspo.py", "commit": "unknown", "id": "", "content": {}}
+ABOUT: Settings = {"program": "inspo.py", "commit": "unknown", "id": "", "content": {}}
 C = TypeVar("C", bound=Config)
 # What a knob of a type takes from Python.
 TYPES: dict[Any, Any] = {bool: bool, int: Integral, float: Real, str: (str, os.PathLike)}
@@ -398,11 +399,11 @@ def list_data(folder: Path) -> dict[str, str]:
 # Search-R1's questions, from the Hugging Face hub: 169,615 of NQ and HotpotQA to train on, and the
 # 51,713 of the paper's seven benchmarks, of which an evaluation asks a sample.
 SEARCH_R1 = "hf://datasets/PeterJinGo/nq_hotpotqa_train@b7d80abfee334a7a91cb377544f09180d58b34f6"
-NQ_HOTPOTQA: dict[str, Any] = dict(
+NQ_HOTPOTQA: Settings = dict(
     train=f"{SEARCH_R1}/train.parquet", test=f"{SEARCH_R1}/test.parquet", eval_n=2000
 )
 # When the reward of the large ones rises, from others' runs: docs/real.md.
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, Settings] = {
     "world": dict(
         model=str(WORLD / "policy"), **list_data(WORLD), optimizer_model="scripted",
         T=80, batch=24, mini=24, lr=1e-3, max_response=48,
@@ -431,7 +432,7 @@ LORA_LR = {
     "world": 3e-3
 }  # found by trial (docs/LOG.md); elsewhere ten times the rate of whole weights
 # one instruction: the rest of Algorithm 1 then does nothing
-STATIC: dict[str, Any] = dict(N_P=1, N_parent=1, T_e=0)
+STATIC: Settings = dict(N_P=1, N_parent=1, T_e=0)
 
 
 def preset_of(model: str) -> str:
@@ -512,13 +513,13 @@ def configure(kind: type[C] = Config, changes: Mapping[str, Any] = {}, /, **give
     return cfg
 
 
-def check_settings(kind: type[Config], given: Mapping[str, Any]) -> dict[str, Any]:
+def check_settings(kind: type[Config], given: Settings) -> Settings:
     """Returns what is given from Python as knobs have it: in their types, a task's class or object
     as module:Class.
 
     Raises Fault.
     """
-    types: dict[str, Any] = {f.name: f.type for f in fields(kind)} | {"preset": str}
+    types: Settings = {f.name: f.type for f in fields(kind)} | {"preset": str}
     settings = {}
     for name, value in given.items():
         if name not in types:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import compress
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +26,8 @@ from tasks import Trajectory
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
+Batch = list[Trajectory]
+Extras = dict[str, Tensor]  # of a micro-batch's action tokens, (N,) each
 # parameters of a model whose operations are too short for several threads to share one
 SMALL = 10**7
 MAX_SKIPPED = 5  # optimizer steps in a row without a finite gradient, after which a run stops
@@ -68,7 +71,7 @@ def objective(
     return S - beta * kl, S, kl  # Eq.2
 
 
-def minibatches(taus: list[Trajectory], cfg: GRPOKnobs) -> list[list[Trajectory]]:
+def minibatches(taus: Batch, cfg: GRPOKnobs) -> list[Batch]:
     """Returns the trajectories of a step in parts, one for each optimizer update: `cfg.mini`
     questions each."""
     n = cfg.mini * cfg.G  # CHOICE-10
@@ -84,7 +87,7 @@ def lr_at(t: int, cfg: GRPOKnobs) -> float:
     return cfg.lr * 0.5 * (1 + math.cos(math.pi * (t - rise) / (cfg.T - rise + 1)))
 
 
-def note_tokens(batch: list[Trajectory], extras: dict[str, Tensor]) -> None:
+def note_tokens(batch: Batch, extras: Extras) -> None:
     """Sets `tokens` of the watched trajectories of a micro-batch: what the update saw of each
     action token.
 
@@ -174,7 +177,7 @@ class Learner:
     def set_advantages(self, taus: Sequence[Trajectory]) -> None:
         """Sets A-hat of a step's trajectories from their rewards, on rank 0. One that is alone in
         its group has 0."""
-        groups: dict[int, list[Trajectory]] = {}
+        groups: dict[int, Batch] = {}
         for tau in taus:
             groups.setdefault(tau.group, []).append(tau)
         for group in groups.values():
@@ -184,7 +187,7 @@ class Learner:
             for tau, a in zip(group, A.tolist(), strict=True):
                 tau.advantage = a
 
-    def terms(self, minibatch: list[Trajectory], old: Array | None) -> Terms:
+    def terms(self, minibatch: Batch, old: Array | None) -> Terms:
         """Returns what Eq. 2 needs to know of the N action tokens of a mini-batch, by the names of
         `grpo_head`.
 
@@ -202,7 +205,7 @@ class Learner:
             "eps_high": self.cfg.eps,
         }
 
-    def take_share(self, minibatch: list[Trajectory]) -> Iterator[tuple[list[Trajectory], Indices]]:
+    def take_share(self, minibatch: Batch) -> Iterator[tuple[Batch, Indices]]:
         """Yields this rank's micro-batches of a mini-batch, each with the indices of its action
         tokens among the N."""
         # the tokens of trajectory k are starts[k] to starts[k + 1]
@@ -212,7 +215,7 @@ class Learner:
             tokens = [np.arange(starts[k], starts[k + 1]) for k in batch]
             yield [minibatch[k] for k in batch], np.concatenate(tokens or [np.arange(0)])
 
-    def update(self, t: int, minibatches: list[list[Trajectory]]) -> dict[str, float]:
+    def update(self, t: int, minibatches: list[Batch]) -> dict[str, float]:
         """Takes one optimizer step per mini-batch; returns the metrics of step t.
 
         All ranks skip one whose loss or gradient is not finite. "skipped_updates" counts these and
@@ -270,9 +273,7 @@ class Learner:
             "grad_norm": sum(norms) / len(norms),
         }
 
-    def backward(
-        self, minibatch: list[Trajectory], old: Array | None
-    ) -> tuple[dict[str, float], Tensor]:
+    def backward(self, minibatch: Batch, old: Array | None) -> tuple[dict[str, float], Tensor]:
         """Computes the gradient of a mini-batch, whose loss has one denominator: it depends neither
         on how it is cut into micro-batches nor on the number of ranks.
 
@@ -293,9 +294,7 @@ class Learner:
         sums["tokens"] = sum(sum(tau.mask) for tau in minibatch)
         return sums, torch.cat(gaps, dim=1)
 
-    def differentiate(
-        self, minibatch: list[Trajectory], terms: Terms
-    ) -> Iterator[tuple[list[Trajectory], dict[str, Tensor]]]:
+    def differentiate(self, minibatch: Batch, terms: Terms) -> Iterator[tuple[Batch, Extras]]:
         """Adds the gradients of this rank's micro-batches to those of the parameters; yields each
         with its `extras`, the loss among them.
 
@@ -305,7 +304,7 @@ class Learner:
         trained = self.optimizer.param_groups[0]["params"]
         mine = list(self.take_share(minibatch))
 
-        def compute(k: int) -> tuple[list[Trajectory], dict[str, Tensor], Sequence[Tensor | None]]:
+        def compute(k: int) -> tuple[Batch, Extras, Sequence[Tensor | None]]:
             batch, tokens = mine[k]
             if self.sharded and self.cfg.gather == 1:
                 hold(self.model, k + 1 < len(mine))
@@ -340,7 +339,7 @@ class Learner:
         return size if finite else None
 
     @torch.no_grad()
-    def score(self, minibatch: list[Trajectory]) -> Array:
+    def score(self, minibatch: Batch) -> Array:
         """Returns log-probs and entropies (2, N) of a mini-batch's action tokens under the present
         policy.
 
@@ -358,9 +357,7 @@ class Learner:
         out: Array = scores.cpu().numpy()
         return out
 
-    def loss(
-        self, batch: list[Trajectory], tokens: Indices | slice, terms: Terms
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: Batch, tokens: Indices | slice, terms: Terms) -> tuple[Tensor, Extras]:
         """Returns (loss, extras) of a micro-batch; `tokens`: which of the action tokens that
         `terms` speaks of are its N.
 
@@ -393,14 +390,12 @@ class Learner:
         )
 
         # what the engine said of the same tokens
-        logps, depths = list[float](), list[int]()
+        logps = list[float]()
         for tau in batch:
-            for k, sampled in enumerate(tau.mask):
-                if sampled:
-                    logps.append(tau.logps[k])
-                    depths.append(k)
+            logps += compress(tau.logps, tau.mask)
         engine = send(torch.tensor(logps, dtype=torch.float32), self.device)
-        depth = send(torch.tensor(depths, dtype=torch.int64), self.device)
+        _, packing, predicting, _ = packed
+        depth = packing.positions[predicting] + 1
         old = extras["logp"]
         if terms["old_logp"] is not None:
             old = terms["old_logp"].to(old.dtype)
@@ -413,9 +408,8 @@ class Learner:
         # token was sent to. A new process cannot know which these were: it wants a state of all.
         for p in self.optimizer.param_groups[0]["params"]:
             if p not in self.optimizer.state:
-                step = torch.zeros((), dtype=torch.float32, device=p.device)
                 self.optimizer.state[p] = {
-                    "step": step,
+                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
                     "exp_avg": torch.zeros_like(p),
                     "exp_avg_sq": torch.zeros_like(p),
                 }

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from config import Config
+from plumbing.files import Row
 from tasks import Job, Question, Trajectory
 
 Array = npt.NDArray[np.float64]
@@ -134,10 +134,10 @@ class Population:
         parent."""
         return self.ranked()[0]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Row:
         return {"family": [asdict(I) for I in self.family], "active": list(self.ids)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Row) -> None:
         self.family = [Instruction(**I) for I in state["family"]]
         self.ids = list(state["active"])
 
@@ -223,8 +223,8 @@ class ReplayBuffer:
         questions = dict.fromkeys(e.question for e in items)
         return [q for q in questions if q not in excluded][:n]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Row:
         return {"items": [vars(e) for e in self.items]}  # not copied: they are frozen
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Row) -> None:
         self.items = [Experience(**item) for item in state["items"]]

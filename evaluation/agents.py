@@ -1,11 +1,11 @@
 """What plays: a run, a Hugging Face model or a chat endpoint becomes an agent of its task."""
 
 import contextlib
-import dataclasses
 import functools
 import os
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ PLAYED = (
 SERVED = ("retriever", "corpus", "search_retries", "max_rows", "engine", "device", "vllm_memory")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Subject:
     """A model, with the configuration of its run or preset."""
 
@@ -47,7 +47,7 @@ class Subject:
         flags = {name: given[name] for name in names if given.get(name) is not None}
         if self.run:
             check_origin(self.run, {name: getattr(self.cfg, name) for name in names}, flags)
-        cfg = dataclasses.replace(self.cfg, **flags | knobs)
+        cfg = replace(self.cfg, **flags | knobs)
         fault = out_of_range(cfg, flags) or TaskKnobs.find_fault(cfg)
         if fault:
             raise Fault(fault)
@@ -89,7 +89,7 @@ def find_subject(what: str, served: str = "") -> Subject:
     return Subject(path.resolve().name, str(weights), read_config(run), I_star, run=run)
 
 
-@dataclasses.dataclass
+@dataclass
 class Agent(contextlib.AbstractContextManager["Agent"]):
     """A model that plays a task under an instruction.
 

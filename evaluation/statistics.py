@@ -8,7 +8,6 @@ on these questions.
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -163,11 +162,10 @@ def adjust_p_values(differences: Mapping[K, Difference]) -> dict[K, float]:
 
     Those without a test (NaN) are left out, and are not part of the family.
     """
-    tested = [(difference.p, key) for key, difference in differences.items() if difference.p >= 0]
-    tested.sort(key=itemgetter(0))
+    tested = {key: difference.p for key, difference in differences.items() if difference.p >= 0}
     adjusted, worst = dict[K, float](), 0.0
-    for rank, (p, key) in enumerate(tested):
-        worst = max(worst, min(1.0, (len(tested) - rank) * p))
+    for rank, key in enumerate(sorted(tested, key=tested.__getitem__)):
+        worst = max(worst, min(1.0, (len(tested) - rank) * tested[key]))
         adjusted[key] = worst
     return adjusted
 

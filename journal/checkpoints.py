@@ -3,10 +3,10 @@ else that a resumed run needs."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from config import Config
@@ -89,14 +89,14 @@ class Checkpoints:
         if mark is self.saved or mark["t"] != policy.t or not policy.in_step:
             return
         self.wait()
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             name = f"checkpoints/step-{mark['t']:06d}"
             path = stack.enter_context(new_directory(self.run.path / name))
             policy.save(path)
             self.saving = policy.writer.submit(self._complete, stack.pop_all(), path, mark)
         self.saved = mark
 
-    def _complete(self, stack: contextlib.ExitStack, path: Path, mark: Row) -> None:
+    def _complete(self, stack: ExitStack, path: Path, mark: Row) -> None:
         """Adds the mark to weights that have been written, and removes the checkpoints that this
         one replaces."""
         with stack:
@@ -105,7 +105,7 @@ class Checkpoints:
         for old in self.run.checkpoints()[: -self.log.cfg.keep]:
             if old != best:
                 # fails on NFS while somebody reads it: the next save tries again
-                with contextlib.suppress(DiskFault):
+                with suppress(DiskFault):
                     remove(old)
 
     def wait(self) -> None:
@@ -113,7 +113,7 @@ class Checkpoints:
         prevented it."""
         self.saving.result()
 
-    @contextlib.contextmanager
+    @contextmanager
     def save_on_failure(self) -> Iterator[None]:
         """Saves the last mark where a run is stopped inside, or fails, and waits until it is
         written."""
@@ -121,7 +121,7 @@ class Checkpoints:
             yield
         except BaseException as e:
             self.log.screen.close()
-            with contextlib.suppress(Exception):  # what ended the run comes first
+            with suppress(Exception):  # what ended the run comes first
                 if not isinstance(e, DiskFault):  # a checkpoint would not fit either
                     self.save()
                 self.wait()

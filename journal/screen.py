@@ -2,8 +2,8 @@
 them."""
 
 import sys
-import time
 from collections.abc import Sequence
+from time import perf_counter
 
 from tqdm import tqdm
 
@@ -20,7 +20,7 @@ class Screen:
 
     def __init__(self, T: int, tools: Sequence[str] = ()):
         status("")
-        self.T, self.tools, self.printed = T, tools, time.perf_counter()
+        self.T, self.tools, self.printed = T, tools, perf_counter()
         # None: no bar without a terminal. Twice a second at most: other programs need the cores.
         self.bar = tqdm(
             total=T, unit="step", file=sys.stdout, disable=None, mininterval=0.5, miniters=0
@@ -40,9 +40,9 @@ class Screen:
         text = f"{purpose.split()[0]} {done}/{total}"
         self.bar.set_postfix_str("" if done == total else text, refresh=False)
         self.bar.update(0)
-        if self.bar.disable and time.perf_counter() > self.printed + QUIET:
+        if self.bar.disable and perf_counter() > self.printed + QUIET:
             self.note(text)
-            self.printed = time.perf_counter()
+            self.printed = perf_counter()
 
     def show_row(self, name: str, row: Row) -> None:
         """Shows what a row of `name`.jsonl says, if a person has to see it."""
@@ -63,7 +63,7 @@ class Screen:
             self.note(f"step {row['t']:3d}  {skipped}: {row['skipped_updates']}")
         if row["t"] % max(1, self.T // 20):
             return ""
-        self.printed = time.perf_counter()
+        self.printed = perf_counter()
         return tell_step(row, self.tools) if row["t"] else ""
 
 

@@ -1,7 +1,7 @@
 """Copies of a run's numbers and texts for a tracker; the run's directory has everything anyway."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Tracker:
                 f"--tracker {name} does not start ({first_line(e)}); mend that, or leave it out"
             ) from None
 
-    def log(self, row: Mapping[str, Any], t: int) -> None:
+    def log(self, row: Row, t: int) -> None:
         """Logs the numbers and texts of a row."""
         try:
             self.send(row, t)
@@ -43,7 +43,7 @@ class Tracker:
             )
             self.name = ""
 
-    def send(self, row: Mapping[str, Any], t: int) -> None:
+    def send(self, row: Row, t: int) -> None:
         if self.name == "tensorboard":
             for name, x in row.items():
                 add = self.api.add_text if isinstance(x, str) else self.api.add_scalar

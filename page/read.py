@@ -42,21 +42,18 @@ class Run:
 
     @property
     def metrics(self) -> list[str]:
-        """The task's metrics, the main one first; while it runs, metrics.jsonl names them beside
-        the first scores."""
-        for row in [self.summary, *self.steps]:
-            if "metrics" in row:
-                return list(row["metrics"])
-        return ["em"]
+        """The task's metrics, the main one first."""
+        return self._names("metrics") or ["em"]
 
     @property
     def tools(self) -> list[str]:
         """The names under which calls of tools are counted, a trajectory."""
-        if "tools" in self.summary:
-            return list(self.summary["tools"])
-        first = self.steps[0] if self.steps else {}
-        scores = [name.removeprefix("test/") for name in first if name.startswith("test/")]
-        return [x for x in scores if x not in self.metrics and "/" not in x]
+        return self._names("tools")
+
+    def _names(self, what: str) -> list[str]:
+        """While it runs, metrics.jsonl has them beside the first scores."""
+        named = [row[what] for row in [self.summary, *self.steps] if what in row]
+        return [*named[0]] if named else []
 
 
 def read_run(path: Path) -> Run:

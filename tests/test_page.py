@@ -70,7 +70,7 @@ def game(path: Path) -> Path:
     rows = [renamed(row) for row in read_lines(path / "metrics.jsonl")]
     for row in filter(lambda row: "w" in row, rows):
         row |= {"reward": 4 * row["reward"] - 1, "w": {j: 4 * x - 1 for j, x in row["w"].items()}}
-    rows[0]["metrics"] = ["won", "fuel"]
+    rows[0] |= {"metrics": ["won", "fuel"], "tools": ["moves"]}
     write(path, "metrics.jsonl", *rows)
     summary = json.loads((path / "summary.json").read_text())
     summary["held_out"] = {name: renamed(row) for name, row in summary["held_out"].items()}

@@ -1,11 +1,11 @@
 """What can be known before a run starts: the device, the memory it needs, whether a prompt leaves
 room for a turn."""
 
-import dataclasses
 import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +127,11 @@ def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
         )
     if device == "cpu" and cfg.micro_tokens == Config.micro_tokens and not is_wide(cfg.model):
         # a CPU has room for their activations
-        cfg = dataclasses.replace(cfg, micro_tokens=CPU_TOKENS, recompute=max(0, cfg.recompute))
+        cfg = replace(cfg, micro_tokens=CPU_TOKENS, recompute=max(0, cfg.recompute))
     if device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
         # torch's layers keep more than Liger's
-        used = dataclasses.replace(
+        used = replace(
             cfg, fused_layers=cfg.fused_layers * bool(importlib.util.find_spec("liger_kernel"))
         )
         gpus = int(os.environ.get("WORLD_SIZE", 1))
@@ -141,7 +141,7 @@ def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
             raise Fault(f"{fault}; {find_flags(used, *place)}")
         if cfg.gather < 0 and not used.gather:
             print(f"note: {fit.notes[-1]}", flush=True)
-        cfg = dataclasses.replace(
+        cfg = replace(
             cfg, recompute=used.recompute, micro_tokens=used.micro_tokens, gather=used.gather
         )
     load_config(cfg.model, cfg.max_prompt + cfg.max_response)
@@ -158,4 +158,4 @@ def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
     for doubt in find_doubts(task, tokenizer):
         print(printable(f"note: {doubt}"), flush=True)
     check_disk(cfg)
-    return dataclasses.replace(cfg, engine=engine, recompute=abs(cfg.recompute)), why
+    return replace(cfg, engine=engine, recompute=abs(cfg.recompute)), why
