@@ -144,6 +144,11 @@ class RolloutKnobs:
         4096, "tokens of context with which a turn may start; more end the trajectory", least=1
     )
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest trajectory whose last turn is complete."""
+        return self.max_prompt + self.max_response
+
 
 @dataclass(frozen=True)
 class GRPOKnobs(RolloutKnobs):

@@ -67,7 +67,7 @@ def objective(
     """
     rho = torch.exp(logp - old)  # Eq.3
     S = surrogate(rho=rho, logp=logp, old=old, **tokens)
-    kl: Tensor = k3.apply(ref - logp)  # CHOICE-23
+    kl = k3.apply(ref - logp)  # CHOICE-23
     return S - beta * kl, S, kl  # Eq.2
 
 
@@ -230,8 +230,8 @@ class Learner:
         # log-probs under pi_old, which the policy still is when the first mini-batch is trained
         olds = [None, *map(self.score, minibatches[1:])]
         total = dict.fromkeys((*SUMS, "tokens"), 0.0)
-        gaps: list[Tensor] = []
-        norms: list[float] = []
+        gaps = []
+        norms = []
         self.model.train()
         for k, minibatch in enumerate(minibatches):
             sums, token_gaps = self.backward(minibatch, olds[k])
@@ -283,7 +283,7 @@ class Learner:
         terms = self.terms(minibatch, old)
         longest = max(len(tau.ids) for tau in minibatch)
         seen = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
-        gaps: list[Tensor] = []
+        gaps = []
         for batch, extras in self.differentiate(minibatch, terms):
             note_tokens(batch, extras)
             seen += torch.stack([extras[name].sum().double() for name in SUMS])

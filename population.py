@@ -67,7 +67,7 @@ class Population:
 
     def probabilities(self) -> Array:
         """Returns p(. | W; P), (|P|,), in the order of `active`."""
-        z: Array = np.array([I.w for I in self.active]) / self.cfg.tau_s
+        z = np.array([I.w for I in self.active]) / self.cfg.tau_s
         z = np.exp(z - z.max())
         p: Array = z / z.sum()  # Eq.4
         return p
@@ -83,7 +83,7 @@ class Population:
     ) -> list[Job]:
         """Returns G jobs for each question, a group of Eq. 3, all under one instruction that is
         drawn for it."""
-        jobs: list[Job] = []
+        jobs = []
         instructions = self.sample(rng, len(questions))
         for group, q in enumerate(questions):
             I = instructions[group]

@@ -174,7 +174,7 @@ def read_candidates(
     reply ended at a limit.
     """
     accepted: dict[int, str] = {}
-    rejected: list[Row] = []
+    rejected = []
     for k, text in enumerate(read_blocks(reply, cut), 1):
         if len(accepted) == n:
             reason = f"{n} were asked for: neither this nor any after it is read"

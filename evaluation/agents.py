@@ -260,7 +260,7 @@ def open_model(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Eng
     from models.model import empty, fill, load_config, load_policy, weights
 
     path, device = chosen.weights, device_of(cfg)
-    model, tokenizer = load_policy(path, stop, cfg.max_prompt + cfg.max_response)
+    model, tokenizer = load_policy(path, stop, cfg.longest)
 
     # in the precision and the engine that training would choose
     wide = device == "cpu" or cfg.dtype == "float32" or explain_too_old(device)
@@ -272,12 +272,7 @@ def open_model(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Eng
     from engines.vllm_engine import VllmEngine
 
     engine = VllmEngine(
-        path,
-        tokenizer,
-        stop,
-        max_len=cfg.max_prompt + cfg.max_response,
-        memory=cfg.vllm_memory,
-        dtype=dtype,
+        path, tokenizer, stop, max_len=cfg.longest, memory=cfg.vllm_memory, dtype=dtype
     )
     engine.load(weights(model))
     return engine, tokenizer

@@ -47,7 +47,7 @@ def export_checkpoint(
     config, computed = load_config(cfg.model), getattr(torch, cfg.dtype)
     model = empty(config, computed if cfg.lora_rank else torch.float32, "cpu")
     if cfg.lora_rank:  # its checkpoints lack the weights that did not change
-        fill(model, load_model(cfg.model, cfg.max_prompt + cfg.max_response))
+        fill(model, load_model(cfg.model, cfg.longest))
         lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
     stored = model.state_dict()
     if cfg.lora_rank:

@@ -95,7 +95,7 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
 
 def collect_questions(task: Task, args: argparse.Namespace) -> dict[str, list[Question]]:
     """The questions of --data by the names of their sets. Raises Fault."""
-    questions: dict[str, list[Question]] = {}
+    questions = {}
     for name in args.data:
         if name not in SPLITS and not isinstance(task, SearchQA):
             raise Fault(
@@ -147,7 +147,7 @@ def play_what_is_left(
         return metrics, rows
     try:
         with open_player() as agent:
-            return play(files, setting, agent, method, left, rows), rows
+            return play(files, setting, agent, method, left, rows, total), rows
     except (Outage, stop.Stopped) as e:
         kept = f"{len(rows)} of {total} rows are kept in {files.path}"
         raise Fault(f"{e}; {kept}: the same command continues there") from None
@@ -197,11 +197,11 @@ def play(
     method: Method,
     chunks: Sequence[Chunk],
     rows: list[Row],
+    total: int,
 ) -> list[str]:
-    """Plays chunks and adds their rows to `rows` and results.jsonl; returns the names of the
-    metrics."""
+    """Plays chunks and adds their rows, of `total` in the end, to `rows` and results.jsonl; returns
+    the names of the metrics."""
     print(player.tools or f"task: {player.task.cfg.task}", flush=True)
-    total = len(rows) + sum(len(some) for _, _, some in chunks)
     seconds = 0.1 if sys.stderr.isatty() else 30
     with tqdm(total=total, initial=len(rows), unit="question", mininterval=seconds) as bar:
 

@@ -8,7 +8,7 @@ import importlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from statistics import fmean, pstdev
+from statistics import pstdev
 from time import perf_counter
 
 from config import Config, evolves, preset_of
@@ -111,8 +111,7 @@ class Log:
         if name == "population" and row["event"] != "prune":
             texts = []
             for I in row["P"]:
-                w = fmean(I["rewards"] or [0])
-                texts.append(f"#{I['id']} (w {w:.2f}): {I['text']}")
+                texts.append(f"#{I['id']} (w {Instruction(**I).w:.2f}): {I['text']}")
             self.track.log({"instructions": "\n\n".join(texts)}, row["t"])
 
     # ---- a step

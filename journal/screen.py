@@ -71,9 +71,11 @@ def tell_step(row: Row, tools: Sequence[str]) -> str:
     """Returns a row of metrics.jsonl in a line."""
     # no tool is called where demonstrations train
     calls = count_calls(row, [tool for tool in tools if tool in row])
-    forms = {"reward": "reward {:.2f}"} | {name: f"{name} {{:.2f}}" for name in calls}
-    forms |= {"logp": "log-prob {:.3f}", "kl": "KL {:.4f}"}
-    forms |= {"P": "|P| {}", "w_best": "best w {:.2f}"}
+    forms = {
+        "reward": "reward {:.2f}",
+        **{name: f"{name} {{:.2f}}" for name in calls},
+        "logp": "log-prob {:.3f}", "kl": "KL {:.4f}", "P": "|P| {}", "w_best": "best w {:.2f}",
+    }  # fmt: skip
     known = row | calls
     said = [form.format(known[name]) for name, form in forms.items() if name in known]
     seconds = sum(row.get(f"time/{x}", 0.0) for x in ("rollout", "reward", "update", "evolve"))

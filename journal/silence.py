@@ -38,12 +38,11 @@ def signs(row: Row) -> dict[str, bool]:
     """Returns which signs a row of metrics.jsonl shows; those that it says nothing about are left
     out."""
     alike = row.get("zero_variance_groups") == 1
-    right = row.get("failed") == 0
     present = {
         NO_ACTION: row.get("valid_actions") == 0,
         NO_ANSWER: row.get("answered") == 0,
         ALL_ALIKE: alike,
-        SOLVED: alike and right,
+        SOLVED: alike and row.get("failed") == 0,
     }
     called = [name.removesuffix("/empty") for name in row if name.endswith("/empty")]
     if called:

@@ -125,8 +125,7 @@ def final_table(summary: Row) -> list[str]:
     rows = {name: row | count_calls(row, tools) for name, row in summary["held_out"].items()}
     for name in count_calls(summary["start"], tools):
         columns[name] = 2
-    head = "  ".join([" " * 33, *(f"{label(name):>9}" for name in columns)])
-    lines = [head]
+    lines = ["  ".join([" " * 33, *(f"{label(name):>9}" for name in columns)])]
     for name, row in rows.items():
         cells = [f"{row[column]:9.{digits}f}" for column, digits in columns.items()]
         lines.append("  ".join([f"{name:33}", *cells]))

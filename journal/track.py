@@ -19,8 +19,9 @@ class Tracker:
         self.name, self.note = name, note
         try:
             if name == "tensorboard":
-                module = importlib.import_module("torch.utils.tensorboard")
-                self.api: Any = module.SummaryWriter(path / name)
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.api: Any = SummaryWriter(path / name)
             elif name:
                 # trackio has wandb's interface, but knows a run by its name
                 self.api = importlib.import_module(name)

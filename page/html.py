@@ -35,7 +35,7 @@ def build_page(paths: Sequence[Path], live: str = "") -> str:
     live: the server's stamp of their files; the page reloads when it changes.
     """
     runs = [read_run(path) for path in paths]
-    described: list[Row] = []
+    described = []
     pages: dict[str, str] = {}
     try:
         for k, run in enumerate(runs):

@@ -144,7 +144,7 @@ def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
         cfg = replace(
             cfg, recompute=used.recompute, micro_tokens=used.micro_tokens, gather=used.gather
         )
-    load_config(cfg.model, cfg.max_prompt + cfg.max_response)
+    load_config(cfg.model, cfg.longest)
     tokenizer = load_tokenizer(cfg.model, task.make_format().stop_strings())
     shortest = min(
         len(task.make_format(tokenizer).encode_prompt(task.instruction, q))

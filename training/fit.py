@@ -156,7 +156,7 @@ def of_update(cfg: Config, model: Any, gpus: int) -> tuple[str, list[Part]]:
     """Returns when the update needs most, and what it needs then."""
     # A turn may start at max_prompt and be followed by its observation. A trajectory longer than
     # micro_tokens is packed alone.
-    tokens = max(cfg.micro_tokens, cfg.max_prompt + cfg.max_response + cfg.max_observation)
+    tokens = max(cfg.micro_tokens, cfg.longest + cfg.max_observation)
     kept, in_block = activations(model.to(model.dtype), tokens, cfg.recompute, cfg.fused_layers)
 
     # Parameters of a block, of the root (embedding, last norm and head) and of the head, and how
@@ -210,7 +210,7 @@ def of_torch_engine(cfg: Config, model: Any) -> list[Part]:
     # Remaining rows are copied before the old cache is freed. A logit's probability is summed in
     # float64, out of place.
     size = model.dtype.itemsize
-    cache = 2 * kv_bytes(model.config, size) * (cfg.max_prompt + cfg.max_response)
+    cache = 2 * kv_bytes(model.config, size) * cfg.longest
     logits, served = 21 * len(model.get_output_embeddings().weight), size * parameters(model)
     return [
         Part("torch engine (weights)", served, served),
@@ -238,7 +238,7 @@ def add_vllm(fit: Fit, cfg: Config, model: Any, gpus: int, share: float) -> None
         Part("vLLM (KV cache)", 0, room),
         Part("vLLM (CUDA graphs, an allowance; also while asleep)", graphs, graphs),
     ]
-    kv, row = kv_bytes(model.config, size), cfg.max_prompt + cfg.max_response  # the longest row
+    kv, row = kv_bytes(model.config, size), cfg.longest  # the longest row
     if room < kv * row:
         fit.starved = (
             f"{fit.title} do not fit: the {share / 1e9:.1f} GB of vLLM have no room for its weights"
@@ -324,7 +324,7 @@ def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[fl
     fused = fused and config.model_type in FAMILIES
     swiglu = fused and getattr(config, "hidden_act", "") == "silu"
     weights = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
-    saved: dict[Any, int] = {}  # storage, or a module that saves less -> bytes
+    saved = {}  # storage, or a module that saves less -> bytes
     ends = [0]  # bytes saved up to the end of each block
 
     def keep(t: torch.Tensor) -> torch.Tensor:

@@ -128,7 +128,7 @@ def load_first_policy(cfg: Config, ranks: Ranks) -> Any:
     """Returns the policy before training, whole and on the CPU, on rank 0; None on the others."""
     if ranks.rank:
         return None
-    model = load_model(cfg.model, cfg.max_prompt + cfg.max_response)
+    model = load_model(cfg.model, cfg.longest)
     return lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
 
 
@@ -167,13 +167,13 @@ def shard_models(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
 
 def make_vllm(policy: Policy) -> Engine:
     """Returns vLLM in this process, or a client of the servers that --vllm names."""
-    cfg, max_len = policy.cfg, policy.cfg.max_prompt + policy.cfg.max_response
+    cfg = policy.cfg
     if cfg.vllm == "colocate":
         return VllmEngine(
             cfg.model,
             policy.tokenizer,
             policy.stop_strings,
-            max_len=max_len,
+            max_len=cfg.longest,
             dtype=policy.ranks.dtype,
             memory=cfg.vllm_memory,
             rows=math.ceil(max(cfg.batch * cfg.G, cfg.eval_n) / policy.ranks.size),
@@ -181,7 +181,7 @@ def make_vllm(policy: Policy) -> Engine:
     from engines.vllm_server import VllmServer
 
     return VllmServer(
-        cfg.vllm, policy.tokenizer, policy.stop_strings, model=cfg.model, max_len=max_len
+        cfg.vllm, policy.tokenizer, policy.stop_strings, model=cfg.model, max_len=cfg.longest
     )
 
 

@@ -112,14 +112,14 @@ def find_frame(instruction: str) -> str:
     return " ".join([*own[:1], rest])
 
 
-def revise(rng: random.Random, clauses: list[str], add: list[str], frame: str = "") -> str:
+def revise(rng: random.Random, clauses: list[str], add: list[str], frame: str) -> str:
     """Returns an instruction with these clauses and the added ones, which replace those that they
     contradict."""
     slots = {CLAUSES[c].slot for c in add}
     kept = [c for c in clauses if CLAUSES[c].slot not in slots]
-    fillers = rng.randint(0, 1)
+    n = rng.randint(0, 1)
     wordings = "any" if rng.random() < 0.3 else "taught"
-    return write_instruction(rng, kept + add, fillers, wordings, frame)
+    return write_instruction(rng, kept + add, n, wordings, frame)
 
 
 def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
