@@ -313,8 +313,7 @@ class Optimizer:
             return replace(self.paid[key], paid_before=True)
         self.check_budget()
         began = time.perf_counter()
-        messages = [{"role": "user", "content": prompt}]
-        body = {"model": self.model, "messages": messages}
+        body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
         billed = [0, 0]  # tokens of prompt and reply, of all tries
 
         def read(answer: Any) -> Reply:

@@ -21,7 +21,7 @@ from plumbing.status import status
 from tasks import Task
 from tasks.formats import encode
 from training.duration import describe_time, flops_of
-from training.fit import decide, find_flags, shapes
+from training.fit import Place, decide, find_flags, shapes
 
 WIDE = 896  # hidden units of a model whose step takes a CPU hours: the 0.5B's
 CPU_TOKENS = 1024  # of a micro-batch there, unless --micro_tokens says otherwise
@@ -32,12 +32,12 @@ def print_memory(cfg: Config) -> None:
     too little memory."""
     gpus, card, memory = read_cards(cfg.dry_run) or (0, "", 0)
     config, engine = shapes(cfg.model), "torch" if cfg.engine == "torch" else "vllm"
-    place = config, engine, gpus, memory
-    fitted, fit = decide(cfg, *place, flops_of(card))
+    place = Place(config, engine, gpus, memory)
+    fitted, fit = decide(cfg, place, flops_of(card))
     status("")
     print(fit.table(), flush=True)
-    if fault := fit.fault():
-        raise Fault(f"{fault}; {find_flags(cfg, *place)}")
+    if fit.fault():
+        raise Fault(f"{fit.fault()}; {find_flags(cfg, place)}")
     size, most = disk(cfg, config)
     print(
         f"\n{describe_time(fitted, config, gpus, card)}\n"
@@ -82,13 +82,10 @@ def check_disk(cfg: Config) -> None:
 
 def find_doubts(task: Task, tokenizer: Any) -> Iterator[str]:
     """Yields what is probably a mistake in what the policy is to read."""
-    questions = task.questions("train")[:64]
-    prompt = str(task.make_format().messages(task.instruction, questions[0]))
-    untold = [
-        tag
-        for end in task.make_format().stop_strings()
-        if (tag := end.replace("/", "")) not in prompt
-    ]
+    questions, form = task.questions("train")[:64], task.make_format()
+    prompt = str(form.messages(task.instruction, questions[0]))
+    tags = [end.replace("/", "") for end in form.stop_strings()]
+    untold = [tag for tag in tags if tag not in prompt]
     if untold:
         yield f"no prompt mentions {', '.join(untold)}, and nothing else is read: let the instruction name the tags"
     for what, text in (
@@ -96,7 +93,8 @@ def find_doubts(task: Task, tokenizer: Any) -> Iterator[str]:
         ("questions", " ".join(q.text for q in questions)),
     ):
         ids = encode(tokenizer, text)
-        if (unknown := ids.count(tokenizer.unk_token_id)) > len(ids) / 3:
+        unknown = ids.count(tokenizer.unk_token_id)
+        if unknown > len(ids) / 3:
             yield f"{unknown / len(ids):.0%} of the tokens of the {what} are unknown to --model {task.cfg.model}"
 
 
@@ -135,10 +133,10 @@ def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
             cfg, fused_layers=cfg.fused_layers * bool(importlib.util.find_spec("liger_kernel"))
         )
         gpus = int(os.environ.get("WORLD_SIZE", 1))
-        place = shapes(cfg.model), engine, gpus, memory
-        used, fit = decide(used, *place, flops_of(torch.cuda.get_device_name()))
-        if fault := fit.fault():
-            raise Fault(f"{fault}; {find_flags(used, *place)}")
+        place = Place(shapes(cfg.model), engine, gpus, memory)
+        used, fit = decide(used, place, flops_of(torch.cuda.get_device_name()))
+        if fit.fault():
+            raise Fault(f"{fit.fault()}; {find_flags(used, place)}")
         if cfg.gather < 0 and not used.gather:
             print(f"note: {fit.notes[-1]}", flush=True)
         cfg = replace(

@@ -8,7 +8,7 @@ activations and gradients besides that state, while vLLM sleeps. The larger of t
 import itertools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,6 +47,15 @@ def shapes(model: str) -> Any:
     from transformers import Qwen2Config
 
     return Qwen2Config(**KNOWN[model])
+
+
+class Place(NamedTuple):
+    """What is to be trained, and on what."""
+
+    config: Any  # Hugging Face's, of the model
+    engine: str
+    gpus: int
+    gpu_mem: float  # GB (1e9 bytes) of each
 
 
 @dataclass
@@ -253,20 +262,19 @@ def add_vllm(fit: Fit, cfg: Config, model: Any, gpus: int, share: float) -> None
     )
 
 
-def decide(
-    cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float, flops: float
-) -> tuple[Config, Fit]:
+def decide(cfg: Config, place: Place, flops: float) -> tuple[Config, Fit]:
     """Returns `cfg` with --recompute and --gather -1 decided, and its estimate, as computed for a
     card of that many FLOP/s."""
-    best, model = replace(cfg, recompute=abs(cfg.recompute)), skeleton(config)
-    fit = estimate(best, config, engine, gpus, gpu_mem)
+    best = replace(cfg, recompute=abs(cfg.recompute))
+    model, gpus = skeleton(place.config), place.gpus
+    fit = estimate(best, *place)
 
     # Activations are kept where there is room, if need be in smaller micro-batches, and the update
     # takes no more time so.
     longest = update_seconds(best, model, gpus, flops)
     for halvings in range(3 if cfg.recompute < 0 else 0):
         kept = replace(cfg, recompute=0, micro_tokens=cfg.micro_tokens >> halvings)
-        room = estimate(kept, config, engine, gpus, gpu_mem)
+        room = estimate(kept, *place)
         if room.is_sure() and update_seconds(kept, model, gpus, flops) <= longest:
             best, fit = kept, room
             break
@@ -274,7 +282,7 @@ def decide(
     # Weights are gathered once an update where there is room.
     if cfg.gather < 0:
         kept = replace(best, gather=1)
-        room = estimate(kept, config, engine, gpus, gpu_mem)
+        room = estimate(kept, *place)
         if room.is_sure():
             return kept, room
         fit.notes.append(
@@ -284,7 +292,7 @@ def decide(
     return replace(best, gather=max(cfg.gather, 0)), fit
 
 
-def find_flags(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -> str:
+def find_flags(cfg: Config, place: Place) -> str:
     """Says with which flags it fits: less memory for the engine, then smaller micro-batches, the
     reference in CPU memory, adapters."""
     ways: list[dict[str, Any]] = [{}, {"offload_reference": True}, {"lora_rank": 32}]
@@ -292,17 +300,19 @@ def find_flags(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float)
         tokens = cfg.micro_tokens >> halvings
         tried = replace(cfg, recompute=cfg.recompute or 1, micro_tokens=tokens, **way)
         tried = replace(tried, gather=min(cfg.gather, 0))
-        fit = estimate(tried, config, engine, gpus, gpu_mem)
+        fit = estimate(tried, *place)
         if fit.update > fit.usable:  # whatever the engine takes
             continue
         over = fit.rollout - fit.usable
-        if engine == "torch" and over > 0:
+        if place.engine == "torch" and over > 0:
             rows = fit.parts[-1].rollout + fit.parts[-2].rollout
             tried = replace(tried, max_rows=max(1, int(cfg.max_rows * (1 - over / rows))))
         elif over > 0 or fit.starved:
             free = fit.usable - sum(part.rollout for part in fit.parts[:-4])  # less vLLM's
-            tried = replace(tried, vllm_memory=max(1, math.floor(20 * free / gpu_mem / 1e9)) / 20)
-        if not estimate(tried, config, engine, gpus, gpu_mem).fault():
+            tried = replace(
+                tried, vllm_memory=max(1, math.floor(20 * free / place.gpu_mem / 1e9)) / 20
+            )
+        if not estimate(tried, *place).fault():
             changed = sorted(vars(tried).items() - vars(cfg).items())
             flags = " ".join(f"--{name} {value}" for name, value in changed)
             return f"it fits with {flags}".replace(" True", "")

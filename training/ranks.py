@@ -108,7 +108,8 @@ class Ranks:
                 self.leave()  # the caller may train again
                 raise
             if isinstance(e, Fault) or (isinstance(e, Stopped) and not self.rank):
-                tell_torchrun(text := printable(str(e)))
+                text = printable(str(e))
+                tell_torchrun(text)
                 print(text, file=sys.stderr)
             elif not (
                 self.rank and stop.requested()
