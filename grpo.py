@@ -21,6 +21,7 @@ from models import lora
 from models.model import hold, reshard
 from models.packing import micro_batches, pack, send
 from plumbing.faults import EngineFault
+from plumbing.files import Row
 from plumbing.threads import compute_alone
 from tasks import Trajectory
 
@@ -107,7 +108,7 @@ def note_tokens(batch: Batch, extras: Extras) -> None:
             tau.tokens = dict(zip(seen, values.tolist(), strict=True))
 
 
-def describe_gaps(gaps: Tensor, sharded: bool) -> dict[str, float]:
+def describe_gaps(gaps: Tensor, sharded: bool) -> Row:
     """Returns columns about the distance of engine and trainer from the gaps and depths (2, n) of
     this rank's tokens: its mean by quarter of the depth, the 99th percentile (the highest of the
     ranks') and the largest ratio."""
@@ -147,7 +148,7 @@ class Learner:
 
     surrogate: Callable[..., Tensor] = staticmethod(clipped_surrogate)
     # mean nats per token, engine to trainer
-    MAX_GAP: ClassVar[dict[str, float]] = {"float32": 1e-3, "bfloat16": 0.1}
+    MAX_GAP: ClassVar[Row] = {"float32": 1e-3, "bfloat16": 0.1}
 
     def __init__(self, model: Any, reference: Any, cfg: GRPOKnobs, max_gap: float = math.inf):
         """`max_gap`: mean nats per token by which engine and trainer may differ."""
@@ -215,7 +216,7 @@ class Learner:
             tokens = [np.arange(starts[k], starts[k + 1]) for k in batch]
             yield [minibatch[k] for k in batch], np.concatenate(tokens or [np.arange(0)])
 
-    def update(self, t: int, minibatches: list[Batch]) -> dict[str, float]:
+    def update(self, t: int, minibatches: list[Batch]) -> Row:
         """Takes one optimizer step per mini-batch; returns the metrics of step t.
 
         All ranks skip one whose loss or gradient is not finite. "skipped_updates" counts these and
@@ -273,7 +274,7 @@ class Learner:
             "grad_norm": sum(norms) / len(norms),
         }
 
-    def backward(self, minibatch: Batch, old: Array | None) -> tuple[dict[str, float], Tensor]:
+    def backward(self, minibatch: Batch, old: Array | None) -> tuple[Row, Tensor]:
         """Computes the gradient of a mini-batch, whose loss has one denominator: it depends neither
         on how it is cut into micro-batches nor on the number of ranks.
 

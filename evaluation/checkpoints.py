@@ -6,13 +6,13 @@ import torch
 
 from config import Config, read_config
 from journal.card import make_card
-from journal.checkpoints import best_of_mark
 from journal.directory import RunDirectory, step_of
 from models import lora
 from models.model import empty, export, fill, load_config, load_model, load_tokenizer
 from plumbing import checkpoint
 from plumbing.faults import CheckpointFault, Fault
 from plumbing.files import new_directory, write_file
+from population import Population
 
 
 def export_checkpoint(
@@ -42,8 +42,9 @@ def export_checkpoint(
         raise CheckpointFault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
 
     # the weights that it holds, in a model of that shape
-    I = best_of_mark(run.load_mark(chosen), cfg)
-
+    P = Population(cfg)
+    P.load_state_dict(run.load_mark(chosen)["population"])
+    I = P.best()
     config, computed = load_config(cfg.model), getattr(torch, cfg.dtype)
     model = empty(config, computed if cfg.lora_rank else torch.float32, "cpu")
     if cfg.lora_rank:  # its checkpoints lack the weights that did not change

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from config import Config
 from journal.directory import RunDirectory
 from journal.log import Log
 from plumbing import checkpoint
@@ -17,13 +16,6 @@ from plumbing.faults import DiskFault
 from plumbing.files import Row, new_directory, remove
 from population import Instruction, Population, ReplayBuffer
 from training.policy import Policy
-
-
-def best_of_mark(mark: Row, cfg: Config) -> Instruction:
-    """Returns the best instruction of the population in a checkpoint's mark."""
-    P = Population(cfg)
-    P.load_state_dict(mark["population"])
-    return P.best()
 
 
 class Checkpoints:

@@ -1,6 +1,7 @@
 """What raises no error and shows only over the steps: rollouts, rewards or replies that come to
 nothing, and a task that is solved."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from statistics import fmean
@@ -62,7 +63,7 @@ class Silence:
         self.told: set[str] = set()
         self.metric = ""
         self.rewards: list[float] = []  # of training, since the last evaluation
-        self.best: tuple[float, float] | None = None  # held-out score, and the reward before it
+        self.best = -math.inf, 0.0  # held-out score, and the reward before it
 
     def hear(self, row: Row) -> list[str]:
         """Returns a line for each sign that has just lasted too long, after a row of
@@ -88,7 +89,7 @@ class Silence:
         if score is None or not self.rewards:
             return None
         reward, self.rewards = fmean(self.rewards), []
-        if self.best is None or score > self.best[0]:
+        if score > self.best[0]:
             self.best = score, reward
         before = self.best[1]
         return reward - before > RISE * max(abs(reward), abs(before))

@@ -43,6 +43,7 @@ from models.model import (
 )
 from plumbing import checkpoint, stop
 from plumbing.faults import DiskFault, Diverged, Fault
+from plumbing.files import Row
 from plumbing.status import status
 from population import Instruction
 from rollout import rollout
@@ -147,22 +148,26 @@ def shard_models(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
     """
     config, compute = load_config(cfg.model), getattr(torch, ranks.dtype)
     kept = compute if cfg.lora_rank else torch.float32  # frozen weights take no small steps
-    models = [lora.add(skeleton(config, kept), cfg.lora_rank, cfg.lora_alpha)]
-    if cfg.beta and not cfg.lora_rank:
-        models.append(skeleton(config, compute))
+    trained = lora.add(skeleton(config, kept), cfg.lora_rank, cfg.lora_alpha)
+    frozen = skeleton(config, compute) if cfg.beta and not cfg.lora_rank else None
+
     # only updates are computed with these layers: their batches are one row
     if ranks.device == "cuda":
-        fused = [fuse(model) if cfg.fused_layers else "none (--fused_layers 0)" for model in models]
+        fused = "none (--fused_layers 0)"
+        if cfg.fused_layers:
+            fused = fuse(trained)
+            if frozen:
+                fuse(frozen)
         if ranks.rank == 0:
-            print(f"fused layers: {fused[0]}", flush=True)
-    trained, *frozen = models
+            print(f"fused layers: {fused}", flush=True)
+
     gather, offload = cfg.gather == 1, cfg.offload_reference
-    trained = shard(trained, ranks.device, compute=compute, gather=gather)
-    trained = fill(trained, first, choose_dither_seed(cfg, ranks))
-    frozen = [
-        shard(model, ranks.device, frozen=True, offload=offload, gather=gather) for model in frozen
-    ]
-    return trained, fill(frozen[0], first) if frozen else None
+    shard(trained, ranks.device, compute=compute, gather=gather)
+    fill(trained, first, choose_dither_seed(cfg, ranks))
+    if frozen:
+        shard(frozen, ranks.device, frozen=True, offload=offload, gather=gather)
+        fill(frozen, first)
+    return trained, frozen
 
 
 def make_vllm(policy: Policy) -> Engine:
@@ -227,7 +232,7 @@ class Policy:
             vars(first).pop("forward_packed", None)
         self.engine = make_vllm(self) if cfg.engine == "vllm" else make_torch_engine(self, first)
         self.t = 0  # the last step whose update has begun; -1: the weights are those of no step
-        self.seconds: dict[str, float] = {}  # of each method's last call, and "tools"
+        self.seconds: Row = {}  # of each method's last call, and "tools"
         self.in_step = True  # whether all ranks wait for the next call
         # called with purpose, ended and all trajectories of a rollout under way
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None
@@ -304,7 +309,7 @@ class Policy:
         return taus
 
     @on_all_ranks(of_rank_0)
-    def update(self, t: int, taus: Sequence[Trajectory]) -> dict[str, float]:
+    def update(self, t: int, taus: Sequence[Trajectory]) -> Row:
         """Takes step t of GRPO on the rewarded trajectories (Eq. 2); returns the metrics of the
         whole batch.
 
@@ -334,7 +339,7 @@ class Policy:
             )
         return metrics
 
-    def measure_speed(self, taus: Sequence[Trajectory]) -> dict[str, float]:
+    def measure_speed(self, taus: Sequence[Trajectory]) -> Row:
         """Returns columns about the speed of the step that was taken with these trajectories.
 
         Tokens are those that all ranks sampled per second of the rollouts, and those that they
@@ -360,7 +365,7 @@ class Policy:
             "search/faults": self.count_faults(),
         }
 
-    def compute_mfu(self, tokens_per_s: float) -> dict[str, float]:
+    def compute_mfu(self, tokens_per_s: float) -> Row:
         """Returns the share of the cards' peak that an update of so many tokens a second takes; {}
         for a card whose peak is not known.
 
@@ -499,9 +504,11 @@ def follow(ranks: Ranks, task: Task, learner: type[Learner] | None = None) -> No
     task.connect(address)
     policy = Policy(cfg, ranks, task, learner)
     try:
-        while call := ranks.broadcast():
+        call = ranks.broadcast()
+        while call:
             method, args, kwargs = call
             method(policy, *args, **kwargs)
+            call = ranks.broadcast()
     finally:
         policy.writer.shutdown()  # a fault costs no checkpoint that is being written
     policy.close()
