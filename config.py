@@ -317,10 +317,11 @@ class EngineKnobs:
     )
 
     def find_fault(self) -> str:
-        if self.vllm != "colocate" and not self.vllm.startswith(("http://", "https://")):
-            return f"--vllm {self.vllm}: choose colocate, or give the URL of a server, http://host:port"
-        if self.vllm != "colocate" and self.engine == "torch":
-            return f"--vllm {self.vllm}: it is not used with --engine torch"
+        if self.vllm != "colocate":
+            if not self.vllm.startswith(("http://", "https://")):
+                return f"--vllm {self.vllm}: choose colocate, or give the URL of a server, http://host:port"
+            if self.engine == "torch":
+                return f"--vllm {self.vllm}: it is not used with --engine torch"
         if self.dry_run and not read_cards(self.dry_run):
             return (
                 f"--dry_run {self.dry_run}: say how many of which GPUs, as 8xh100 ({', '.join(CARDS)}), or of which"

@@ -65,9 +65,9 @@ def read_evaluation(path: Path) -> Evaluation:
             values[data] = np.array([float(row[metric]) for row in rows if row["data"] == data])
             whole = len(values[data]) == part["questions"] > 0
             if not (whole and np.isfinite(values[data]).all()):
-                raise ValueError("it has not finished")
+                raise ValueError  # it has not finished
         if not values or not isinstance(setting["content"], dict):
-            raise ValueError("it is of another version")
+            raise ValueError  # it is of another version
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise Fault(
             f"--compare {path}: no finished evaluation of this version is in it; evaluate.py writes one"
