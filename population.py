@@ -100,7 +100,7 @@ class Population:
         """Returns the active instructions, the highest weight first; ties keep the parents first."""
         return sorted(self.active, key=lambda I: -I.w)
 
-    def prune(self, ranked: Sequence[Instruction], N_parent: int, t: int) -> list[Instruction]:
+    def prune(self, ranked: Sequence[Instruction], N_parent: int, t: int) -> Sequence[Instruction]:
         """Drops the bottom floor(|P|/2) of `ranked`, keeping at least N_parent; returns the dropped
         ones."""
         kept = max(N_parent, len(ranked) - len(ranked) // 2)  # CHOICE-3
@@ -123,11 +123,11 @@ class Population:
         for c in new:
             self.join(c.text, c.parent, t, c.r)
 
-    def _drop(self, dropped: Sequence[Instruction], t: int) -> list[Instruction]:
+    def _drop(self, dropped: Sequence[Instruction], t: int) -> Sequence[Instruction]:
         for I in dropped:
             I.left = t
             self.ids.remove(I.id)
-        return list(dropped)
+        return dropped
 
     def best(self) -> Instruction:
         """Returns argmax w; right after an evolution, with all weights 0, that is the first

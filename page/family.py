@@ -89,8 +89,9 @@ def _instructions(run: Run) -> dict[int, Row]:
     # what each step gave it
     for row in run.steps:
         for id, w in row.get("w", {}).items():
-            if int(id) in out:
-                out[int(id)]["history"].append([row["t"], w, row["p"].get(id), row["n"].get(id, 0)])
+            I = out.get(int(id))
+            if I:
+                I["history"].append([row["t"], w, row["p"].get(id), row["n"].get(id, 0)])
     return dict(sorted(out.items()))
 
 

@@ -377,9 +377,9 @@ def attention_of_shapes(_: Any, q: Any, k: Any, v: Any, *__: Any, **___: Any) ->
     return torch.cat([out], dim=2).transpose(1, 2), None
 
 
-def kv_bytes(config: Any, size: int = 2) -> int:
+def kv_bytes(config: Any, size: int = 2) -> Any:
     """Returns the bytes of one token's keys and values, of `size` bytes each."""
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * size * config.num_hidden_layers * heads * dim)
+    return 2 * size * config.num_hidden_layers * heads * dim

@@ -106,7 +106,7 @@ def find_frame(instruction: str) -> str:
     for sentence in KNOWN_SENTENCES:
         rest = rest.replace(sentence, " ")
     rest = " ".join(rest.split())
-    if not set(re.findall(r"</?\w+>", rest)) - KNOWN_TAGS:
+    if KNOWN_TAGS.issuperset(re.findall(r"</?\w+>", rest)):
         return ""
     own = [frame for frame in FRAMES if frame in instruction]
     return " ".join([*own[:1], rest])
