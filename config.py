@@ -398,8 +398,8 @@ DATA = ("valid", "test", "corpus", "instruction")  # what goes with a preset's -
 
 def list_data(folder: Path) -> dict[str, str]:
     """Returns the files of a preset's folder, by their flags."""
-    rows = {name: str(folder / f"{name}.jsonl") for name in ("train", *DATA)}
-    return rows | {"instruction": str(folder / "instruction.txt")}
+    files = {name: str(folder / f"{name}.jsonl") for name in ("train", *DATA)}
+    return files | {"instruction": str(folder / "instruction.txt")}
 
 
 # Search-R1's questions, from the Hugging Face hub: 169,615 of NQ and HotpotQA to train on, and the

@@ -47,12 +47,12 @@ def export_checkpoint(
     I = P.best()
     config, computed = load_config(cfg.model), getattr(torch, cfg.dtype)
     model = empty(config, computed if cfg.lora_rank else torch.float32, "cpu")
+    stored = model.state_dict()
     if cfg.lora_rank:  # its checkpoints lack the weights that did not change
         fill(model, load_model(cfg.model, cfg.longest))
         lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
-    stored = model.state_dict()
-    if cfg.lora_rank:
-        stored = {name: value for name, value in stored.items() if lora.is_adapter(name)}
+        both = model.state_dict()
+        stored = {name: value for name, value in both.items() if lora.is_adapter(name)}
     checkpoint.load({"model": stored}, chosen, alone=True)
 
     # what is written

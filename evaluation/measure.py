@@ -217,8 +217,9 @@ def play(
             taus = method.play(player, some)
             measured = player.score(taus)
             metrics = list(measured[0])
-            started = {"setting": setting, "metrics": metrics}
-            files.write("summary.json", json.dumps(started, indent=1))
+            files.write(
+                "summary.json", json.dumps({"setting": setting, "metrics": metrics}, indent=1)
+            )
             for tau, values in zip(taus, measured, strict=True):
                 rows.append({"data": title} | make_row(player.task, tau, values))
                 files.append("results", rows[-1])
