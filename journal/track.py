@@ -21,7 +21,9 @@ class Tracker:
             if name == "tensorboard":
                 from torch.utils.tensorboard import SummaryWriter
 
-                self.api: Any = SummaryWriter(path / name)
+                self.api: Any = SummaryWriter
+                self.folder = path / name
+                self.writer: Any = None
             elif name:
                 # trackio has wandb's interface, but knows a run by its name
                 self.api = importlib.import_module(name)
@@ -46,8 +48,10 @@ class Tracker:
 
     def send(self, row: Row, t: int) -> None:
         if self.name == "tensorboard":
+            if self.writer is None:  # hides later steps of a process that was killed
+                self.writer = self.api(self.folder, purge_step=t)
             for name, x in row.items():
-                add = self.api.add_text if isinstance(x, str) else self.api.add_scalar
+                add = self.writer.add_text if isinstance(x, str) else self.writer.add_scalar
                 add(name, x, t)
         elif self.name:
             shown = dict(row)
