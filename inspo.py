@@ -255,7 +255,7 @@ class Evolution:
         # n rewards of the parent, then n of each revision
         n = len(D_B)
         rewards = [tau.reward for tau in taus]
-        tested = list[Candidate]()
+        tested = []
         for k, text in enumerate(I_new, 1):
             own = rewards[k * n : (k + 1) * n]
             tested.append(Candidate(text, I_parent.id, own, parent_rewards=rewards[:n]))

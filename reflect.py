@@ -17,6 +17,7 @@ from typing import Any
 from config import Config, evolves, find_endpoint, scripted
 from plumbing.client import Client
 from plumbing.faults import OptimizerDown, Outage
+from plumbing.files import Row
 from plumbing.outside import plain, printable, without_secrets
 from plumbing.replies import Reply, read_blocks, read_reply, usage_of
 from plumbing.stop import may_stop
@@ -27,6 +28,8 @@ QUESTION = re.compile(r"^\W*question\s*:", re.I | re.M)
 CONTROL = re.compile(
     r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk|(?:start|end)_of_turn)>|\[/?INST\]"
 )
+# texts of question and response, each with its golds
+Failures = Sequence[tuple[str, tuple[str, ...]]]
 RESULT = re.compile(r"<information>(.*?)</information>", re.S)
 
 # App. E, word for word; {n} stands for its N. (The paraphrase prompt has "6" there, which is N_P -
@@ -101,7 +104,7 @@ def history_prompt(scored: Sequence[tuple[str, float]], n: int) -> str:
 
 def reflection_prompt(
     instruction: str,
-    failures: Sequence[tuple[str, tuple[str, ...]]],
+    failures: Failures,
     n: int,
     budget: int,
     observations: Sequence[str] = ("information",),
@@ -116,9 +119,7 @@ def reflection_prompt(
     return REFLECTION.format(instruction=instruction, examples=shown, n=n)
 
 
-def format_examples(
-    failures: Sequence[tuple[str, tuple[str, ...]]], budget: int, observations: Sequence[str]
-) -> list[str]:
+def format_examples(failures: Failures, budget: int, observations: Sequence[str]) -> list[str]:
     """Returns failures, (question and response, golds), as they stand in a prompt, in `budget`
     tokens together."""
     count, _ = make_token_counter()
@@ -171,7 +172,7 @@ def read_candidates(
     n: int,
     unfit: Callable[[str, str], str],
     cut: bool = True,
-) -> tuple[dict[int, str], list[dict[str, Any]]]:
+) -> tuple[dict[int, str], list[Row]]:
     """Returns the first `n` of a reply's candidates in which `find_flaw` finds none, {k: text}, and
     the others, {"k", "reason"}.
 
@@ -179,7 +180,7 @@ def read_candidates(
     reply ended at a limit.
     """
     accepted: dict[int, str] = {}
-    rejected: list[dict[str, Any]] = []
+    rejected = []
     for k, text in enumerate(read_blocks(reply, cut), 1):
         if len(accepted) == n:
             reason = f"{n} were asked for: neither this nor any after it is read"
@@ -319,8 +320,7 @@ class Optimizer:
             return replace(self.paid[key], paid_before=True)
         self.check_budget()
         began = time.perf_counter()
-        messages = [{"role": "user", "content": prompt}]
-        body = {"model": self.model, "messages": messages}
+        body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
         billed = [0, 0]  # tokens of prompt and reply, of all tries
 
         def read(answer: Any) -> Reply:

@@ -111,7 +111,7 @@ def rollout(
     form = task.make_format(tokenizer)  # how calls, answers and results are written
     encode_prompt = cache(form.encode_prompt)
     at_once = min(engine.max_rows, task.at_once)
-    taus: list[Trajectory] = []
+    taus = []
     ended = 0
     for first in range(0, len(jobs), at_once):
         # as many episodes as fit, played together

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import gzip
 import itertools
@@ -13,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -52,7 +52,7 @@ class RunDirectory:
         self._lock: IO[bytes] | None = None
 
     @classmethod
-    @contextlib.contextmanager
+    @contextmanager
     def opened(cls, cfg: Config, task: Task, *parts: object) -> Iterator[RunDirectory]:
         """Yields the directory of a run; what ends a run that can be resumed becomes a Fault that
         says how.
@@ -94,7 +94,7 @@ class RunDirectory:
             read_config(Path(cfg.out), type(cfg), resume=True)
         # a directory without anybody's files, locked
         run = cls(Path(cfg.out or "runs"))
-        with contextlib.ExitStack() as stack, writing(run.path):
+        with ExitStack() as stack, writing(run.path):
             stack.callback(run.close)
             if not cfg.out:
                 run.path = _unused(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{cfg.mode}")
@@ -160,7 +160,7 @@ class RunDirectory:
         """Removes what the run has written, and the directory if nothing else is in it."""
         for path in set(self.path.iterdir()) - self.others:
             remove(path)
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self.path.rmdir()
 
     def close(self) -> None:
@@ -295,7 +295,7 @@ def _unused(name: str) -> Path:
     """Creates and returns the directory `name`, or `name`-2, -3, ... if that is taken."""
     for k in itertools.count(1):
         path = Path(name if k == 1 else f"{name}-{k}")
-        with contextlib.suppress(FileExistsError):
+        with suppress(FileExistsError):
             path.mkdir(parents=True)
             break
     return path

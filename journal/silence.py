@@ -1,10 +1,12 @@
 """What raises no error and shows only over the steps: rollouts, rewards or replies that come to
 nothing, and a task that is solved."""
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from statistics import fmean
-from typing import Any
+
+from plumbing.files import Row
 
 PATIENCE = 5  # steps
 RISE = 0.2  # of the training reward, as a share of itself, that the held-out score should follow
@@ -33,16 +35,15 @@ UNITS = {NO_CANDIDATE: "evolutions", NOT_FOLLOWED: "evaluations"}  # others are 
 LIMIT = 3  # of these
 
 
-def signs(row: Mapping[str, Any]) -> dict[str, bool]:
+def signs(row: Row) -> dict[str, bool]:
     """Returns which signs a row of metrics.jsonl shows; those that it says nothing about are left
     out."""
     alike = row.get("zero_variance_groups") == 1
-    right = row.get("failed") == 0
     present = {
         NO_ACTION: row.get("valid_actions") == 0,
         NO_ANSWER: row.get("answered") == 0,
         ALL_ALIKE: alike,
-        SOLVED: alike and right,
+        SOLVED: alike and row.get("failed") == 0,
     }
     called = [name.removesuffix("/empty") for name in row if name.endswith("/empty")]
     if called:
@@ -62,9 +63,9 @@ class Silence:
         self.told: set[str] = set()
         self.metric = ""
         self.rewards: list[float] = []  # of training, since the last evaluation
-        self.best: tuple[float, float] | None = None  # held-out score, and the reward before it
+        self.best = -math.inf, 0.0  # held-out score, and the reward before it
 
-    def hear(self, row: Mapping[str, Any]) -> list[str]:
+    def hear(self, row: Row) -> list[str]:
         """Returns a line for each sign that has just lasted too long, after a row of
         metrics.jsonl."""
         present = signs(row)
@@ -77,7 +78,7 @@ class Silence:
         told, self.told = self.told, set(lines)
         return [line for sign, line in lines.items() if sign not in told]
 
-    def _compare_held_out(self, row: Mapping[str, Any]) -> bool | None:
+    def _compare_held_out(self, row: Row) -> bool | None:
         """Returns whether the reward has risen by RISE since the held-out score was best; None
         where a row has no evaluation."""
         if row.get("metrics"):
@@ -88,7 +89,7 @@ class Silence:
         if score is None or not self.rewards:
             return None
         reward, self.rewards = fmean(self.rewards), []
-        if self.best is None or score > self.best[0]:
+        if score > self.best[0]:
             self.best = score, reward
         before = self.best[1]
         return reward - before > RISE * max(abs(reward), abs(before))

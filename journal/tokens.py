@@ -38,7 +38,7 @@ def token_data(tau: Trajectory, tokenizer: Any, limit: int = 2000) -> Row:
     }
 
 
-def show_mask(tau: Trajectory, tokenizer: Any, lines: int = 20, width: int = 110) -> str:
+def show_mask(tau: Trajectory, tokenizer: Any, width: int = 110) -> str:
     """Returns a trajectory as the update reads it, a line for each turn and each text between them.
 
     The middle of a long line is left out: whether a mask is wrong is seen at the ends.
@@ -47,7 +47,7 @@ def show_mask(tau: Trajectory, tokenizer: Any, lines: int = 20, width: int = 110
     for sampled, run in groupby(zip(tau.mask, tau.ids, strict=True), key=lambda pair: pair[0]):
         text: str = tokenizer.decode([id for _, id in run], skip_special_tokens=False)
         shown.append(f"  {'|' if sampled else ' '} {cut_middle(text, width)}".replace("\n", "\\n"))
-    return "\n".join(shown[:lines])
+    return "\n".join(shown[:20])
 
 
 def short(x: float) -> float | None:

@@ -33,7 +33,8 @@ def find_status(run: Run) -> Row:
     """Returns {"state", "t", "T", "written"}; state: finished, running, or stopped (no line for ten
     minutes)."""
     state = "running" if time.time() - run.written < RUNNING else "stopped"
-    state = "finished" if run.summary else state
+    if run.summary:
+        state = "finished"
     return {"state": state, "t": run.t, "T": run.T, "written": run.written}
 
 

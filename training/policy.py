@@ -43,6 +43,7 @@ from models.model import (
 )
 from plumbing import checkpoint, stop
 from plumbing.faults import DiskFault, Diverged, Fault
+from plumbing.files import Row
 from plumbing.status import status
 from population import Instruction
 from rollout import rollout
@@ -129,7 +130,7 @@ def load_first_policy(cfg: Config, ranks: Ranks) -> Any:
     """Returns the policy before training, whole and on the CPU, on rank 0; None on the others."""
     if ranks.rank:
         return None
-    model = load_model(cfg.model, cfg.max_prompt + cfg.max_response)
+    model = load_model(cfg.model, cfg.longest)
     return lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
 
 
@@ -172,13 +173,13 @@ def shard_models(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
 
 def make_vllm(policy: Policy) -> Engine:
     """Returns vLLM in this process, or a client of the servers that --vllm names."""
-    cfg, max_len = policy.cfg, policy.cfg.max_prompt + policy.cfg.max_response
+    cfg = policy.cfg
     if cfg.vllm == "colocate":
         return VllmEngine(
             cfg.model,
             policy.tokenizer,
             policy.stop_strings,
-            max_len=max_len,
+            max_len=cfg.longest,
             dtype=policy.ranks.dtype,
             memory=cfg.vllm_memory,
             rows=math.ceil(max(cfg.batch * cfg.G, cfg.eval_n) / policy.ranks.size),
@@ -186,7 +187,7 @@ def make_vllm(policy: Policy) -> Engine:
     from engines.vllm_server import VllmServer
 
     return VllmServer(
-        cfg.vllm, policy.tokenizer, policy.stop_strings, model=cfg.model, max_len=max_len
+        cfg.vllm, policy.tokenizer, policy.stop_strings, model=cfg.model, max_len=cfg.longest
     )
 
 
@@ -232,7 +233,7 @@ class Policy:
             vars(first).pop("forward_packed", None)
         self.engine = make_vllm(self) if cfg.engine == "vllm" else make_torch_engine(self, first)
         self.t = 0  # the last step whose update has begun; -1: the weights are those of no step
-        self.seconds: dict[str, float] = {}  # of each method's last call, and "tools"
+        self.seconds: Row = {}  # of each method's last call, and "tools"
         self.in_step = True  # whether all ranks wait for the next call
         # called with purpose, ended and all trajectories of a rollout under way
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None
@@ -310,7 +311,7 @@ class Policy:
         return taus
 
     @on_all_ranks(of_rank_0)
-    def update(self, t: int, taus: Sequence[Trajectory]) -> dict[str, float]:
+    def update(self, t: int, taus: Sequence[Trajectory]) -> Row:
         """Takes step t of GRPO on the rewarded trajectories (Eq. 2); returns the metrics of the
         whole batch.
 
@@ -340,7 +341,7 @@ class Policy:
             )
         return metrics
 
-    def measure_speed(self, taus: Sequence[Trajectory]) -> dict[str, float]:
+    def measure_speed(self, taus: Sequence[Trajectory]) -> Row:
         """Returns columns about the speed of the step that was taken with these trajectories.
 
         Tokens are those that all ranks sampled per second of the rollouts, and those that they
@@ -366,7 +367,7 @@ class Policy:
             "search/faults": self.count_faults(),
         }
 
-    def compute_mfu(self, tokens_per_s: float) -> dict[str, float]:
+    def compute_mfu(self, tokens_per_s: float) -> Row:
         """Returns the share of the cards' peak that an update of so many tokens a second takes; {}
         for a card whose peak is not known.
 
@@ -480,10 +481,10 @@ class Policy:
     def describe(self) -> str:
         """Returns in words what is trained, and on what."""
         model, ranks = self.learner.model, self.ranks
-        words = f"{sum(p.numel() for p in model.parameters()) / 1e6:,.2f}M parameters, "
+        words = f"{model.num_parameters() / 1e6:,.2f}M parameters, "
         if self.cfg.lora_rank:
-            trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
-            words += f"{trained:,.2f}M of {lora.coverage(model)}, "
+            trained = model.num_parameters(only_trainable=True)
+            words += f"{trained / 1e6:,.2f}M of {lora.coverage(model)}, "
         if ranks.size > 1:
             words += f"{ranks.size} x "
         return f"{words}{ranks.device}, {ranks.dtype}"
@@ -506,9 +507,11 @@ def follow(ranks: Ranks, task: Task, learner: type[Learner] | None = None) -> No
     task.connect(address)
     policy = Policy(cfg, ranks, task, learner)
     try:
-        while call := ranks.broadcast():
+        call = ranks.broadcast()
+        while call:
             method, args, kwargs = call
             method(policy, *args, **kwargs)
+            call = ranks.broadcast()
     finally:
         policy.writer.shutdown()  # a fault costs no checkpoint that is being written
     policy.close()
