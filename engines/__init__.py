@@ -4,13 +4,12 @@ policy."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from plumbing.chat import turn_ends
 
 if TYPE_CHECKING:  # `inspo.py --help` imports this module and must not wait for torch
-    import torch
-    from transformers import PreTrainedTokenizerBase as Tokenizer
+    from models.model import Weights
 
 
 class FinishedTurn(NamedTuple):
@@ -51,9 +50,8 @@ class Engine(Protocol):
         log-probabilities at temperature 1.
         """
 
-    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replaces all weights by (Hugging Face name, whole tensor) pairs, consumed one at a time;
-        forgets all rows.
+    def load(self, weights: Weights) -> None:
+        """Replaces all weights, consumed one at a time; forgets all rows.
 
         Under torchrun, all ranks call this together.
         """
@@ -65,7 +63,7 @@ class Engine(Protocol):
         """Releases everything, so that the process can exit; the engine cannot be used again."""
 
 
-def watch_ends(tokenizer: Tokenizer, stop: tuple[str, ...]) -> Callable[[list[int]], bool]:
+def watch_ends(tokenizer: Any, stop: tuple[str, ...]) -> Callable[[list[int]], bool]:
     """Returns what tells whether the last of a turn's tokens so far ends the turn: one of
     `turn_ends`, or the first that completes one of the strings `stop`."""
     ends = frozenset(turn_ends(tokenizer))

@@ -9,13 +9,11 @@ directory.
 """
 
 import re
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from engines import FinishedTurn
-from engines.remote import RemoteTurns
+from engines.remote import RemoteEngine
 from plumbing.client import TOO_LONG, Client, RequestFailed
 from plumbing.faults import EngineFault, Fault
 from plumbing.outside import without_secrets
@@ -42,7 +40,7 @@ class Words:
         return "\n\n".join(message["content"] for message in messages)
 
 
-class ChatEngine:
+class ChatEngine(RemoteEngine):
     """An Engine that asks `url`/chat/completions, a request a turn; its samples depend on the
     server alone.
 
@@ -50,8 +48,6 @@ class ChatEngine:
     stops answering.
     """
 
-    max_rows = sys.maxsize
-    lockstep = False
     silent = False  # a reply had no text
 
     def __init__(
@@ -67,8 +63,7 @@ class ChatEngine:
         self.url, self.tokenizer, self.stop = without_secrets(url), tokenizer, stop
         self.client = Client([url], 300, retries, api_key)
         self.name = self.choose(name)
-        self.pool = ThreadPoolExecutor(32)
-        self.begin(0)
+        super().__init__(32)
 
     def choose(self, name: str) -> str:
         """Returns the model to ask. Raises Fault if the server has another one; some list nothing,
@@ -93,8 +88,7 @@ class ChatEngine:
         return name
 
     def begin(self, seed: int) -> None:
-        """As Engine."""
-        self.seed, self.turns = seed, RemoteTurns(self.pool)
+        super().begin(seed)
         self.messages: dict[int, list[dict[str, str]]] = {}  # by row
         self.sent: dict[int, int] = {}  # words of a row's context that are in its messages
 
@@ -114,8 +108,8 @@ class ChatEngine:
                 body["stop"] = list(self.stop[:4])  # OpenAI takes no more
             if temperature:
                 body["seed"] = (self.seed + 1000003 * key + len(ids)) % 2**31
-            self.turns.start(self.ask, key, body)
-        for turn in self.turns.finished():
+            self.start(self.ask, key, body)
+        for turn in self.finished():
             text = self.tokenizer.decode(turn.ids)
             if not (text or turn.stop or self.silent):
                 self.silent = True
@@ -172,9 +166,3 @@ class ChatEngine:
         raise EngineFault(
             f"{self.url}: weights cannot be sent to a chat endpoint; train with another engine"
         )
-
-    def sleep(self) -> None:
-        """Does nothing: the server has its own device."""
-
-    def close(self) -> None:
-        self.pool.shutdown(wait=False, cancel_futures=True)

@@ -1,6 +1,7 @@
-"""The turns of one batch of rows that threads fetch from a server, a request a turn."""
+"""What engines have in common whose turns come from servers: threads fetch them, a request a turn."""
 
 import queue
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -8,12 +9,20 @@ from typing import Any
 from engines import FinishedTurn
 
 
-class RemoteTurns:
+class RemoteEngine:
     """Starts turns in a pool's threads and yields them as they finish; what an abandoned batch
     still gets is lost."""
 
-    def __init__(self, pool: ThreadPoolExecutor):
-        self.pool, self.running = pool, 0
+    max_rows = sys.maxsize
+    lockstep = False
+
+    def __init__(self, threads: int):
+        self.pool = ThreadPoolExecutor(threads)
+        self.begin(0)
+
+    def begin(self, seed: int) -> None:
+        """As Engine; samples depend only on `seed` and contexts, as far as the server heeds seeds."""
+        self.seed, self.running = seed, 0
         self.ended: queue.SimpleQueue[Future[FinishedTurn]] = queue.SimpleQueue()
 
     def start(self, fetch: Callable[..., FinishedTurn], *args: Any) -> None:
@@ -31,3 +40,9 @@ class RemoteTurns:
                 return
             self.running, wait = self.running - 1, 0
             yield turn.result()
+
+    def sleep(self) -> None:
+        """Does nothing: the servers have their own devices."""
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)

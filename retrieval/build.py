@@ -88,13 +88,16 @@ def main(argv: list[str] | None = None) -> None:
     # the command line
     parser = parser_of(__doc__)
     add = parser.add_argument
-    model = "a BERT-type model (Hugging Face id or directory), or bm25"
-    add("--encoder", required=True, help=model)
+    add(
+        "--encoder", required=True, help="a BERT-type model (Hugging Face id or directory), or bm25"
+    )
     add("--index", required=True, help="directory to create")
-    kind = "by FAISS's name, such as IVF16384,SQ8 or HNSW32,Flat (Flat)"
-    add("--type", default="Flat", help=kind)
-    most = "tokens of a passage that count (256, or the encoder's most)"
-    add("--max_length", type=int, help=most)
+    add(
+        "--type", default="Flat", help="by FAISS's name, such as IVF16384,SQ8 or HNSW32,Flat (Flat)"
+    )
+    add(
+        "--max_length", type=int, help="tokens of a passage that count (256, or the encoder's most)"
+    )
     args = parser.parse_args(argv)
     out = Path(args.index)
     if out.exists():

@@ -23,23 +23,19 @@ from tasks.tools import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
-
     from tasks import Message, Question, Task
 
 # tokens of readable text are shorter: a longer result is cut before it is tokenized
 TOKEN_CHARACTERS = 128
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode(tokenizer: Any, text: str) -> list[int]:
     """Returns the ids of a text, without the special tokens that a tokenizer puts around it."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
-def encode_conversation(
-    tokenizer: Tokenizer, messages: Sequence[Message], **options: Any
-) -> list[int]:
+def encode_conversation(tokenizer: Any, messages: Sequence[Message], **options: Any) -> list[int]:
     """Returns the ids of messages in the chat template, up to where the policy's turn begins.
 
     `options`: what else the template is given. No text in either can spell a control token.
@@ -51,7 +47,7 @@ def encode_conversation(
 
 
 def encode_observation(
-    tokenizer: Tokenizer, tool: Tool, result: list[str], limit: int, tags: tuple[str, ...] = ()
+    tokenizer: Any, tool: Tool, result: list[str], limit: int, tags: tuple[str, ...] = ()
 ) -> list[int]:
     """Returns a tool's result in its tag as at most `limit` ids; a long one loses its end, not its
     closing tag.
@@ -95,9 +91,8 @@ class Tags:
     A subclass is another format. What takes or returns ids needs the policy's tokenizer.
     """
 
-    def __init__(self, task: Task, tokenizer: Tokenizer | None = None):
-        self.task = task
-        self.tokenizer: Any = tokenizer
+    def __init__(self, task: Task, tokenizer: Any = None):
+        self.task, self.tokenizer = task, tokenizer
 
     # ---- texts
 
@@ -170,7 +165,7 @@ class Tags:
 
     def read_turn(self, ids: Sequence[int]) -> Action:
         """Returns what a sampled turn says."""
-        return self.parse_turn(self.tokenizer.decode(ids, skip_special_tokens=False))
+        return self.parse_turn(self.read_response(ids))
 
     def encode_result(self, action: Action, result: list[str], limit: int) -> list[int]:
         """Returns the ids between a call and the next turn: the result, as `limit` tokens at
@@ -183,6 +178,6 @@ class Tags:
         return encode(self.tokenizer, explain_invalid_action(self.task.tools))
 
     def read_response(self, ids: Sequence[int]) -> str:
-        """Returns everything after the prompt as a text to read."""
+        """Returns sampled tokens, or everything after the prompt, as a text to read."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text

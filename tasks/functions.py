@@ -7,8 +7,6 @@ The policy writes the arguments as a JSON object, or as bare text where the func
 argument and that is text.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect
@@ -151,10 +149,10 @@ class TypedFunction(SchemaTool):
             self.function, self._arguments = function, _make_reader(function)
             super().__init__(_describe(function, self._arguments))
         except Exception as e:  # of pydantic, and what evaluating an annotation raises
-            remedy = (
-                "a tool has JSON types and a docstring that describes every argument under Args:"
-            )
-            raise Fault(f"{where}: {first_line(e).rstrip('!.')}; {remedy}") from None
+            raise Fault(
+                f"{where}: {first_line(e).rstrip('!.')}; a tool has JSON types and a docstring that"
+                " describes every argument under Args:"
+            ) from None
         for word in (*WORDS, "timeout"):
             setattr(self, word, getattr(function, word, getattr(self, word)))
         if (
@@ -196,8 +194,7 @@ def _describe(function: Callable[..., Any], reader: Any) -> dict[str, Any]:
     # here: it takes seconds, and few runs have such a tool
     from transformers.utils.chat_template_utils import parse_google_format_docstring
 
-    union = "primitive_type_array"
-    parameters = reader.json_schema(schema_generator=_Schema, union_format=union)
+    parameters = reader.json_schema(schema_generator=_Schema, union_format="primitive_type_array")
     for word in ("title", "additionalProperties"):
         parameters.pop(word, None)
     properties = parameters.setdefault("properties", {})

@@ -122,9 +122,9 @@ def check_words(where: str, tools: Sequence[Tool]) -> None:
         }
         for word in WORDS:
             if not right[word]:
-                rule = "tags are letters, digits, - and _, no digit first; think, answer and others' tags are reserved"
                 raise Fault(
-                    f"{where}: its tool <{tool.tag}> has the {word} {getattr(tool, word)!r}; {rule}"
+                    f"{where}: its tool <{tool.tag}> has the {word} {getattr(tool, word)!r}; tags are letters,"
+                    " digits, - and _, no digit first; think, answer and others' tags are reserved"
                 )
 
 
