@@ -103,7 +103,11 @@ class VllmServer(RemoteEngine):
         this machine."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        addresses = {self.own_address(url) for url in self.urls}
+        addresses = []  # this machine's, on the routes to the servers
+        for url in self.urls:
+            with socket.socket(type=socket.SOCK_DGRAM) as s:  # UDP: connecting sends nothing
+                s.connect((urlsplit(url).hostname, 9))
+                addresses.append(s.getsockname()[0])
         # loopback only if all servers are on this machine
         address = min(addresses, key=lambda a: a.startswith("127."))
         with socket.socket() as s:
@@ -131,13 +135,6 @@ class VllmServer(RemoteEngine):
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         return NCCLTrainerInitInfo
-
-    @staticmethod
-    def own_address(url: str) -> str:
-        """Returns this machine's address on the route to a server."""
-        with socket.socket(type=socket.SOCK_DGRAM) as s:  # UDP: connecting sends nothing
-            s.connect((urlsplit(url).hostname, 9))
-            return str(s.getsockname()[0])
 
     def generate(
         self, contexts: dict[int, list[int]], max_new: int, temperature: float

@@ -176,32 +176,27 @@ def attend(
     sees at most `window` tokens."""
     max_q, max_k = packing.longest
     window = window or max_k
-    if q.dtype != torch.bfloat16 or not q.is_cuda:
-        return attend_piece_by_piece(q, k, v, packing, window, scaling)
-    if any(packing.before):
-        k, v = KeysOfPieces.apply(k, v, *packing.places)
-    # -1: no window, for which the kernel has a faster variant
-    reach = window - 1 if window < max_k else -1
     # FlashAttention-2, whose causal mask ends at a piece's last query and last key
-    return varlen_attn(
-        q,
-        k,
-        v,
-        packing.query_ends,
-        packing.key_ends,
-        max_q,
-        max_k,
-        scale=scaling,
-        window_size=(reach, 0),
-        enable_gqa=True,
-    )
+    if q.dtype == torch.bfloat16 and q.is_cuda:
+        if any(packing.before):
+            k, v = KeysOfPieces.apply(k, v, *packing.places)
+        # -1: no window, for which the kernel has a faster variant
+        reach = window - 1 if window < max_k else -1
+        return varlen_attn(
+            q,
+            k,
+            v,
+            packing.query_ends,
+            packing.key_ends,
+            max_q,
+            max_k,
+            scale=scaling,
+            window_size=(reach, 0),
+            enable_gqa=True,
+        )
 
-
-def attend_piece_by_piece(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, window: int, scaling: float | None
-) -> Tensor:
-    """Returns what `attend` does, in any dtype and on any device."""
-    # the float32 kernel that keeps no matrix (T, T) needs as many heads of keys as of queries
+    # In any other dtype or on any other device: piece by piece.
+    # The float32 kernel that keeps no matrix (T, T) needs as many heads of keys as of queries
     if q.is_cuda:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     gqa = q.shape[1] > k.shape[1]

@@ -72,17 +72,6 @@ def fill_index(index: faiss.Index, vectors: np.ndarray) -> faiss.Index:
     return index
 
 
-def build_dense(corpus: Corpus, encoders: list[Encoder], folder: Path, kind: str) -> None:
-    """Writes `index.faiss`, of FAISS's type `kind`."""
-    # before hours of encoding
-    index = faiss.index_factory(encoders[0].dimension, kind, faiss.METRIC_INNER_PRODUCT)
-    vectors = folder / "vectors"
-    faiss.write_index(
-        fill_index(index, encode_corpus(corpus, encoders, vectors)), str(folder / "index.faiss")
-    )
-    vectors.unlink(missing_ok=True)
-
-
 def main(argv: list[str] | None = None) -> None:
     """Builds the index that the command line describes; raises Fault if it cannot."""
     # the command line
@@ -150,7 +139,12 @@ def build_index(
 
         # its files
         if encoders:
-            build_dense(corpus, encoders, partial, kind)
+            # before hours of encoding: `kind` may be none of FAISS's
+            index = faiss.index_factory(encoders[0].dimension, kind, faiss.METRIC_INNER_PRODUCT)
+            file = partial / "vectors"
+            fill_index(index, encode_corpus(corpus, encoders, file))
+            faiss.write_index(index, str(partial / "index.faiss"))
+            file.unlink(missing_ok=True)
         else:
             texts = tqdm(corpus.texts(), total=len(corpus), desc="reading", unit=" passages")
             BM25.build(texts).index.save(partial, show_progress=False)
