@@ -11,6 +11,8 @@ from plumbing.chat import turn_ends
 if TYPE_CHECKING:  # `inspo.py --help` imports this module and must not wait for torch
     from models.model import Weights
 
+Contexts = dict[int, list[int]]  # a row's key -> its whole context
+
 
 class FinishedTurn(NamedTuple):
     """What the policy sampled in one turn of a row."""
@@ -19,6 +21,9 @@ class FinishedTurn(NamedTuple):
     ids: list[int]  # sampled tokens, the one that ended the turn included
     logps: list[float]  # log-probability of each, at the sampling temperature
     stop: str = ""  # why a server takes no more of the row, as Trajectory's
+
+
+Turns = Iterator[FinishedTurn]  # as they finish
 
 
 class Engine(Protocol):
@@ -36,11 +41,8 @@ class Engine(Protocol):
     def begin(self, seed: int) -> None:
         """Forgets all rows, even unfinished ones, and seeds the samples that follow."""
 
-    def generate(
-        self, contexts: dict[int, list[int]], max_new: int, temperature: float
-    ) -> Iterator[FinishedTurn]:
-        """Starts a turn for every row in `contexts` (key -> its whole context) and yields turns as
-        they finish.
+    def generate(self, contexts: Contexts, max_new: int, temperature: float) -> Turns:
+        """Starts a turn for every row in `contexts` and yields turns as they finish.
 
         A turn finishes with a stop string (which stays in it), with one of `turn_ends`, or after
         `max_new` tokens. A lockstep engine yields all turns before the iterator ends, and forgets

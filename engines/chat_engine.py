@@ -9,10 +9,9 @@ directory.
 """
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
-from engines import FinishedTurn
+from engines import Contexts, FinishedTurn, Turns
 from engines.remote import RemoteEngine
 from plumbing.client import TOO_LONG, Client, RequestFailed
 from plumbing.faults import EngineFault, Fault
@@ -25,10 +24,10 @@ class Words:
     back whole."""
 
     eos_token_id = -1
-    all_special_tokens: tuple[str, ...] = ()
-    added_tokens_decoder: dict[int, Any] = {}
+    all_special_tokens = ()
+    added_tokens_decoder: dict = {}
 
-    def __call__(self, text: str, **_: object) -> dict[str, list[Any]]:
+    def __call__(self, text: str, **_: object) -> dict:
         return {"input_ids": re.findall(r"\s*\S+|\s+$", text)}
 
     def decode(self, ids: list[Any], **_: object) -> str:
@@ -89,12 +88,10 @@ class ChatEngine(RemoteEngine):
 
     def begin(self, seed: int) -> None:
         super().begin(seed)
-        self.messages: dict[int, list[dict[str, str]]] = {}  # by row
+        self.messages: dict[int, list[dict]] = {}  # by row
         self.sent: dict[int, int] = {}  # words of a row's context that are in its messages
 
-    def generate(
-        self, contexts: dict[int, list[int]], max_new: int, temperature: float
-    ) -> Iterator[FinishedTurn]:
+    def generate(self, contexts: Contexts, max_new: int, temperature: float) -> Turns:
         """As Engine, with 0 for every log-probability; a call waits up to 5 ms for a turn to
         finish."""
         for key, ids in contexts.items():
@@ -121,7 +118,7 @@ class ChatEngine(RemoteEngine):
             self.sent[turn.key] += len(turn.ids)
             yield turn
 
-    def ask(self, key: int, body: dict[str, Any]) -> FinishedTurn:
+    def ask(self, key: int, body: dict) -> FinishedTurn:
         """Returns the server's turn, the last one if it refuses this conversation alone; raises
         EngineFault."""
         try:
@@ -134,7 +131,7 @@ class ChatEngine(RemoteEngine):
         ids = self.tokenizer(self.closed(reply.text, reply.cut))["input_ids"]
         return FinishedTurn(key, ids, [0.0] * len(ids), stop)
 
-    def serves(self, body: dict[str, Any]) -> bool:
+    def serves(self, body: dict) -> bool:
         """Returns whether the server answers a greeting."""
         try:
             self.client.chat(

@@ -2,11 +2,11 @@
 
 import queue
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from engines import FinishedTurn
+from engines import FinishedTurn, Turns
 
 
 class RemoteEngine:
@@ -29,7 +29,7 @@ class RemoteEngine:
         self.pool.submit(fetch, *args).add_done_callback(self.ended.put)
         self.running += 1
 
-    def finished(self) -> Iterator[FinishedTurn]:
+    def finished(self) -> Turns:
         """Yields the turns that have finished, waiting up to 5 ms for the first; raises what
         prevented one."""
         wait = 0.005

@@ -6,14 +6,13 @@ turn. It can share the trainer's model, so that nothing has to be synchronized, 
 deterministic: the same calls return the same bits.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines import FinishedTurn, watch_ends
+from engines import Contexts, FinishedTurn, Turns, watch_ends
 from models.model import Weights, logit_scale, make_head
 
 
@@ -141,9 +140,7 @@ class TorchEngine:
         self.cached: dict[int, int] = {}  # key -> how many tokens of its context are cached
 
     @torch.inference_mode()
-    def generate(
-        self, contexts: dict[int, list[int]], max_new: int, temperature: float
-    ) -> Iterator[FinishedTurn]:
+    def generate(self, contexts: Contexts, max_new: int, temperature: float) -> Turns:
         """As Engine: yields all turns before it returns, and forgets the rows that `contexts` leaves
         out."""
         if not contexts:
@@ -156,8 +153,7 @@ class TorchEngine:
         # `cache` of its own, and `slots` says whose they are.
         cache = self.cache
         slots = torch.arange(len(self.order), device=self.device)
-        ids: list[list[int]] = [[] for _ in self.order]
-        logps: list[list[float]] = [[] for _ in self.order]
+        turns = [FinishedTurn(key, [], []) for key in self.order]
         starts = self._tensor([len(contexts[key]) for key in self.order])
         lengths, finished = starts, set()
         capacity = int(starts.max()) + max_new
@@ -169,13 +165,13 @@ class TorchEngine:
             for row, (slot, token, lp) in enumerate(samples):
                 if slot in finished:
                     continue
-                ids[slot].append(token)
-                logps[slot].append(lp)
-                if self.ended(ids[slot]) or len(ids[slot]) == max_new:
+                turn = turns[slot]
+                turn.ids.append(token)
+                turn.logps.append(lp)
+                if self.ended(turn.ids) or len(turn.ids) == max_new:
                     finished.add(slot)
-                    key = self.order[slot]
-                    self.cached[key] = int(lengths[row])
-                    yield FinishedTurn(key, ids[slot], logps[slot])
+                    self.cached[turn.key] = int(lengths[row])
+                    yield turn
                 else:
                     unfinished.append(row)
 
@@ -183,7 +179,8 @@ class TorchEngine:
             if 2 * len(unfinished) <= len(lengths):
                 if cache is not self.cache:  # from which the next turn starts
                     # the last token is not in it yet
-                    added = torch.arange(max(map(len, ids)) - 1, device=self.device)
+                    longest = max(len(turn.ids) for turn in turns)
+                    added = torch.arange(longest - 1, device=self.device)
                     self.cache.write(slots, cache, starts[slots, None] + added)
                 if not unfinished:
                     break
@@ -198,7 +195,7 @@ class TorchEngine:
             lengths = lengths + 1
         self.model.train(training)
 
-    def _prefill(self, contexts: dict[int, list[int]], room: int) -> Tensor:
+    def _prefill(self, contexts: Contexts, room: int) -> Tensor:
         """Caches the uncached part of every context; returns the last hidden state of each row, (B,
         H)."""
         order = list(contexts)

@@ -10,7 +10,6 @@ import itertools
 import os
 import sys
 import warnings
-from collections.abc import Iterator
 from contextlib import redirect_stderr
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines import FinishedTurn, watch_ends
+from engines import Contexts, FinishedTurn, Turns, watch_ends
 from models.model import Weights, load_config, logit_scale
 from plumbing.faults import EngineFault, Fault
 from plumbing.versions import versions
@@ -92,9 +91,7 @@ class VllmEngine:
         self.core.abort_requests(list(self.turns))
         self.turns.clear()
 
-    def generate(
-        self, contexts: dict[int, list[int]], max_new: int, temperature: float
-    ) -> Iterator[FinishedTurn]:
+    def generate(self, contexts: Contexts, max_new: int, temperature: float) -> Turns:
         """As Engine; a call advances all running turns by one token.
 
         vLLM's core alone takes part. Its frontend would turn every token into text to look for stop
@@ -204,9 +201,7 @@ class VllmEngine:
         gc.collect()
 
 
-def settings(
-    path: str, *, max_len: int, dtype: str, memory: float, rows: int = MAX_SEQS
-) -> dict[str, Any]:
+def settings(path: str, *, max_len: int, dtype: str, memory: float, rows: int = MAX_SEQS) -> dict:
     """Returns vLLM's arguments for an engine in this process; call it before vllm is imported (it
     sets environment).
 
@@ -225,7 +220,7 @@ def settings(
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM's own
-    args: dict[str, Any] = {
+    args = {
         "model": path,
         "dtype": dtype,
         "max_model_len": max_len,

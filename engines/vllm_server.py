@@ -6,7 +6,6 @@ change.
 """
 
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, repeat
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines import FinishedTurn
+from engines import Contexts, FinishedTurn, Turns
 from engines.remote import RemoteEngine
 from engines.vllm_engine import VERSION, probed
 from models.model import Weights, load_config, named_weights, skeleton
@@ -66,7 +65,7 @@ class VllmServer(RemoteEngine):
         self.answers = self.probe()
         self.known: Tensor | None = None
 
-    def inspect(self, url: str, max_len: int) -> dict[str, Any]:
+    def inspect(self, url: str, max_len: int) -> dict:
         """Returns a server's configuration; raises Fault with the command that starts a suitable
         one."""
         place = urlsplit(url)
@@ -80,9 +79,7 @@ class VllmServer(RemoteEngine):
             version = self.request(url, "/version")["version"]
             if not version.startswith(f"{VERSION}."):
                 raise Outage(f"{url} is vLLM {version}, this is written for {VERSION}")
-            config: dict[str, Any] = self.request(url, "/server_info?config_format=json")[
-                "vllm_config"
-            ]
+            config = self.request(url, "/server_info?config_format=json")["vllm_config"]
             longest = config["model_config"]["max_model_len"]
             mode = config["model_config"]["logprobs_mode"]
             backend = (config["weight_transfer_config"] or {}).get("backend")
@@ -136,9 +133,7 @@ class VllmServer(RemoteEngine):
 
         return NCCLTrainerInitInfo
 
-    def generate(
-        self, contexts: dict[int, list[int]], max_new: int, temperature: float
-    ) -> Iterator[FinishedTurn]:
+    def generate(self, contexts: Contexts, max_new: int, temperature: float) -> Turns:
         """As Engine; a call waits up to 5 ms for a turn to finish."""
         for key, ids in contexts.items():
             seed = hash((self.seed, key, len(ids))) % 2**63
@@ -149,7 +144,7 @@ class VllmServer(RemoteEngine):
         yield from self.finished()
 
     def generate_turn(
-        self, key: int, url: str, ids: list[int], sampling_params: dict[str, Any]
+        self, key: int, url: str, ids: list[int], sampling_params: dict
     ) -> FinishedTurn:
         """Returns a turn of row `key` from one of the servers."""
         body = {"token_ids": ids, "sampling_params": sampling_params}
@@ -228,7 +223,7 @@ class VllmServer(RemoteEngine):
     # vLLM's sender calls these on "the" server. Every worker of every server has its own rank in
     # the transfer group.
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
         offsets = [init_info["rank_offset"] + sum(self.workers[:k]) for k in range(len(self.urls))]
         bodies = [{"init_info": init_info | {"rank_offset": offset}} for offset in offsets]
         self.request_all("/init_weight_transfer_engine", *bodies)
@@ -236,13 +231,13 @@ class VllmServer(RemoteEngine):
     def start_weight_update(self) -> None:
         self.request_all("/start_weight_update")
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: dict) -> None:
         self.request_all("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self) -> None:
         self.request_all("/finish_weight_update", {"weight_version": str(self.loads)})
 
-    def request_all(self, path: str, *bodies: dict[str, Any]) -> list[Any]:
+    def request_all(self, path: str, *bodies: dict) -> list:
         """Returns the answers of all servers to simultaneous requests, with one body for all or one
         for each.
 
@@ -254,7 +249,7 @@ class VllmServer(RemoteEngine):
             )
 
     def request(
-        self, url: str, path: str, body: dict[str, Any] | None = None, retries: int | None = None
+        self, url: str, path: str, body: dict | None = None, retries: int | None = None
     ) -> Any:
         """Returns a server's answer to a POST of `body`, or to a GET; raises Outage after the last
         attempt."""
@@ -269,7 +264,7 @@ class VllmServer(RemoteEngine):
                 self.sender.shutdown()
 
 
-def sampling(engine: Any, max_new: int, temperature: float) -> dict[str, Any]:
+def sampling(engine: Any, max_new: int, temperature: float) -> dict:
     """Returns vLLM's sampling parameters for a turn."""
     return {
         "max_tokens": max_new,

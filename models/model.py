@@ -161,7 +161,7 @@ def load_model(path: str, longest: int = 0) -> Any:
     return model
 
 
-def _check_weights(path: str, model: Any, loaded: dict[str, Any]) -> None:
+def _check_weights(path: str, model: Any, loaded: dict) -> None:
     """Raises Fault where weights are not those of a whole model: transformers fills what is missing
     with random numbers, and reads integers without their scales."""
     wrong = {what: loaded[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched")}
@@ -483,8 +483,7 @@ def fill(model: Any, source: Any, seed: int | None = None) -> Any:
         if sharded:
             full = distribute_tensor(
                 full, target.device_mesh, target.placements, src_data_rank=None
-            ).to_local()
-            target = target.to_local()
+            )
         target.copy_(full)
     return model
 

@@ -49,7 +49,7 @@ class Packing:
         self.positions = send(torch.cat(spans), device)  # (T,)
         ends = torch.tensor([[0, *self.lengths], [0, *seen]]).cumsum(1, dtype=torch.int32)
         self.query_ends, self.key_ends = send(ends, device)  # (pieces + 1,) each
-        self.masks: dict[tuple[int, int, int], Tensor] = {}
+        self.masks: dict[tuple, Tensor] = {}
 
     def with_parents(self, x: Tensor) -> list[Tensor]:
         """Returns for each piece what its tokens attend to, of keys or values (1, heads, T, dim) of
@@ -112,7 +112,7 @@ class KeysOfPieces(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         first, shared, several = ctx.back
         both = F.pad(torch.cat(grads, 1), (0, 0, 0, 0, 0, 1))  # a row of zeros at K
         sums = both[first].index_copy_(0, shared, both[several].sum(1))
@@ -243,8 +243,8 @@ def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> lis
 
     def cut(most: int) -> list[tuple[int, list[int]]]:
         """Returns (tokens, places) of batches of at most `most` tokens."""
-        batches: list[tuple[int, list[int]]] = []
-        tokens, places, begun = most, list[int](), set[tuple[int, ...]]()  # full before the first
+        batches = []
+        tokens, places, begun = most, list[int](), set[tuple]()  # full before the first
         for place, tau in enumerate(taus):
             # with this trajectory, whose prompt may be in the batch already
             prefix = prefixes[place]
@@ -281,7 +281,7 @@ def pack(batch: Sequence[Any], device: torch.device) -> tuple[Tensor, Packing, T
     several share before the first of them alone; its packing; and for the N action tokens the
     places that predict them (N,) and their ids (N,)."""
     sharing = Counter(map(prefix_of, batch))
-    begun: dict[tuple[int, ...], int] = {}  # the piece of each prompt that is in the row already
+    begun: dict[tuple, int] = {}  # the piece of each prompt that is in the row already
     ids: list[int] = []
     lengths: list[int] = []
     parents, places, targets = [], [], []

@@ -103,7 +103,7 @@ class Client:
         retries: int,
         key: str | None = None,
         retry_timeout: bool = True,
-        revive: Callable[[], str] = lambda: "",
+        revive: Callable[[], str] = str,  # which returns ""
     ):
         self.urls = [at(url) for url in urls]  # the first is in use
         self.timeout, self.retries = timeout, retries

@@ -14,7 +14,6 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import faiss
 import numpy as np
@@ -94,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # what the index is of
     corpus = Corpus(args.corpus)
-    manifest: dict[str, Any] = {"passages": len(corpus), "digest": corpus.digest}
+    manifest = {"passages": len(corpus), "digest": corpus.digest}
     encoders = []
     if args.encoder == "bm25":
         manifest |= {"encoder": "bm25", "words": WORDS}
@@ -124,7 +123,7 @@ def load_encoders(model: str, family: str, max_length: int | None) -> list[Encod
 
 
 def build_index(
-    corpus: Corpus, manifest: dict[str, Any], encoders: list[Encoder], out: Path, kind: str
+    corpus: Corpus, manifest: dict, encoders: list[Encoder], out: Path, kind: str
 ) -> None:
     """Fills `<out>.partial`, with what an earlier call left there, and renames it."""
     partial = out.with_name(f"{out.name}.partial")

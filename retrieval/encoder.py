@@ -100,7 +100,7 @@ class Encoder:
                 f"--encoder {model}: it pools by {published}, a model of family {self.family} by {self.pooling}; "
                 "name its --family"
             )
-        self.dimension: int = config.hidden_size
+        self.dimension = config.hidden_size
         self._rows = 128 if self.device.startswith("cuda") else 16  # texts in a forward pass
 
     def queries(self, texts: list[str]) -> np.ndarray:
@@ -113,7 +113,7 @@ class Encoder:
 
     def _encode(self, texts: list[str]) -> np.ndarray:
         # similar lengths together: little padding
-        order = sorted(range(len(texts)), key=lambda k: len(texts[k]))
+        order = np.argsort([len(text) for text in texts], kind="stable")
         out = np.empty((len(texts), self.dimension), dtype=np.float32)
         for first in range(0, len(order), self._rows):
             rows = order[first : first + self._rows]

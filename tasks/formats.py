@@ -6,6 +6,7 @@ policy reads and writes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,14 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from plumbing.chat import apply_template
 from plumbing.outside import escape_markup, map_texts, match_markup
-from tasks.tools import (
-    ANSWER,
-    Tool,
-    explain_invalid_action,
-    find_answer,
-    find_call,
-    list_stop_strings,
-)
+from tasks.tools import ANSWER, Tool, explain_invalid_action, find_answer
 
 if TYPE_CHECKING:
     from tasks import Message, Question, Task
@@ -31,8 +25,7 @@ TOKEN_CHARACTERS = 128
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Returns the ids of a text, without the special tokens that a tokenizer puts around it."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def encode_conversation(tokenizer: Any, messages: Sequence[Message], **options: Any) -> list[int]:
@@ -44,22 +37,6 @@ def encode_conversation(tokenizer: Any, messages: Sequence[Message], **options: 
     messages = [message | {"content": escape(message["content"])} for message in messages]
     options = map_texts(options, escape)
     return encode(tokenizer, apply_template(tokenizer, messages, **options))
-
-
-def encode_observation(
-    tokenizer: Any, tool: Tool, result: list[str], limit: int, tags: tuple[str, ...] = ()
-) -> list[int]:
-    """Returns a tool's result in its tag as at most `limit` ids; a long one loses its end, not its
-    closing tag.
-
-    The result cannot close the tag, nor spell one of `tags` or a control token.
-    """
-    pattern = match_markup(tokenizer, (tool.result_tag, *tags))
-    shown = tool.show([escape_markup(text, pattern) for text in result])
-    shown = shown[: limit * TOKEN_CHARACTERS]
-    head = encode(tokenizer, f"\n\n<{tool.result_tag}>{shown}")
-    end = encode(tokenizer, f"</{tool.result_tag}>\n\n")
-    return head[: max(0, limit - len(end))] + end
 
 
 def find_lost_tag(candidate: str, parent: str, names: Sequence[str]) -> str:
@@ -98,7 +75,7 @@ class Tags:
 
     def stop_strings(self) -> tuple[str, ...]:
         """Returns the strings that end a turn, besides EOS."""
-        return list_stop_strings(self.task.tools)
+        return tuple(f"</{tag}>" for tag in [*(tool.tag for tool in self.task.tools), ANSWER])
 
     def reserved_tags(self) -> tuple[str, ...]:
         """Returns the names of tags that only the policy and the loop write: of thoughts, tools and
@@ -143,10 +120,14 @@ class Tags:
         return {}
 
     def parse_turn(self, text: str, ended: bool = True) -> Action:
-        """Returns what the text of a turn says; an answer counts before a call. `ended`: as turns
-        do."""
-        tool, argument = find_call(text, self.task.tools) or (None, "")
-        return Action(text, find_answer(text), tool, argument, ended)
+        """Returns what the text of a turn says: the first call that is complete, and the answer,
+        which counts before a call. `ended`: as turns do."""
+        action, first = Action(text, find_answer(text), ended=ended), len(text)
+        for tool in self.task.tools:
+            call = re.search(rf"<{tool.tag}>((?:(?!<{tool.tag}>).)*?)</{tool.tag}>", text, re.S)
+            if call and call.start() < first:
+                action, first = replace(action, tool=tool, argument=call[1].strip()), call.start()
+        return action
 
     # ---- ids
 
@@ -168,10 +149,19 @@ class Tags:
         return self.parse_turn(self.read_response(ids))
 
     def encode_result(self, action: Action, result: list[str], limit: int) -> list[int]:
-        """Returns the ids between a call and the next turn: the result, as `limit` tokens at
-        most."""
-        assert action.tool
-        return encode_observation(self.tokenizer, action.tool, result, limit, self.reserved_tags())
+        """Returns the ids between a call and the next turn: the result in its tool's tag, as `limit`
+        tokens at most. A long one loses its end, not its closing tag.
+
+        The result cannot close the tag, nor spell another of the agent's or a control token.
+        """
+        tool = action.tool
+        assert tool
+        pattern = match_markup(self.tokenizer, (tool.result_tag, *self.reserved_tags()))
+        shown = tool.show([escape_markup(text, pattern) for text in result])
+        shown = shown[: limit * TOKEN_CHARACTERS]
+        head = encode(self.tokenizer, f"\n\n<{tool.result_tag}>{shown}")
+        end = encode(self.tokenizer, f"</{tool.result_tag}>\n\n")
+        return head[: max(0, limit - len(end))] + end
 
     def encode_reminder(self, action: Action) -> list[int]:
         """Returns the ids between a turn that neither called nor answered and the next one."""
@@ -179,5 +169,4 @@ class Tags:
 
     def read_response(self, ids: Sequence[int]) -> str:
         """Returns sampled tokens, or everything after the prompt, as a text to read."""
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
-        return text
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))

@@ -48,7 +48,7 @@ class Search(Tool):
         self.connect(url)
         self._batches = Batches(self._retrieve, 256)
 
-    def connect(self, url: str, revive: Callable[[], str] = lambda: "") -> None:
+    def connect(self, url: str, revive: Callable[[], str] = str) -> None:
         """Searches at other servers from now on."""
         self._client = self._client_of(url.split(","), revive=revive)
 
@@ -135,7 +135,7 @@ def start_server(cfg: Config, serve: Callable[..., str]) -> tuple[str, Callable[
             raise Fault(
                 f"--retriever: {fault}; start it (at http://...), or serve --corpus with --retriever ''"
             )
-        return cfg.retriever, lambda: ""
+        return cfg.retriever, str  # as there is nothing to restart
     index = find_index(cfg.corpus)
     # A slow core makes BM25 of 1 MB of passages a second (docs/LOG.md), and reads 10.
     deadline = 60 + Path(cfg.corpus).stat().st_size / (1e7 if index else 1e6)

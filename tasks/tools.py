@@ -128,26 +128,11 @@ def check_words(where: str, tools: Sequence[Tool]) -> None:
                 )
 
 
-def list_stop_strings(tools: Sequence[Tool]) -> tuple[str, ...]:
-    """Returns the strings that end a turn: the closing tags of the tools and of the answer."""
-    return tuple(f"</{tag}>" for tag in [*(tool.tag for tool in tools), ANSWER])
-
-
 def explain_invalid_action(tools: Sequence[Tool]) -> str:
     """Returns the observation after a turn that neither called a tool nor answered."""
     nouns = " nor ".join([*(tool.noun for tool in tools), "an answer"])
     calls = ", ".join(f"<{tool.tag}> {tool.argument} </{tool.tag}>" for tool in tools)
     return f"\n\nThat was neither {nouns}. Write {calls} or <{ANSWER}> answer </{ANSWER}>.\n\n"
-
-
-def find_call(text: str, tools: Sequence[Tool]) -> tuple[Tool, str] | None:
-    """Returns the tool that a turn calls first, and the argument; None if no call is complete."""
-    first, call = len(text), None
-    for tool in tools:
-        match = re.search(rf"<{tool.tag}>((?:(?!<{tool.tag}>).)*?)</{tool.tag}>", text, re.S)
-        if match and match.start() < first:
-            first, call = match.start(), (tool, match[1].strip())
-    return call
 
 
 def find_answer(response: str) -> str | None:
