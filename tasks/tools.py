@@ -11,14 +11,11 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 import simpleeval
 
 from plumbing.faults import Fault
-
-if TYPE_CHECKING:
-    from tasks import Trajectory
+from tasks.trajectories import Trajectory
 
 simpleeval.MAX_POWER = 1000  # largest base and exponent, so that no calculation takes long
 ANSWER = "answer"  # the tag that ends a trajectory
@@ -55,7 +52,7 @@ class Tool(ABC):
         """Requests that have failed so far."""
         return 0
 
-    def of(self, tau: "Trajectory") -> "Tool":
+    def of(self, tau: Trajectory) -> "Tool":
         """Returns the tool as an episode has it, for one that reads or changes `tau.state`."""
         return self
 
