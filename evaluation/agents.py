@@ -190,7 +190,7 @@ def instruction_of(chosen: Subject, task: Task, method: Method, file: str = "") 
     """The instruction to play under: that in `file`, I_star, or the first one of the run or the
     task."""
     if file:
-        return read_instruction("instruction", file)
+        return read_instruction(file)
     if method.I_star and not chosen.I_star:
         raise Fault(
             f"{chosen.name} has no I_star.txt to play under; give an instruction with --instruction"

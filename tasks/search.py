@@ -1,8 +1,6 @@
 """The search tool: a client of Search-R1's POST /retrieve, and how a run finds out whether its
 server is any good."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -11,9 +9,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from config import TaskKnobs
+from config import Config
 from plumbing.batches import Batches
 from plumbing.client import Client
 from plumbing.faults import Fault, Outage, ToolDown
@@ -27,8 +25,6 @@ DEFAULT = "http://127.0.0.1:8000"
 DATA = Path("data")
 WIKI, INDEXES, E5 = "wiki-18.jsonl", ("e5_HNSW64.index", "e5_Flat.index"), "intfloat/e5-base-v2"
 MAX_PASSAGE = 100_000  # characters of a passage that are read and kept
-
-C = TypeVar("C", bound=TaskKnobs)
 
 
 class Search(Tool):
@@ -52,7 +48,7 @@ class Search(Tool):
         self.connect(url)
         self._batches = Batches(self._retrieve, 256)
 
-    def connect(self, url: str, revive: Callable[[], str] = lambda: "") -> None:
+    def connect(self, url: str, revive: Callable[[], str] = str) -> None:
         """Searches at other servers from now on."""
         self._client = self._client_of(url.split(","), revive=revive)
 
@@ -93,7 +89,7 @@ class Search(Tool):
             raise ToolDown(f"the search server gives no usable answer ({e})") from e
 
 
-def choose_source(cfg: C) -> C:
+def choose_source(cfg: Config) -> Config:
     """Returns `cfg` with what to search if it names neither --retriever nor --corpus; raises Fault
     if there is nothing.
 
@@ -135,7 +131,7 @@ def find_index(corpus: str) -> str:
     return ""
 
 
-def start_server(cfg: TaskKnobs, serve: Callable[..., str]) -> tuple[str, Callable[[], str]]:
+def start_server(cfg: Config, serve: Callable[..., str]) -> tuple[str, Callable[[], str]]:
     """Returns the URLs of --retriever, which answers, or of a server over --corpus; and what
     restarts that."""
     if cfg.retriever:
@@ -155,7 +151,7 @@ def start_server(cfg: TaskKnobs, serve: Callable[..., str]) -> tuple[str, Callab
     return own(), own
 
 
-def describe(search: Search, cfg: TaskKnobs, questions: Sequence[Question]) -> str:
+def describe(search: Search, cfg: Config, questions: Sequence[Question]) -> str:
     """Returns where a run searches, and what that server finds for some questions, if there are
     any."""
     how = Path(find_index(cfg.corpus)).name or "BM25"

@@ -686,7 +686,7 @@ def test_words_come_back_whole_and_answers_that_are_no_chat_end_the_evaluation(s
         while True:
             list(
                 engine.generate(
-                    {0: words("hello")["input_ids"]} if not engine.turns.running else {}, 5, 0.0
+                    {0: words("hello")["input_ids"]} if not engine.running else {}, 5, 0.0
                 )
             )
     engine.close()

@@ -78,13 +78,13 @@ def test_invisible_characters_are_taken_out_and_line_ends_of_all_kinds_are_line_
     tmp_path, text, clean
 ):
     (tmp_path / "i.txt").write_bytes(text.encode())
-    assert read_instruction("instruction", str(tmp_path / "i.txt")) == clean
+    assert read_instruction(str(tmp_path / "i.txt")) == clean
 
 
 def test_control_characters_of_an_instruction_are_refused_at_the_start(tmp_path):
     (tmp_path / "i.txt").write_text("Search \x1b[31mfirst.")
     with pytest.raises(Fault, match=r"--instruction .*i\.txt: .*x1b"):
-        read_instruction("instruction", str(tmp_path / "i.txt"))
+        read_instruction(str(tmp_path / "i.txt"))
 
 
 # ---- thoughts of a reasoning model
