@@ -243,7 +243,7 @@ def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> lis
 
     def cut(most: int) -> tuple[list[list[int]], list[int]]:
         """Returns batches of at most `most` tokens, and how many each has."""
-        batches, sizes = [], []
+        batches, sizes = list[list[int]](), list[int]()
         begun = set[tuple]()  # prompts in the last batch
         for k, tau in enumerate(taus):
             prefix = prefixes[k]
