@@ -30,6 +30,7 @@ CONTROL = re.compile(
 )
 # texts of question and response, each with its golds
 Failures = Sequence[tuple[str, tuple[str, ...]]]
+ESCAPED = re.compile(r'\\[n"]')
 RESULT = re.compile(r"<information>(.*?)</information>", re.S)
 
 # App. E, word for word; {n} stands for its N. (The paraphrase prompt has "6" there, which is N_P -
@@ -226,6 +227,8 @@ def find_flaw(
     text = candidate.replace("\r\n", "\n")
     if printable(text) != text:
         return "holds control characters"
+    if ESCAPED.search(candidate) and not ESCAPED.search(parent):
+        return "holds escapes, as JSON has them"
     text, old = plain(candidate), plain(parent)
     added = set(CONTROL.findall(text)) - set(CONTROL.findall(old))
     if added:

@@ -265,6 +265,8 @@ class RunDirectory:
             note(
                 f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}"
             )
+        if not whole and self.rows("metrics"):
+            note(f"note: {self.path} has no checkpoint: it starts over")
         for name in LOGS:
             rows, file = self.rows(name), self.path / f"{name}.jsonl"
             kept = [row for row in rows if is_before(row, mark) or "call" in row]

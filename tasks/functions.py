@@ -117,7 +117,8 @@ class SchemaTool(Tool):
         return result
 
     def _answer(self, argument: str) -> str | Fault | Failed:
-        named = re.match(rf'{{\s*"{re.escape(self.bare)}"\s*:', argument)
+        # an object is no text: a query that is JSON itself
+        named = re.match(rf'{{\s*"{re.escape(self.bare)}"\s*:(?!\s*{{)', argument)
         needed = argument or self.bare in self.schema["parameters"].get("required", ())
         bare = self.bare and needed and not named
         try:

@@ -191,6 +191,9 @@ def _find_question(prompt: object) -> str | None:
         for message in messages:
             if look_up(message, "role") == "user":
                 prompt = look_up(message, "content")
+    if isinstance(prompt, list):  # content parts
+        texts = [look_up(part, "text") for part in prompt]
+        prompt = "\n".join(texts) if all(isinstance(text, str) for text in texts) else None
     # messages as Python prints them
     if not isinstance(prompt, str) or re.match(r"\s*(array\()?[\[(]\s*\{\s*'", prompt):
         return None

@@ -16,6 +16,7 @@ from plumbing.batches import Batches
 from plumbing.client import Client
 from plumbing.faults import Fault, Outage, ToolDown
 from plumbing.outside import contents_of, without_secrets
+from plumbing.stop import count_ranks
 from tasks import Question
 from tasks.questions import holds_gold
 from tasks.tools import Tool
@@ -96,7 +97,7 @@ def choose_source(cfg: Config) -> Config:
     That is the server on port 8000 of this machine, if one answers there, else Search-R1's corpus
     and index in DATA. Nothing is searched that some node of a torchrun job cannot reach.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = count_ranks()
     nodes = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if nodes > 1 and (not cfg.retriever or re.search("//(127\\.|localhost)", cfg.retriever)):
         raise Fault(f"{nodes} nodes: give --retriever with an address that all of them can reach")

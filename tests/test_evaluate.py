@@ -778,6 +778,11 @@ TOO_LONG = [
     (500, "Context size has been exceeded."),
     (500, "Input is too large to process. Either enable context shift or increase context length."),
     (200, "the request exceeds the available context size. try increasing the context size"),
+    # gateways wrap what a provider refuses
+    (500, "AnthropicException - prompt is too long: 209303 tokens > 200000 maximum"),
+    (500, "input length and `max_tokens` exceed context limit: 174167 + 64000 > 200000"),
+    (500, "Input length (700001 tokens) exceeds the maximum allowed length (536826 tokens)."),
+    (400, "PromptTooLongException"),
     (422, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 128. Given: 129"),
 ]
 FILTERED = [
@@ -827,7 +832,9 @@ def test_a_turn_that_was_cut_at_a_limit_neither_calls_nor_answers(servers, text,
     engine.close()
 
 
-@pytest.mark.parametrize("message", [{"content": "I"}, {"content": None, "refusal": "I cannot."}])
+@pytest.mark.parametrize(
+    "message", [{"content": "<answer> I"}, {"content": None, "refusal": "I cannot."}]
+)
 def test_a_reply_that_was_filtered_ends_its_conversation(servers, message):
     ended = "stop" if message.get("refusal") else "content_filter"
     filtered = {"choices": [{"message": message, "finish_reason": ended}]}
@@ -961,6 +968,11 @@ def test_compare_two_greedy_runs(tmp_path):
     )
     assert row["difference over questions, 95 %"].startswith("+0.350 [")
     assert row["p"] == "0.039"  # McNemar's: 8 that only one has right, 1 that only the other has
+    # the questions are paired by their ids, not by their places in a file
+    results = tmp_path / "new" / "results.jsonl"
+    rows = results.read_text().splitlines(keepends=True)
+    results.write_text("".join(rows[8:] + rows[:8]))
+    assert cells_of(compare([a, b])) == [row]
     # one seed says nothing of others
     assert row["p over seeds"] == row["difference over seeds, 95 %"] == ""
     [same] = cells_of(compare([a, a]))

@@ -41,7 +41,7 @@ class Ranks:
         `dtype`, even for one process. Rank 0's holds for all: processors of several kinds would
         choose differently.
         """
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.rank, self.size = int(os.environ.get("RANK", 0)), stop.count_ranks()
         self.device, self.dtype = device, dtype
         self.grouped = self.size > 1 or device == "cuda" or dtype != "float32"
         self.saves: Any = None  # the group of the threads that write checkpoints
