@@ -1,8 +1,8 @@
 #!/bin/bash
-# model2vec 0.10.0: max_length=512 is said to count tokens. encode first cuts a text after 512 times as many characters as
-# the vocabulary's median token has, and spaces count, too, which are no tokens: an aligned table or indented code loses
-# its end well below 512 tokens. Here the last of 201 tokens is never read, so that two passages that differ in it have
-# one vector, and no search tells them apart. max_length=None reads everything.
+# model2vec 0.10.0: max_length=512 is said to count tokens. encode first cuts a text after 512 times as many characters
+# as the vocabulary's median token has, and spaces count, too, which are no tokens: an aligned table or indented code
+# loses its end well below 512 tokens. Here the last of 201 tokens is never read, so that two passages that differ in it
+# have one vector, and no search tells them apart. max_length=None reads everything.
 #
 # Seen on 2026-11-28, Python 3.11, Linux:
 #     a table of 201 tokens that ends in "approved" or "declined": equal vectors True, with max_length=None False

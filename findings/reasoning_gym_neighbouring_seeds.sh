@@ -1,7 +1,7 @@
 #!/bin/bash
-# reasoning-gym 0.1.25: item i of a dataset is drawn with the seed plus i, so that seeds 0 and 1 give one sequence, moved
-# by one. A test set made with the next seed is the training set, and a run that adds 1 to the seed at every epoch meets
-# one new question each time: memory passes for skill. Seeds must be further apart than a dataset is long.
+# reasoning-gym 0.1.25: item i of a dataset is drawn with the seed plus i, so that seeds 0 and 1 give one sequence,
+# moved by one. A test set made with the next seed is the training set, and a run that adds 1 to the seed at every epoch
+# meets one new question each time: memory passes for skill. Seeds must be further apart than a dataset is long.
 # score_answer pays a wrong answer for what it contains: where 7 is right, 17, 70 and -7 get 0.5, and 8 gets 0.
 #
 # Seen on 2026-11-28, Python 3.11, Linux:

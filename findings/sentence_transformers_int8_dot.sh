@@ -1,7 +1,7 @@
 #!/bin/bash
-# sentence-transformers 6.2.0: util.dot_score multiplies int8 embeddings, its own encode(precision="int8"), in int8: sums
-# of products wrap around at 127, and ranks are noise. semantic_search(score_function=dot_score) returns it without a
-# word: of 100 queries that float32 embeddings answer, one is; with uint8 it is no better. cos_sim refuses both types.
+# sentence-transformers 6.2.0: util.dot_score multiplies int8 embeddings, its own encode(precision="int8"), in int8:
+# sums of products wrap around at 127, and ranks are noise. semantic_search(score_function=dot_score) returns it without
+# a word: of 100 queries that float32 embeddings answer, one is; with uint8 it is no better. cos_sim refuses both types.
 # .astype("float32") before the product is as good as float32 embeddings.
 #
 # Seen on 2026-11-28, Python 3.11, Linux, share of 100 queries that find their passage first:
@@ -11,7 +11,8 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv venv
-venv/bin/python -m pip install -qq --no-compile sentence-transformers==6.2.0 transformers==5.24.0 torch==2.13.0 numpy==2.3.5
+venv/bin/python -m pip install -qq --no-compile sentence-transformers==6.2.0 transformers==5.24.0 torch==2.13.0 \
+    numpy==2.3.5
 venv/bin/python - <<'EOF'
 import numpy as np
 import sentence_transformers

@@ -1,6 +1,6 @@
 #!/bin/bash
-# torch 2.13.0, on a CPU: the gradient of a bfloat16 embedding is summed in bfloat16, one occurrence after the other, and
-# ends where the next one is rounded away: a token that occurs 10,000 times with a gradient of 1 gets 256. The same
+# torch 2.13.0, on a CPU: the gradient of a bfloat16 embedding is summed in bfloat16, one occurrence after the other,
+# and ends where the next one is rounded away: a token that occurs 10,000 times with a gradient of 1 gets 256. The same
 # lookup as a one-hot product gets 9984, and so do the bias of a linear layer and index_add_. Frequent tokens (the
 # template's, the tools', "the") learn a fraction of what they should, and the larger the batch, the less. A float32
 # embedding under autocast, or a batch in pieces that are summed in float32, avoids it.

@@ -1,8 +1,8 @@
 #!/bin/bash
 # triton 3.9.0, TRITON_INTERPRET=1, the way to test kernels without a GPU: float32 is cut off to bfloat16, where a GPU
 # rounds to the nearest (the default of tl.cast's fp_downcast_rounding). Half of all values differ from torch's in the
-# last bit, and all of them towards 0: a mean is a quarter of a percent too small. A test against torch then
-# fails for a right kernel, or its tolerance is doubled and hides a wrong one. Store float32, and let torch round.
+# last bit, and all of them towards 0: a mean is a quarter of a percent too small. A test against torch then fails for a
+# right kernel, or its tolerance is doubled and hides a wrong one. Store float32, and let torch round.
 #
 # Seen on 2026-11-28, Python 3.11, Linux, 4096 values between 1 and 2:
 #     equal to torch's 0.5, mean error torch 0.0000, interpreter -0.0039 (bfloat16's step there is 0.0078)

@@ -1,9 +1,10 @@
 #!/bin/bash
-# verl 0.9.1: a group whose answers all get one reward should teach nothing. Under GRPO it does: the float32 mean of eight
-# times 1.2 is not 1.2, and what is left is divided by a standard deviation as small, plus only 1e-6 (TRL adds 1e-4). All
-# eight answers get an advantage of 0.1 or -0.1 alike, by the reward's last digits: with 1 for the answer and 0.2 for the
-# format a group that is all right is pushed, one at 0.9 is pulled. GDPO (adv_estimator=gdpo) whitens such batches
-# afterwards: where every group agrees, advantages are as large as in any other batch. Multiples of 1/8 are safe.
+# verl 0.9.1: a group whose answers all get one reward should teach nothing. Under GRPO it does: the float32 mean of
+# eight times 1.2 is not 1.2, and what is left is divided by a standard deviation as small, plus only 1e-6 (TRL adds
+# 1e-4). All eight answers get an advantage of 0.1 or -0.1 alike, by the reward's last digits: with 1 for the answer and
+# 0.2 for the format a group that is all right is pushed, one at 0.9 is pulled. GDPO (adv_estimator=gdpo) whitens such
+# batches afterwards: where every group agrees, advantages are as large as in any other batch. Multiples of 1/8 are
+# safe.
 #
 # Seen on 2026-11-28, Python 3.11, Linux, advantages of groups of 8 equal rewards:
 #     GRPO 1.2 0.106   0.9 -0.056   0.1 -0.007   1.0 and 0.125 0
