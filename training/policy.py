@@ -232,7 +232,7 @@ class Policy:
             vars(first).pop("forward_packed", None)
         self.engine = make_vllm(self) if cfg.engine == "vllm" else make_torch_engine(self, first)
         self.t = 0  # the last step whose update has begun; -1: the weights are those of no step
-        self.seconds: Row = {}  # of each method's last call, and "tools"
+        self.seconds: dict[str, float] = {}  # of each method's last call, and "tools"
         self.in_step = True  # whether all ranks wait for the next call
         # called with purpose, ended and all trajectories of a rollout under way
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None
