@@ -24,7 +24,7 @@ from plumbing.flags import Parser, add_flags
 from plumbing.flags import knob as knob  # programs with knobs of their own take it from here
 from plumbing.flags import out_of_range as out_of_range
 from plumbing.outside import decoded, without_secrets
-from plumbing.stop import leads
+from plumbing.stop import count_ranks, leads
 from plumbing.threads import choose_threads, use_threads
 from plumbing.trust import check_origin
 
@@ -193,7 +193,7 @@ class GRPOKnobs(RolloutKnobs):
     def find_fault(self) -> str:
         if self.batch % self.mini:
             return f"--batch {self.batch} is not a multiple of --mini {self.mini}: every update needs as many questions"
-        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        ranks = count_ranks()
         if self.mini * self.G < ranks:
             return f"{ranks} ranks for {self.mini * self.G} trajectories an update: start fewer, or raise --mini"
         return ""
@@ -240,10 +240,7 @@ class ReflectionKnobs:
     )
     buffer: int = knob(10240, "trajectories in the replay buffer", least=1, more=True)
     max_instruction: int = knob(
-        1500,
-        "tokens of a candidate instruction, counted with the optimizer's tokenizer",
-        least=1,
-        more=True,
+        1500, "tokens (o200k_base) of a candidate instruction", least=1, more=True
     )
     prompt_budget: int = knob(
         16000, "tokens of failures in a reflection prompt; longer ones are cut", least=1, more=True

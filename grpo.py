@@ -61,7 +61,7 @@ def objective(
     surrogate: Callable[..., Tensor] = clipped_surrogate,
     **tokens: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns J / w (Eq. 2 without the weights of `terms`), S and KL of n tokens, (n,) each.
+    """Returns J of Eq. 2 before `terms` weighs the tokens, S and KL of n tokens, (n,) each.
 
     kernels/head.py differentiates it. On a GPU kernels/rows_triton.py computes the same in one
     launch, unless the surrogate is another one.
@@ -85,7 +85,7 @@ def lr_at(t: int, cfg: GRPOKnobs) -> float:
     rise = max(1, round(cfg.warmup * cfg.T))
     if t <= rise:
         return cfg.lr * t / rise
-    return cfg.lr * 0.5 * (1 + math.cos(math.pi * (t - rise) / (cfg.T - rise + 1)))
+    return cfg.lr * 0.5 * (1 + math.cos(math.pi * (t - rise) / (cfg.T - rise + 1)))  # CHOICE-17
 
 
 def note_tokens(batch: Batch, extras: Extras) -> None:
@@ -102,8 +102,8 @@ def note_tokens(batch: Batch, extras: Extras) -> None:
     seen |= {name: extras[name] for name in ("entropy", "kl", "clipped")}
     # one matrix, so that the host waits for the GPU once
     columns = torch.stack([column.detach().float() for column in seen.values()]).cpu()
-    tokens = [sum(tau.mask) for tau in batch]
-    for tau, values in zip(batch, columns.split(tokens, dim=1), strict=True):
+    counts = [sum(tau.mask) for tau in batch]
+    for tau, values in zip(batch, columns.split(counts, dim=1), strict=True):
         if tau.watched:
             tau.tokens = dict(zip(seen, values.tolist(), strict=True))
 
@@ -125,6 +125,7 @@ def describe_gaps(gaps: Tensor, sharded: bool) -> Row:
         dist.all_reduce(sums)
         dist.all_reduce(tail, dist.ReduceOp.MAX)
 
+    # the host waits for the GPU once
     *means, p99, ratio = torch.cat([sums[0] / sums[1], tail]).tolist()
     columns = {"logp_gap/p99": p99, "logp_gap/max_ratio": ratio}
     for k, mean in enumerate(means, 1):
@@ -195,12 +196,12 @@ class Learner:
         `old` (2, N): their log-probs and entropies under pi_old; None where that is the policy in
         training, so that rho = 1.
         """
-        tokens = np.array([sum(tau.mask) for tau in minibatch])
+        counts = np.array([sum(tau.mask) for tau in minibatch])
         # 1/|tau|, then the mean
-        average = 1 / (np.maximum(1, tokens) * len(minibatch))  # Eq.2 CHOICE-9
+        average = 1 / (np.maximum(1, counts) * len(minibatch))  # Eq.2 CHOICE-9
         return {
-            "adv": np.repeat([tau.advantage for tau in minibatch], tokens),
-            "token_weight": np.repeat(average, tokens),
+            "adv": np.repeat([tau.advantage for tau in minibatch], counts),
+            "token_weight": np.repeat(average, counts),
             "old_logp": None if old is None else old[0],
             "eps_low": self.cfg.eps,
             "eps_high": self.cfg.eps,
@@ -213,8 +214,8 @@ class Learner:
         starts = np.cumsum([0, *(sum(tau.mask) for tau in minibatch)])
         batches = micro_batches(minibatch, self.cfg.micro_tokens, self.ranks)
         for batch in batches[self.rank :: self.ranks]:
-            tokens = [np.arange(starts[k], starts[k + 1]) for k in batch]
-            yield [minibatch[k] for k in batch], np.concatenate(tokens or [np.arange(0)])
+            indices = [np.arange(starts[k], starts[k + 1]) for k in batch]
+            yield [minibatch[k] for k in batch], np.concatenate(indices or [np.arange(0)])
 
     def update(self, t: int, minibatches: list[Batch]) -> Row:
         """Takes one optimizer step per mini-batch; returns the metrics of step t.
@@ -228,7 +229,7 @@ class Learner:
         lr = lr_at(t, self.cfg)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # log-probs under pi_old, which the policy still is when the first mini-batch is trained
+        # log-probs under pi_old; None: the policy still is pi_old when it trains the first
         olds = [None, *map(self.score, minibatches[1:])]
         total = dict.fromkeys((*SUMS, "tokens"), 0.0)
         gaps = []
@@ -283,15 +284,15 @@ class Learner:
         """
         terms = self.terms(minibatch, old)
         longest = max(len(tau.ids) for tau in minibatch)
-        seen = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
+        total = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         gaps = []
         for batch, extras in self.differentiate(minibatch, terms):
             note_tokens(batch, extras)
-            seen += torch.stack([extras[name].sum().double() for name in SUMS])
+            total += torch.stack([extras[name].sum().double() for name in SUMS])
             gaps.append(torch.stack([extras["gap"].detach(), extras["depth"] / longest]))
         if self.sharded:
-            dist.all_reduce(seen)
-        sums = dict(zip(SUMS, seen.tolist(), strict=True))
+            dist.all_reduce(total)
+        sums = dict(zip(SUMS, total.tolist(), strict=True))
         sums["tokens"] = sum(sum(tau.mask) for tau in minibatch)
         return sums, torch.cat(gaps, dim=1)
 
@@ -306,10 +307,10 @@ class Learner:
         mine = list(self.take_share(minibatch))
 
         def compute(k: int) -> tuple[Batch, Extras, Sequence[Tensor | None]]:
-            batch, tokens = mine[k]
+            batch, indices = mine[k]
             if self.sharded and self.cfg.gather == 1:
-                hold(self.model, k + 1 < len(mine))
-            loss, extras = self.loss(batch, tokens, terms)
+                hold(self.model, k + 1 < len(mine))  # the last pass reduces the sum
+            loss, extras = self.loss(batch, indices, terms)
             extras["loss"] = loss.detach()
             if self.threads > 1:
                 return batch, extras, torch.autograd.grad(loss, trained, allow_unused=True)
@@ -319,6 +320,7 @@ class Learner:
         with ThreadPoolExecutor(self.threads, initializer=compute_alone) as pool:
             run = pool.map if self.threads > 1 else map
             for batch, extras, gradients in run(compute, range(len(mine))):
+                # no gradients: `backward` has added them
                 for p, gradient in zip(trained, gradients, strict=False):
                     if p.grad is None:
                         p.grad = gradient
@@ -349,29 +351,29 @@ class Learner:
         """
         N = sum(sum(tau.mask) for tau in minibatch)
         scores = torch.zeros(2, N, dtype=torch.float64, device=self.device)
-        for batch, tokens in self.take_share(minibatch):
+        for batch, indices in self.take_share(minibatch):
             packed = pack(batch, self.device)
             both = torch.stack(self.model.forward_packed(*packed, self.cfg.temperature))
-            scores[:, send(torch.from_numpy(tokens), self.device)] = both.double()
+            scores[:, send(torch.from_numpy(indices), self.device)] = both.double()
         if self.sharded:
             dist.all_reduce(scores)  # adds the ranks' tokens to zeros
         out: Array = scores.cpu().numpy()
         return out
 
-    def loss(self, batch: Batch, tokens: Indices | slice, terms: Terms) -> tuple[Tensor, Extras]:
-        """Returns (loss, extras) of a micro-batch; `tokens`: which of the action tokens that
-        `terms` speaks of are its N.
+    def loss(self, batch: Batch, indices: Indices | slice, terms: Terms) -> tuple[Tensor, Extras]:
+        """Returns (loss, extras) of a micro-batch; `indices`: where its N action tokens stand in the
+        arrays of `terms`.
 
         Besides what `grpo_head` returns, extras have "old_logp" (N,), log-probs under pi_old, "gap"
         (N,), their distance to the engine's, and "depth" (N,), how many tokens are before each in
         its trajectory.
         """
         packed, temperature = pack(batch, self.device), self.cfg.temperature
-        # of arrays over the mini-batch, what these tokens have
+        # the terms of these tokens alone
         terms = dict(terms)
         for name, x in terms.items():
             if isinstance(x, np.ndarray):
-                terms[name] = send(torch.from_numpy(x[tokens]), self.device)
+                terms[name] = send(torch.from_numpy(x[indices]), self.device)
 
         # pi_ref, then the loss
         ref_logp = None

@@ -31,7 +31,7 @@ class Instruction:
     born: int = 0  # step at which it joined
     verified: float | None = None  # its mean reward on D_B when it joined
     left: int | None = None  # step at which it was pruned or replaced
-    # r_bar of the last `window` steps that sampled it
+    # r_bar of the last `window` steps in which it was drawn
     rewards: list[float] = field(default_factory=list)
 
     @property
@@ -119,7 +119,7 @@ class Population:
         self._drop([I for I in self.active if I not in parents], t)
         self.ids = [I.id for I in parents]  # by rank
         for I in parents:
-            I.rewards = []  # W <- 0
+            I.rewards = []  # the W <- 0 of line 17
         for c in new:
             self.join(c.text, c.parent, t, c.r)
 

@@ -30,6 +30,7 @@ CONTROL = re.compile(
 )
 # texts of question and response, each with its golds
 Failures = Sequence[tuple[str, tuple[str, ...]]]
+ESCAPED = re.compile(r'\\[n"]')
 RESULT = re.compile(r"<information>(.*?)</information>", re.S)
 
 # App. E, word for word; {n} stands for its N. (The paraphrase prompt has "6" there, which is N_P -
@@ -85,7 +86,7 @@ def make_token_counter() -> tuple[Callable[[str], int], str]:
         encoding = tiktoken.get_encoding("o200k_base")
         return lambda text: len(encoding.encode(text, disallowed_special=())), "tiktoken"
     except Exception:  # not installed, or its encodings cannot be downloaded
-        return lambda text: len(text) // 4 + 1, "estimate: 4 characters a token"
+        return lambda text: len(text) // 4 + 1, "an estimate, 4 characters each"
 
 
 def paraphrase_prompt(instruction: str, n: int) -> str:
@@ -146,14 +147,20 @@ def shorten(
     for keep in (2000, 1000, 500, 250, 100, 40, 0):
         if count(text) <= budget:
             return text
-
-        def cut(observation: re.Match[str], keep: int = keep) -> str:
-            return cut_middle(observation[0], keep)
-
-        for tag in map(re.escape, observations):
-            text = re.sub(f"(?<=<{tag}>).*?(?=</{tag}>)", cut, text, flags=re.S)
+        text = cut_observations(text, observations, keep)
     while count(text) > budget and len(text) > 80:
         text = cut_middle(text, len(text) * 3 // 4)
+    return text
+
+
+def cut_observations(text: str, tags: Sequence[str], keep: int) -> str:
+    """Returns a text that has about `keep` characters of each observation in one of these tags."""
+
+    def cut(observation: re.Match[str]) -> str:
+        return cut_middle(observation[0], keep)
+
+    for tag in map(re.escape, tags):
+        text = re.sub(f"(?<=<{tag}>).*?(?=</{tag}>)", cut, text, flags=re.S)
     return text
 
 
@@ -200,25 +207,28 @@ def find_flaw(
     """Returns why a candidate cannot join, or ""; `used` holds the normalized texts of the
     instructions in use.
 
-    `unfit` knows what it must keep of its parent so that the policy can act. Everything else may
-    change: other tags, another example of an answer, other words.
+    `unfit(candidate, parent)` says what the policy would miss to act under it (Tags.find_unfit).
+    Everything else may change: other tags, another example of an answer, other words.
     """
-    # of the whole text
+    # the whole text
     words = fold_words(candidate)
     if not words:
         return "empty"
     if words in used:  # CHOICE-28
         return "duplicate"
-    if make_token_counter()[0](candidate) > max_tokens:  # CHOICE-27
+    count, _ = make_token_counter()
+    if count(candidate) > max_tokens:  # CHOICE-27
         return f"longer than {max_tokens} tokens"
-    lost = unfit(candidate, parent)
-    if lost:
-        return lost
+    missed = unfit(candidate, parent)
+    if missed:
+        return missed
 
     # characters and tokens that no instruction has
     text = candidate.replace("\r\n", "\n")
     if printable(text) != text:
         return "holds control characters"
+    if ESCAPED.search(candidate) and not ESCAPED.search(parent):
+        return "holds escapes, as JSON has them"
     text, old = plain(candidate), plain(parent)
     added = set(CONTROL.findall(text)) - set(CONTROL.findall(old))
     if added:
@@ -344,7 +354,7 @@ class Optimizer:
         if down:
             down.call = call if any(billed) else None
             raise down
-        # where the endpoint counted none, the estimates count
+        # `read` has added what was billed; where that is nothing, the estimates count
         self.tokens += call.prompt_tokens + call.completion_tokens - sum(billed)
         return call
 
@@ -373,14 +383,15 @@ def connect_optimizer(
     """
     if not evolves(cfg):
         return None
-    control = ["--guess"] if cfg.optimizer_model == "guessing" else []
 
     def start() -> str:
+        """Starts the scripted optimizer, or starts it again; "": this run has no server of its own."""
         if not scripted(cfg):
-            return ""  # nothing to start
+            return ""
+        control = ["--guess"] if cfg.optimizer_model == "guessing" else []
         return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *control) + "/v1"
 
-    url, key = find_endpoint(cfg)
+    url, key = find_endpoint(cfg)  # "" of the scripted one
     return Optimizer(
         url or start(),
         cfg.optimizer_model,
@@ -393,8 +404,8 @@ def connect_optimizer(
 
 
 def describe_optimizer(optimizer: Optimizer | None) -> str:
-    """Returns the optimizer in words."""
+    """Returns which model answers where, and how tokens are counted."""
     if not optimizer:
         return "none"
     _, counter = make_token_counter()
-    return f"{optimizer.model} at {without_secrets(optimizer.url)} (tokens: {counter})"
+    return f"{optimizer.model} at {without_secrets(optimizer.url)} (tokens counted by {counter})"

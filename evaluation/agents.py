@@ -123,13 +123,14 @@ class Agent(contextlib.AbstractContextManager["Agent"]):
         text = clean(text.strip())  # the shell's bytes may not be text
         if not text:
             raise Fault("the question is empty")
-        question = text
-        if isinstance(self.task, SearchQA) and not text.endswith("?"):
+        question, searches = text, isinstance(self.task, SearchQA)
+        if searches and not text.endswith("?"):
             question += "?"
         for q in self.held_out:
             if text == q.id or question == q.text:
                 return q
-        if any(q.data is not None for q in self.held_out):
+        # rows of search QA are for --reward alone
+        if not searches and any(q.data is not None for q in self.held_out):
             example = self.held_out[0].id
             raise Fault(
                 f"a question of {self.task.cfg.task} is more than its text: give the id of one, such as {example}"
@@ -189,7 +190,7 @@ def instruction_of(chosen: Subject, task: Task, method: Method, file: str = "") 
     """The instruction to play under: that in `file`, I_star, or the first one of the run or the
     task."""
     if file:
-        return read_instruction("instruction", file)
+        return read_instruction(file)
     if method.I_star and not chosen.I_star:
         raise Fault(
             f"{chosen.name} has no I_star.txt to play under; give an instruction with --instruction"

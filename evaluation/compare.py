@@ -31,7 +31,7 @@ class Evaluation(NamedTuple):
     setting: Row
     metric: str  # the main one
     measured: str  # it, and of which task
-    values: dict[str, Array]  # of that metric, by set of questions, in the order of the questions
+    values: dict[str, Array]  # of that metric, by set of questions, in the order of their ids
 
 
 Arm = list[Evaluation]  # what is compared: one evaluation, or one for each seed of a method
@@ -59,7 +59,8 @@ def read_evaluation(path: Path) -> Evaluation:
         summary = decoded((path / "summary.json").read_bytes())
         setting, metric = summary["setting"], summary["metrics"][0]
         measured = f"{metric} of {setting['task']}"
-        rows = read_jsonl(path / "results.jsonl")
+        # by their ids, however the file was sorted since
+        rows = sorted(read_jsonl(path / "results.jsonl"), key=lambda row: row["id"])
         values = {}
         for data, part in summary["benchmarks"].items():
             values[data] = np.array([float(row[metric]) for row in rows if row["data"] == data])

@@ -85,6 +85,7 @@ class Checkpoints:
             name = f"checkpoints/step-{mark['t']:06d}"
             path = stack.enter_context(new_directory(self.run.path / name))
             policy.save(path)
+            # the thread completes the new directory, or removes it
             self.saving = policy.writer.submit(self._complete, stack.pop_all(), path, mark)
         self.saved = mark
 

@@ -210,7 +210,7 @@ class RunDirectory:
         name = next((f"valid/{row['metrics'][0]}" for row in rows if row.get("metrics")), "")
         means = {row["t"]: row[name] for row in rows if type(row.get(name)) is float}
         evaluated = [path for path in self.checkpoints() if step_of(path) in means]
-        return max(evaluated, key=lambda path: means[step_of(path)], default=None)
+        return max(evaluated, key=lambda path: means[step_of(path)], default=None)  # CHOICE-25
 
     def load_mark(self, path: Path) -> Row:
         """Returns the mark in a checkpoint; raises Fault if it cannot be read, or if it is another
@@ -265,6 +265,8 @@ class RunDirectory:
             note(
                 f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}"
             )
+        if not whole and self.rows("metrics"):
+            note(f"note: {self.path} has no checkpoint: it starts over")
         for name in LOGS:
             rows, file = self.rows(name), self.path / f"{name}.jsonl"
             kept = [row for row in rows if is_before(row, mark) or "call" in row]

@@ -199,10 +199,11 @@ class Log:
         lines = [
             tabulate(summary),
             tell_speed(steps),
-            f"{many(cfg.T, 'step')} in {seconds:.0f} s. {run.path}: summary.json, I_star.txt, policy/, "
-            "metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/",
+            f"{many(cfg.T, 'step')} in {seconds:.0f} s. {run.path}: summary.json (metrics by source, too), "
+            "I_star.txt, policy/, metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/",
         ]
-        lines += [line.replace("  ", "  until the end, ", 1) for _, line in self.silence.lasting()]
+        for _, kind, text in self.silence.lasting():
+            lines.append(f"{kind}  until the end, {text}")
         lines.append(tell_vain(summary))
         print(printable("\n".join(filter(None, lines))))
         try:

@@ -192,17 +192,23 @@ def count_costs(
 ) -> Row:
     """Returns what evolution cost in addition to training (App. C), from the rows of the three
     .jsonl files."""
-    played = [(row, sum(row["n"].values())) for row in steps if "n" in row]
+    rollouts, tool_calls = 0, 0.0
+    for row in steps:
+        if "n" in row:
+            n = sum(row["n"].values())
+            rollouts += n
+            for tool in tools:
+                tool_calls += row[tool] * n
     calls = [row["call"] for row in reflections if "call" in row]
     evolutions = [row for row in events if row["event"] == "evolve"]
     joined = [any(I["born"] == row["t"] for I in row["P"]) for row in evolutions]
     return {
-        "training_rollouts": sum(n for _, n in played),
+        "training_rollouts": rollouts,
         "verification_rollouts": sum(row.get("rollouts", 0) for row in reflections),
         "optimizer_calls": len(calls),
         "optimizer_tokens": sum(x["prompt_tokens"] + x["completion_tokens"] for x in calls),
         "optimizer_seconds": sum((x["seconds"] for x in calls), 0.0),
-        "tool_calls": round(sum(row[tool] * n for row, n in played for tool in tools)),
+        "tool_calls": round(tool_calls),
         "evolutions": len(evolutions),
         "evolutions_in_vain": joined.count(False),  # that left P as it was
     }

@@ -71,11 +71,8 @@ def tell_step(row: Row, tools: Sequence[str]) -> str:
     """Returns a row of metrics.jsonl in a line."""
     # no tool is called where demonstrations train
     calls = count_calls(row, [tool for tool in tools if tool in row])
-    forms = {
-        "reward": "reward {:.2f}",
-        **{name: f"{name} {{:.2f}}" for name in calls},
-        "logp": "log-prob {:.3f}", "kl": "KL {:.4f}", "P": "|P| {}", "w_best": "best w {:.2f}",
-    }  # fmt: skip
+    forms = {"reward": "reward {:.2f}", **{name: f"{name} {{:.2f}}" for name in calls}}
+    forms |= {"logp": "log-prob {:.3f}", "kl": "KL {:.4f}", "w_best": "best w {:.2f}"}
     known = row | calls
     said = [form.format(known[name]) for name, form in forms.items() if name in known]
     seconds = sum(row.get(f"time/{x}", 0.0) for x in ("rollout", "reward", "update", "evolve"))
@@ -92,7 +89,9 @@ def tell_trouble(row: Row) -> str:
     if rejected is not None and not row["accepted"]:
         why = f"the first: {rejected[0]['reason']}" if rejected else "it has no <ins_k> block"
         return f"the optimizer's reply has no candidate, {len(rejected)} were rejected; {why}"
-    means = {x for c in row.get("verified", ()) for x in (c["r"], c["r_parent"])}
+    means = set()
+    for c in row.get("verified", ()):
+        means |= {c["r"], c["r_parent"]}
     if len(means) == 1 and row["D_B"]:
         return f"verified nothing: on D_B all revisions and their parent earn {means.pop():.2f}"
     return ""

@@ -23,7 +23,7 @@ REMEDIES = {
     "on demonstrations first, or another instruction",
     NO_ANSWER: "see in trajectories/ where they end; --max_response, --max_turns and --max_prompt give them room",
     ALL_ALIKE: "are the questions all too hard or all too easy for this policy, or is it the reward?",
-    SOLVED: "the task is solved, and no update changes anything; stop here, or ask harder questions",
+    SOLVED: "the task is solved, and nothing is left to learn; stop here, or ask harder questions",
     NOT_FOLLOWED: "read trajectories/ of high reward: is the reward earned without a right answer? With few questions"
     " they may be learned by heart",
     NO_CANDIDATE: "reflections.jsonl has the replies and why they were refused; try another --optimizer_model",
@@ -74,8 +74,8 @@ class Silence:
             present[NOT_FOLLOWED] = behind
         for sign, there in present.items():
             self.since[sign] = (self.since[sign] + 1) * there
-        told, lines = self.told, dict(self.lasting())
-        self.told = set(lines)
+        lines = {sign: f"{kind}  {text}" for sign, kind, text in self.lasting()}
+        told, self.told = self.told, set(lines)
         return [line for sign, line in lines.items() if sign not in told]
 
     def _compare_held_out(self, row: Row) -> bool | None:
@@ -94,8 +94,8 @@ class Silence:
         before = self.best[1]
         return reward - before > RISE * max(abs(reward), abs(before))
 
-    def lasting(self) -> Iterator[tuple[str, str]]:
-        """Yields each sign that has lasted too long, and a line about it.
+    def lasting(self) -> Iterator[tuple[str, str, str]]:
+        """Yields each sign that has lasted too long, WARNING or SOLVED, and a text about it.
 
         A sign whose cause has lasted as long is left out.
         """
@@ -105,4 +105,4 @@ class Silence:
             caused = any(self.since[cause] >= n for cause in causes.get(sign, ()))
             if n >= (LIMIT if sign in UNITS else PATIENCE) and not caused:
                 kind, unit = "SOLVED" if sign == SOLVED else "WARNING", UNITS.get(sign, "steps")
-                yield sign, f"{kind}  for {n} {unit} in a row {sign}: {REMEDIES.get(sign, FAILED)}"
+                yield sign, kind, f"for {n} {unit} in a row {sign}: {REMEDIES.get(sign, FAILED)}"

@@ -136,7 +136,7 @@ def tabulate(summary: Row) -> str:
     """Returns the last screen of a run: metrics, the winning instruction, its cost."""
     lines = ["", "held-out questions, greedy", *final_table(summary)]
     line = " -> ".join(f"#{j}" for j in summary["generations"])
-    lines += ["(by source in summary.json)", "", summary["conclusion"], ""]
+    lines += ["", summary["conclusion"], ""]
     lines += [f"best instruction, I_star ({line}):", summary["I_star"], ""]
     cost = summary["ledger"]
     if cost["optimizer_calls"]:

@@ -2,7 +2,7 @@
 saw of each."""
 
 import math
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -21,10 +21,12 @@ def token_data(tau: Trajectory, tokenizer: Any, limit: int = 2000) -> Row:
     engine: its log-prob as sampled; the others as in `grpo.note_tokens`, to four digits.
     """
     stream = DecodeStream(skip_special_tokens=False)
-    texts = [
-        stream.step(tokenizer.backend_tokenizer, id) or "\ufffd" * (acted > after)
-        for id, (acted, after) in zip(tau.ids, pairwise([*tau.mask, 0]), strict=True)
-    ]
+    texts = list[str]()
+    for id, acts, goes_on in zip(tau.ids, tau.mask, [*tau.mask[1:], 0], strict=True):
+        text = stream.step(tokenizer.backend_tokenizer, id)
+        if not text and acts and not goes_on:
+            text = "\ufffd"
+        texts.append(text or "")
     places = [k for k, m in enumerate(tau.mask) if m]
     columns = {"engine": [tau.logps[k] for k in places], **tau.tokens}
     return {

@@ -1,5 +1,5 @@
 """The first screen of a page: did it learn, which instruction won and why, what did it cost, what
-went wrong."""
+stands out."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -87,7 +87,7 @@ def sum_costs(run: Run) -> Row:
     }
 
 
-# ---- what went wrong
+# ---- what stands out
 
 
 def find_warnings(run: Run) -> list[Row]:
@@ -129,8 +129,8 @@ def _of_silence(run: Run, rows: list[Row]) -> Iterator[Row]:
     silence, lasted = Silence(), dict[str, tuple[int, str]]()
     for row in run.steps:
         silence.hear(row)
-        for sign, line in silence.lasting():
-            lasted[sign] = row["t"], line.partition("  ")[2]
+        for sign, _, text in silence.lasting():
+            lasted[sign] = row["t"], text
     for sign, (t, text) in lasted.items():
         until = "To the end" if t == rows[-1]["t"] else f"Up to step {t}"
         yield _warning(f"{until}, {text}", PANELS.get(sign, ""))

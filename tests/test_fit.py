@@ -173,7 +173,7 @@ def test_vllm_has_the_rows_of_whole_groups_up_to_those_that_its_engine_is_given(
     for cuda, rows, tokens in ((True, 512, 16384), (False, None, None)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
         given = vllm_engine.settings("m", max_len=9, dtype="bfloat16", memory=0.5)
-        assert (given["max_num_seqs"], given["max_num_batched_tokens"]) == (rows, tokens)
+        assert given.get("max_num_seqs") == rows and given.get("max_num_batched_tokens") == tokens
 
 
 class LongTurns:

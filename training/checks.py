@@ -2,7 +2,6 @@
 room for a turn."""
 
 import importlib.util
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +17,7 @@ from models.model import load_config, load_tokenizer, skeleton
 from plumbing.faults import Fault
 from plumbing.outside import printable, without_secrets
 from plumbing.status import status
+from plumbing.stop import count_ranks
 from tasks import Task
 from tasks.formats import encode
 from training.duration import describe_time, flops_of
@@ -132,8 +132,7 @@ def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
         used = replace(
             cfg, fused_layers=cfg.fused_layers * bool(importlib.util.find_spec("liger_kernel"))
         )
-        gpus = int(os.environ.get("WORLD_SIZE", 1))
-        place = Place(shapes(cfg.model), engine, gpus, memory)
+        place = Place(shapes(cfg.model), engine, count_ranks(), memory)
         used, fit = decide(used, place, flops_of(torch.cuda.get_device_name()))
         if fit.fault():
             raise Fault(f"{fit.fault()}; {find_flags(used, place)}")

@@ -78,6 +78,7 @@ def on_all_ranks(
         @functools.wraps(method)
         def run(self: Policy, /, *args: S.args, **kwargs: S.kwargs) -> R:
             began = time.perf_counter()
+            # several ranks are out of step until all have answered
             self.in_step = self.ranks.size == 1
             if self.ranks.rank == 0:
                 self.ranks.broadcast((run, args, kwargs))
@@ -247,7 +248,8 @@ class Policy:
         self, t: int, purpose: str, jobs: Sequence[Job], temperature: float | None = None
     ) -> dict[int, Trajectory]:
         """Plays this rank's share of the jobs; on rank 0 returns all trajectories, in the jobs' order.
-        `purpose` tells the random draws of one step apart.
+        `purpose` tells the random draws of one step apart; those to "evaluate" come back without
+        tokens, but for a sample.
 
         A rank plays whole groups, which compute their prompt once.
         """
@@ -280,7 +282,7 @@ class Policy:
             for tau in played:
                 self.check_state(tau)
 
-        # an evaluation has thousands of trajectories, of which only a sample is stored
+        # an evaluation has thousands of trajectories, of which a sample is stored
         taus = dict(zip(mine, played, strict=True))
         if purpose == "evaluate":
             stored = space_evenly(len(jobs), STORED)
@@ -393,9 +395,10 @@ class Policy:
 
     def sleep(self) -> None:
         """Makes room for training: the engine's weights and cache wait until the next rollout."""
-        if self.synced:  # or it sleeps already
-            self.synced = self.shared  # asleep, an engine's own copy of the weights is gone
-            self.engine.sleep()
+        if not self.synced:
+            return  # asleep already
+        self.synced = self.shared  # an engine's own copy of the weights goes
+        self.engine.sleep()
 
     @on_all_ranks(of_rank_0)
     def save(self, path: Path) -> None:
