@@ -128,7 +128,7 @@ class ChatEngine(RemoteEngine):
             if e.transient or not self.serves(body):
                 raise EngineFault(str(e)) from None
             reply, stop = Reply(""), "length" if TOO_LONG.search(str(e)) else "refused"
-        ids = self.tokenizer(self.closed(reply.text, reply.cut))["input_ids"]
+        ids = self.tokenizer(self.closed(reply.text, reply.cut or reply.refused))["input_ids"]
         return FinishedTurn(key, ids, [0.0] * len(ids), stop)
 
     def serves(self, body: dict) -> bool:
@@ -145,7 +145,7 @@ class ChatEngine(RemoteEngine):
         """Returns a turn up to its first stop string, which some endpoints do not know as such.
 
         Others take it off: then it is that whose opening tag has no end, unless the turn was `cut` at
-        a limit.
+        a limit or by a filter.
         """
         for end in self.stop:
             head, found, _ = text.partition(end)

@@ -154,8 +154,9 @@ class TorchEngine:
         cache = self.cache
         slots = torch.arange(len(self.order), device=self.device)
         turns = [FinishedTurn(key, [], []) for key in self.order]
-        starts = self._tensor([len(contexts[key]) for key in self.order])
-        lengths, finished = starts, set()
+        finished = set()  # slots
+        # tokens of each row's context before the turn, and so far
+        starts = lengths = self._tensor([len(contexts[key]) for key in self.order])
         capacity = int(starts.max()) + max_new
         while True:
             # a token for each slot; one that has finished is computed, but ignored
@@ -178,7 +179,7 @@ class TorchEngine:
             # once half of the batch has finished it goes on without them
             if 2 * len(unfinished) <= len(lengths):
                 if cache is not self.cache:  # from which the next turn starts
-                    # the last token is not in it yet
+                    # all sampled tokens but the last, which is in no cache yet
                     longest = max(len(turn.ids) for turn in turns)
                     added = torch.arange(longest - 1, device=self.device)
                     self.cache.write(slots, cache, starts[slots, None] + added)

@@ -21,6 +21,7 @@ from torch import Tensor
 from engines import Contexts, FinishedTurn, Turns, watch_ends
 from models.model import Weights, load_config, logit_scale
 from plumbing.faults import EngineFault, Fault
+from plumbing.stop import count_ranks
 from plumbing.versions import versions
 
 VERSION = "0.32"  # this file relies on internals: reloading, packed weights, weight transfer
@@ -240,7 +241,7 @@ def settings(path: str, *, max_len: int, dtype: str, memory: float, rows: int = 
         }
     else:  # vLLM would take the whole process's memory, the trainer's included, off this share
         args["kv_cache_memory_bytes"] = int(memory * psutil.virtual_memory().total)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if count_ranks() > 1:
         args["distributed_executor_backend"] = "external_launcher"
     return args
 

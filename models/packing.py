@@ -232,7 +232,7 @@ def prefix_of(tau: Any) -> tuple[int, ...]:
 
 
 def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> list[list[int]]:
-    """Returns the places of the trajectories, cut in their order into batches of at most
+    """Returns the indices of the trajectories, cut in their order into batches of at most
     `micro_tokens` (a longer one is alone), the largest as small as possible. A prompt counts once
     in a batch.
 
@@ -241,39 +241,40 @@ def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> lis
     """
     prefixes = [prefix_of(tau) for tau in taus]
 
-    def cut(most: int) -> list[tuple[int, list[int]]]:
-        """Returns (tokens, places) of batches of at most `most` tokens."""
-        batches = []
-        tokens, places, begun = most, list[int](), set[tuple]()  # full before the first
-        for place, tau in enumerate(taus):
-            # with this trajectory, whose prompt may be in the batch already
-            prefix = prefixes[place]
-            tokens += len(tau.ids)
+    def cut(most: int) -> tuple[list[list[int]], list[int]]:
+        """Returns batches of at most `most` tokens, and how many each has."""
+        batches, sizes = list[list[int]](), list[int]()
+        begun = set[tuple]()  # prompts in the last batch
+        for k, tau in enumerate(taus):
+            prefix = prefixes[k]
+            added = len(tau.ids)
             if prefix in begun:
-                tokens -= len(prefix)
+                added -= len(prefix)
 
-            # one too many opens the next batch
-            if tokens > most:
-                tokens, places, begun = len(tau.ids), [], set()
-                batches.append((tokens, places))
-            places.append(place)
+            # a batch with no room for it is full
+            if not batches or sizes[-1] + added > most:
+                batches.append([])
+                sizes.append(0)
+                begun.clear()
+                added = len(tau.ids)
+            batches[-1].append(k)
+            sizes[-1] += added
             begun.add(prefix)
-            batches[-1] = tokens, places  # its tokens so far
-        return batches
+        return batches, sizes
 
     # the smallest limit with which there are no more batches than with micro_tokens
-    n = math.ceil(len(cut(micro_tokens)) / ranks) * ranks
+    n = math.ceil(len(cut(micro_tokens)[0]) / ranks) * ranks
     low, high = 1, micro_tokens
     while low < high:
         middle = (low + high) // 2
-        if len(cut(middle)) > n:
+        if len(cut(middle)[0]) > n:
             low = middle + 1
         else:
             high = middle
 
-    largest_first = sorted(cut(low), key=lambda batch: -batch[0])
-    batches = [places for _, places in largest_first]
-    return batches + [[]] * (n - len(batches))
+    batches, sizes = cut(low)
+    largest_first = sorted(range(len(batches)), key=sizes.__getitem__, reverse=True)
+    return [batches[k] for k in largest_first] + [[]] * (n - len(batches))
 
 
 def pack(batch: Sequence[Any], device: torch.device) -> tuple[Tensor, Packing, Tensor, Tensor]:

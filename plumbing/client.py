@@ -22,12 +22,12 @@ BUSY = (408, 409, 425, 429)  # statuses besides 5xx that another attempt may not
 
 # How servers say that a conversation is too long, and how they name an option that a model refuses.
 TOO_LONG = re.compile(
-    r"HTTP 413|\btokens\b|context.?(?:length|size|window|limit)|too (?:long|large)", re.I
+    r"HTTP 413|\btokens\b|context.?(?:length|size|window|limit)|too.?(?:long|large)", re.I
 )
 # What no other attempt mends: some say so as a fault of their own (llama.cpp, HTTP 500 or 200), some
 # in an answer of 200 that holds the status of an error (OpenRouter).
 FINAL = re.compile(
-    r"context.?(?:length|size|window)|too large to process"
+    r"context.?(?:length|size|window|limit)|too large to process|prompt is too long|allowed length"
     r"|['\"]code['\"]: ?['\"]?4(?!08|09|25|29)\d\d\b",
     re.I,
 )

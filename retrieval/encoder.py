@@ -126,10 +126,13 @@ class Encoder:
         padded = self._tokenizer(
             texts, truncation=True, max_length=self.max_length, padding=True, return_tensors="pt"
         ).to(self.device)
+        if not padded["attention_mask"].any():  # no text has a token
+            return np.zeros((len(texts), self._model.config.hidden_size), np.float32)
         hidden = self._model(**padded).last_hidden_state.float()  # (B, T, d)
         if self.pooling == "cls":
             pooled = hidden[:, 0]  # (B, d)
         else:
             mask = padded["attention_mask"][..., None]  # (B, T, 1)
-            pooled = (hidden * mask).sum(1) / mask.sum(1)  # (B, d)
+            # a text may have no token
+            pooled = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)  # (B, d)
         return torch.nn.functional.normalize(pooled, dim=-1).cpu().numpy()

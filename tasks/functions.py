@@ -96,6 +96,7 @@ class SchemaTool(Tool):
         be resumed.
         """
         result: Future[list[str]] = Future()
+        late = Failed(f"{self.name} took longer than {self.timeout:g} s")
 
         def settle(reply: str | Fault | Failed) -> None:
             with contextlib.suppress(InvalidStateError):  # the other one was first
@@ -108,7 +109,6 @@ class SchemaTool(Tool):
                     result.set_result(Failure([text]) if isinstance(reply, Failed) else [text])
 
         # Daemons, so that a call that hangs does not keep the program from ending.
-        late = Failed(f"{self.name} took longer than {self.timeout:g} s")
         timer = threading.Timer(self.timeout + self.grace, settle, [late])
         timer.daemon = True
         result.add_done_callback(lambda _: timer.cancel())
@@ -117,7 +117,8 @@ class SchemaTool(Tool):
         return result
 
     def _answer(self, argument: str) -> str | Fault | Failed:
-        named = re.match(rf'{{\s*"{re.escape(self.bare)}"\s*:', argument)
+        # an object is no text: a query that is JSON itself
+        named = re.match(rf'{{\s*"{re.escape(self.bare)}"\s*:(?!\s*{{)', argument)
         needed = argument or self.bare in self.schema["parameters"].get("required", ())
         bare = self.bare and needed and not named
         try:

@@ -61,7 +61,8 @@ def compute_metrics(
     first: Any = names or rows[0]
     for tau, row in zip(taus, rows, strict=True):
         where = f"--task {task.cfg.task}: its metrics of question {tau.question.id}"
-        if not row or list(row) != list(first) or not all(map(is_finite, row.values())):
+        named = isinstance(row, Mapping) and row and list(row) == list(first)
+        if not named or not all(map(is_finite, row.values())):
             raise Fault(
                 f"{where} are {row}, the first {first}; return finite numbers of the same names for all"
             )

@@ -187,10 +187,13 @@ def _find_question(prompt: object) -> str | None:
     """Returns what follows the last `Question:` in the last user message, or in the string."""
     prompt = unpacked(prompt)
     if isinstance(prompt, Iterable) and not isinstance(prompt, str):
-        prompt = next(
-            (look_up(m, "content") for m in reversed(list(prompt)) if look_up(m, "role") == "user"),
-            None,
-        )
+        messages, prompt = prompt, None
+        for message in messages:
+            if look_up(message, "role") == "user":
+                prompt = look_up(message, "content")
+    if isinstance(prompt, list):  # content parts
+        texts = [look_up(part, "text") for part in prompt]
+        prompt = "\n".join(texts) if all(isinstance(text, str) for text in texts) else None
     # messages as Python prints them
     if not isinstance(prompt, str) or re.match(r"\s*(array\()?[\[(]\s*\{\s*'", prompt):
         return None

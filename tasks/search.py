@@ -16,6 +16,7 @@ from plumbing.batches import Batches
 from plumbing.client import Client
 from plumbing.faults import Fault, Outage, ToolDown
 from plumbing.outside import contents_of, without_secrets
+from plumbing.stop import count_ranks
 from tasks import Question
 from tasks.questions import holds_gold
 from tasks.tools import Tool
@@ -96,7 +97,7 @@ def choose_source(cfg: Config) -> Config:
     That is the server on port 8000 of this machine, if one answers there, else Search-R1's corpus
     and index in DATA. Nothing is searched that some node of a torchrun job cannot reach.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = count_ranks()
     nodes = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if nodes > 1 and (not cfg.retriever or re.search("//(127\\.|localhost)", cfg.retriever)):
         raise Fault(f"{nodes} nodes: give --retriever with an address that all of them can reach")
@@ -122,11 +123,12 @@ def probe(url: str, topk: int) -> BaseException | None:
 def find_index(corpus: str) -> str:
     """Returns the FAISS file of Search-R1's corpus, which is expected beside it; "" for any other
     corpus."""
-    path = Path(corpus)
-    if path.name == WIKI and path.is_file():
+    passages = Path(corpus)
+    if passages.name == WIKI and passages.is_file():
         for name in INDEXES:
-            if path.with_name(name).is_file():
-                return str(path.with_name(name))
+            path = passages.with_name(name)
+            if path.is_file():
+                return str(path)
     return ""
 
 
@@ -140,12 +142,12 @@ def start_server(cfg: Config, serve: Callable[..., str]) -> tuple[str, Callable[
                 f"--retriever: {fault}; start it (at http://...), or serve --corpus with --retriever ''"
             )
         return cfg.retriever, str, without_secrets(cfg.retriever)  # there is nothing to restart
+    argv = ["-m", "retrieval.server", "--corpus", cfg.corpus]
     index = find_index(cfg.corpus)
+    if index:  # on the CPU: the GPUs are the policy's
+        argv += ["--index", index, "--encoder", E5, "--device", "cpu"]
     # A slow core makes BM25 of 1 MB of passages a second (docs/LOG.md), and reads 10.
     deadline = 60 + Path(cfg.corpus).stat().st_size / (1e7 if index else 1e6)
-    # the GPUs are the policy's
-    dense = ["--index", index, "--encoder", E5, "--device", "cpu"] if index else []
-    argv = ["-m", "retrieval.server", "--corpus", cfg.corpus, *dense]
     own = partial(serve, *argv, deadline=deadline)
     url, how = own(), Path(index).name or "BM25"
     return url, own, f"{url} ({how} over {cfg.corpus}, started by this run)"
@@ -155,7 +157,8 @@ def try_search(search: Search, questions: Sequence[Question]) -> str:
     """Returns how fast and how well the server answers some questions, in words; Fault if it finds
     nothing at all."""
     start, n = time.perf_counter(), len(questions)
-    results = [future.result() for future in [search.submit(q.text) for q in questions]]
+    futures = [search.submit(q.text) for q in questions]
+    results = [future.result() for future in futures]
     seconds = time.perf_counter() - start
     if not any(text.strip() for passages in results for text in passages):
         raise Fault(

@@ -40,8 +40,8 @@ class Task(ABC):
         return self.tools
 
     def make_format(self, tokenizer: Any = None) -> Tags:
-        """Returns how calls, answers and results are written (--format), of which ids take the
-        policy's tokenizer. Raises Fault."""
+        """Returns how calls, answers and results are written (--format); what reads or writes ids
+        needs the policy's tokenizer. Raises Fault."""
         name, kind = self.cfg.format, Tags
         if name != "tags":
             flag = f"--format {name}"

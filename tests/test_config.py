@@ -411,6 +411,8 @@ def test_values_at_the_edge_of_the_possible_are_taken(argv):
 
 def test_every_rank_must_have_a_trajectory_to_train_on(refuses, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
+    assert parse_flags(["--batch", "3", "--mini", "3", "--G", "2"]).mini == 3  # a cluster's
+    monkeypatch.setenv("RANK", "0")
     assert "8 ranks for 6 trajectories an update" in refuses(
         "--batch", "3", "--mini", "3", "--G", "2"
     )

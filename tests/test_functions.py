@@ -79,7 +79,14 @@ def test_arguments_are_a_json_object_and_results_that_are_no_text_are_json(argum
     [text] = answered(forecast, argument)
     assert json.loads(text) == result and "\\u" not in text
     # a text alone needs no JSON
-    for text in (argument, '"hi"', "{text: hi}", '{"texts": "hi"}', '["text"]'):
+    for text in (
+        argument,
+        '"hi"',
+        "{text: hi}",
+        '{"texts": "hi"}',
+        '["text"]',
+        '{"text": {"a": 1}}',
+    ):
         assert answered(shout, text) == [text.upper()]
     assert answered(shout, '{"text": "hi"}') == ["HI"]
     assert answered(shout, '{"text": 3}')[0].startswith("wrong arguments of shout: text: ")

@@ -461,6 +461,8 @@ def test_metrics_are_floats_under_the_names_that_the_task_gives():
         ),
         ([{"wins": 1.0}, {"wins": math.nan}], "question 1 are {'wins': nan}, the first"),
         ([{"wins": "yes"}, {"wins": "no"}], "question 0 are {'wins': 'yes'}, the first"),
+        ([[1.0], [0.0]], "question 0 are [1.0], the first"),
+        ([0.5, 0.5], "question 0 are 0.5, the first"),
         (
             [{"loss": 1.0}, {"loss": 0.0}],
             "loss: that is measured in every run; give it another name",

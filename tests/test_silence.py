@@ -186,7 +186,7 @@ def test_signs_are_counted_apart_and_one_with_its_cause_is_not_told(rows, told, 
     silence = Silence()
     for row in rows:
         silence.hear(row)
-    ended = [text for _, text in silence.lasting()]
+    ended = [text for _, _, text in silence.lasting()]
     assert [
         (t, next(x for x in (NONE, SAME, TOOL, DONE) if x in text)) for t, text in heard(rows)
     ] == told
