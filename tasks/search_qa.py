@@ -20,9 +20,9 @@ SEARCH_R1 = (
 )
 
 WITHOUT_SEARCH = (  # whatever other tools there are: every prompt describes those
-    SEARCH_R1.partition(" After reasoning")[0]
-    + " If you find no further external knowledge needed, you can"
-    + SEARCH_R1.partition("needed, you can")[2]
+    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
+    "information. If you find no further external knowledge needed, you can directly provide the answer inside "
+    "<answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>."
 )
 
 
