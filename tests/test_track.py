@@ -62,7 +62,7 @@ def test_a_tracker_has_every_number_and_instruction_in_one_run_however_often_it_
 def test_tensorboard_has_numbers_and_texts(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module := Mock())
     Tracker("tensorboard", tmp_path, "id", {}).log({"loss": 0.5, "instructions": "Think."}, 3)
-    module.SummaryWriter.assert_called_once_with(tmp_path / "tensorboard")
+    module.SummaryWriter.assert_called_once_with(tmp_path / "tensorboard", purge_step=3)
     writer = module.SummaryWriter.return_value
     assert writer.mock_calls == [
         call.add_scalar("loss", 0.5, 3),
