@@ -50,7 +50,7 @@ def by_question(arm: Arm, data: str) -> Array:
 
 def by_seed(arm: Arm, data: Sequence[str]) -> list[float]:
     """Averages each seed over its questions, then over the sets."""
-    return [float(np.mean([e.values[d].mean() for d in data])) for e in arm]
+    return [np.mean([e.values[d].mean() for d in data]) for e in arm]
 
 
 def read_evaluation(path: Path) -> Evaluation:
@@ -66,9 +66,9 @@ def read_evaluation(path: Path) -> Evaluation:
             values[data] = np.array([float(row[metric]) for row in rows if row["data"] == data])
             whole = len(values[data]) == part["questions"] > 0
             if not (whole and np.isfinite(values[data]).all()):
-                raise ValueError("it has not finished")
+                raise ValueError  # it has not finished
         if not values or not isinstance(setting["content"], dict):
-            raise ValueError("it is of another version")
+            raise ValueError  # it is of another version
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise Fault(
             f"--compare {path}: no finished evaluation of this version is in it; evaluate.py writes one"
@@ -115,7 +115,8 @@ def compare(directories: Sequence[str]) -> str:
     shown = [[data] for data in sets]
     if len(sets) > 1:
         shown.append(sets)
-    rows, tests = list[dict[str, str]](), dict[int, Difference]()
+    rows = []
+    tests: dict[int, Difference] = {}
     for k, arm in enumerate(others):
         for data in shown:
             row, tests[k] = compare_arms(arm, first, data)

@@ -5,11 +5,10 @@ holds for these trained policies on other questions, an interval over seeds for 
 on these questions.
 """
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from math import hypot, inf, isfinite, isinf, nan, sqrt
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +16,8 @@ from scipy import special, stats
 
 Array = npt.NDArray[np.float64]
 Values = Sequence[float] | Array
-K = TypeVar("K")
 LEVEL, POWER = 0.95, 0.8
-Z = float(stats.norm.ppf((1 + LEVEL) / 2))  # 1.96
+Z = stats.norm.ppf((1 + LEVEL) / 2)  # 1.96
 DIGITS = 12  # values that differ by rounding count as equal: 57/300 and 0.19
 
 
@@ -41,7 +39,7 @@ class Interval(NamedTuple):
         """
         style = style if style.endswith("f") else style + ".3f"
         mean, low, high = (f"{x:{style}}" for x in self[:3])
-        known = math.isfinite(self.low) and self.low < self.high
+        known = isfinite(self.low) and self.low < self.high
         return f"{mean} [{low}, {high}]" if known else mean
 
     def within(self, least: float, most: float) -> "Interval":
@@ -51,7 +49,7 @@ class Interval(NamedTuple):
         Nothing is cut where it is infinite, or where the mean shows that those are not the bounds
         (percentages, say).
         """
-        if math.isinf(self.low) or not least <= self.mean <= most:
+        if isinf(self.low) or not least <= self.mean <= most:
             return self
         return self._replace(low=max(self.low, least), high=min(self.high, most))
 
@@ -75,14 +73,14 @@ def estimate_mean(x: Values) -> Interval:
     if not right_or_wrong(a):
         return estimate_over_seeds(a)
     low, high = stats.binomtest(int(a.sum()), len(a)).proportion_ci(LEVEL, method="wilson")
-    return Interval(float(a.mean()), float(low), float(high), float(high - low) / 2 / Z, len(a))
+    return Interval(a.mean(), low, high, (high - low) / 2 / Z, len(a))
 
 
 def estimate_over_seeds(x: Values) -> Interval:
     """Student's interval of the mean over training runs (n,), with n - 1 degrees of freedom;
     infinite for one run."""
     a = _array(x)
-    return _interval(float(a.mean()), _se(a), len(a) - 1, len(a))
+    return _interval(a.mean(), _se(a), len(a) - 1, len(a))
 
 
 def compare_pairs(a: Values, b: Values) -> Difference:
@@ -94,26 +92,25 @@ def compare_pairs(a: Values, b: Values) -> Difference:
     """
     x, y = _array(a), _array(b)
     d, n = _array(x - y), len(x)
-    mean = float(d.mean())
+    mean = d.mean()
     # right or wrong
     if right_or_wrong(x, y):
         only_a, only_b = int((x > y).sum()), int((y > x).sum())
         unlike = only_a + only_b
-        p = float(stats.binomtest(only_a, unlike).pvalue) if unlike else 1.0
+        p = stats.binomtest(only_a, unlike).pvalue if unlike else 1.0
         more, less = (only_a + 1) / (n + 2), (only_b + 1) / (n + 2)
         centre = more - less
-        se = math.sqrt((more + less - centre**2) / (n + 2))
+        se = sqrt((more + less - centre**2) / (n + 2))
         found = Interval(mean, centre - Z * se, centre + Z * se, se, n).within(-1, 1)
-        return Difference(found, p, find_visible(se, math.inf))
+        return Difference(found, p, find_visible(se, inf))
 
     # other values; NaN for a single question
     se = _se(d)
     if se > 0:  # NaN for a single question
-        return Difference(
-            estimate_over_seeds(d), float(stats.ttest_1samp(d, 0).pvalue), find_visible(se, n - 1)
-        )
+        p = stats.ttest_1samp(d, 0).pvalue
+        return Difference(estimate_over_seeds(d), p, find_visible(se, n - 1))
     p = min(1.0, 2 * 0.5**n) if mean else 1.0
-    return Difference(_interval(mean, math.nan, 0, n), p, math.inf)
+    return Difference(_interval(mean, nan, 0, n), p, inf)
 
 
 def compare_seeds(a: Values, b: Values) -> Difference:
@@ -123,18 +120,16 @@ def compare_seeds(a: Values, b: Values) -> Difference:
     run.
     """
     x, y = _array(a), _array(b)
-    mean = round(float(x.mean() - y.mean()), DIGITS)
-    se = math.hypot(_se(x), _se(y))
+    mean = round(x.mean() - y.mean(), DIGITS)
+    se = hypot(_se(x), _se(y))
     n = len(x) + len(y)
     if not se > 0:  # NaN for a single run
-        return Difference(_interval(mean, math.nan, 0, n), math.nan, math.inf)
+        return Difference(_interval(mean, nan, 0, n), nan, inf)
     with warnings.catch_warnings():
         # seeds that end alike on one side: Welch's test can take it
         warnings.simplefilter("ignore", RuntimeWarning)
         test = stats.ttest_ind(x, y, equal_var=False)
-    return Difference(
-        _interval(mean, se, test.df, n), float(test.pvalue), find_visible(se, test.df)
-    )
+    return Difference(_interval(mean, se, test.df, n), test.pvalue, find_visible(se, test.df))
 
 
 def average_intervals(parts: Sequence[Interval]) -> Interval:
@@ -145,29 +140,28 @@ def average_intervals(parts: Sequence[Interval]) -> Interval:
     """
     k = len(parts)
     mean = sum(part.mean for part in parts) / k
-    low = mean - math.hypot(*(part.mean - part.low for part in parts)) / k
-    high = mean + math.hypot(*(part.high - part.mean for part in parts)) / k
-    se = math.hypot(*(part.se for part in parts)) / k
+    low = mean - hypot(*(part.mean - part.low for part in parts)) / k
+    high = mean + hypot(*(part.high - part.mean for part in parts)) / k
+    se = hypot(*(part.se for part in parts)) / k
     return Interval(mean, low, high, se, sum(part.n for part in parts))
 
 
 def average_differences(parts: Sequence[Difference]) -> Difference:
     """The macro average of differences, by the normal distribution."""
     whole = average_intervals([part.interval for part in parts])
-    p = 2 * float(stats.norm.sf(abs(whole.mean) / whole.se))
-    return Difference(whole, p, find_visible(whole.se, math.inf))
+    p = 2 * stats.norm.sf(abs(whole.mean) / whole.se)
+    return Difference(whole, p, find_visible(whole.se, inf))
 
 
-def adjust_p_values(differences: Mapping[K, Difference]) -> dict[K, float]:
+def adjust_p_values(differences: Mapping[Any, Difference]) -> dict[Any, float]:
     """Adjusts p-values by Holm's method: their family errs in at most 5 % of the cases at 0.05.
 
     Those without a test (NaN) are left out, and are not part of the family.
     """
-    tested = [(difference.p, key) for key, difference in differences.items() if difference.p >= 0]
-    tested.sort(key=itemgetter(0))
-    adjusted, worst = dict[K, float](), 0.0
-    for rank, (p, key) in enumerate(tested):
-        worst = max(worst, min(1.0, (len(tested) - rank) * p))
+    tested = {key: difference.p for key, difference in differences.items() if difference.p >= 0}
+    adjusted, worst = dict[Any, float](), 0.0
+    for rank, key in enumerate(sorted(tested, key=tested.__getitem__)):
+        worst = max(worst, min(1.0, (len(tested) - rank) * tested[key]))
         adjusted[key] = worst
     return adjusted
 
@@ -180,7 +174,7 @@ def find_visible(se: float, df: float) -> float:
     error.
     """
     t = stats.t.ppf((1 + LEVEL) / 2, df)
-    return float(special.nctdtrinc(df, 1 - POWER, t)) * se if se > 0 else math.inf
+    return special.nctdtrinc(df, 1 - POWER, t) * se if se > 0 else inf
 
 
 def right_or_wrong(*x: Array) -> bool:
@@ -195,11 +189,11 @@ def _array(x: Values) -> Array:
 def _se(x: Array) -> float:
     """The standard error of the mean: NaN for a single value, 0 for equal ones."""
     if len(x) == 1:
-        return math.nan
-    return float(stats.sem(x)) if np.ptp(x) else 0.0
+        return nan
+    return stats.sem(x) if np.ptp(x) else 0.0
 
 
 def _interval(mean: float, se: float, df: float, n: int) -> Interval:
     """Student's interval; infinite without a standard error."""
-    half = float(stats.t.ppf((1 + LEVEL) / 2, df)) * se if df > 0 else math.inf
+    half = stats.t.ppf((1 + LEVEL) / 2, df) * se if df > 0 else inf
     return Interval(mean, mean - half, mean + half, se, n)

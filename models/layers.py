@@ -9,32 +9,24 @@ one row, as `forward_packed` makes them: in a batch with one token a row, as gen
 """
 
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from models.packing import Packing, attend
 
-
-class Family(NamedTuple):
-    """How the layers of one of transformers' families compute."""
-
-    prefix: str  # of the names of its classes
-    offset: float = 0.0  # RMSNorm multiplies by offset + weight
-    casting: str = "llama"  # RMSNorm rounds before it multiplies by the weight; gemma: after
-    # nothing else reads the gradient of a norm's output, so that it may be overwritten
-    own_gradient: bool = True
-
-
-FAMILIES = {  # config.model_type -> Family; the tests compare each with transformers
-    "qwen2": Family("Qwen2"),
-    "qwen3": Family("Qwen3"),
-    "llama": Family("Llama"),
-    "mistral": Family("Mistral"),
-    "granite": Family("Granite"),
-    # a norm's output joins the residual stream
-    "gemma3_text": Family("Gemma3", 1.0, "gemma", own_gradient=False),
+FAMILIES = {  # config.model_type -> prefix of its classes; the tests compare each with transformers
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "granite": "Granite",
+    "gemma3_text": "Gemma3",
 }
+# How RMSNorm computes: it multiplies by offset + weight, rounds before that (llama) or after it
+# (gemma), and may overwrite the gradient of its output. Gemma's joins the residual stream.
+PLAIN, GEMMA = (0.0, "llama", True), (1.0, "gemma", False)
 
 
 def fuse(model: Any) -> str:
@@ -46,25 +38,22 @@ def fuse(model: Any) -> str:
     except ImportError:
         return "none (liger-kernel is not installed)"
     config = model.config
-    family = FAMILIES.get(config.model_type)
-    if family is None:
+    prefix = FAMILIES.get(config.model_type)
+    if prefix is None:
         return f"none ({config.model_type} is not among {', '.join(FAMILIES)})"
 
-    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def norm(self: Any, x: Tensor) -> Tensor:
         eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
-        out: torch.Tensor = RMSNorm.apply(
-            x, self.weight, eps, family.offset, family.casting, family.own_gradient
-        )
-        return out
+        return RMSNorm.apply(x, self.weight, eps, *(GEMMA if prefix == "Gemma3" else PLAIN))
 
-    def mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def mlp(self: Any, x: Tensor) -> Tensor:
         rows = x.squeeze(0)
-        out: torch.Tensor = self.down_proj(SiLUMul.apply(self.gate_proj(rows), self.up_proj(rows)))
-        return out.unsqueeze(0)
+        gated = SiLUMul.apply(self.gate_proj(rows), self.up_proj(rows))
+        return self.down_proj(gated).unsqueeze(0)
 
     replaced = {}
     for module in model.modules():
-        kind = type(module).__name__.removeprefix(family.prefix)
+        kind = type(module).__name__.removeprefix(prefix)
         if kind == "RMSNorm":
             replaced["RMSNorm"] = module.forward = MethodType(norm, module)
         elif kind == "MLP" and getattr(config, "hidden_act", "") in ("silu", "swish"):
@@ -76,11 +65,11 @@ def fuse(model: Any) -> str:
 
 def attention(
     self: Any,
-    hidden_states: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
     packing: Packing,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """The forward pass of a family's attention module on a packed row, (1, T, H) -> (1, T, H).
 
     Written out, since without the batch dimension torch dispatches a quarter fewer operations.
@@ -102,22 +91,18 @@ class Rotation(torch.autograd.Function):
     sines are (1, T, dim); in place, since they are a projection's output, or a norm's."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> Any:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         ctx.tables = cos, sin
         return rotate(q, k, cos, sin, back=False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> Any:
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
         cos, sin = ctx.tables
         return *rotate(dq.contiguous(), dk.contiguous(), cos, sin, back=True), None, None
 
 
-def rotate(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     """Launches Liger's kernel, whose own function takes and returns transposed tensors."""
     from liger_kernel.ops.rope import _triton_rope
     from triton import next_power_of_2

@@ -17,6 +17,7 @@ from plumbing.outside import at, clean, decoded, without_secrets
 T = TypeVar("T")
 MAX_WAIT = 60.0  # seconds between two rounds, whatever a server asks for
 MAX_ANSWER = 64 << 20  # bytes of an answer, unpacked
+LOOPBACK = re.compile(r"https?://(localhost|127\.[\d.]+|\[::1\])([:/]|$)")
 BUSY = (408, 409, 425, 429)  # statuses besides 5xx that another attempt may not meet
 
 # How servers say that a conversation is too long, and how they name an option that a model refuses.
@@ -102,7 +103,7 @@ class Client:
         retries: int,
         key: str | None = None,
         retry_timeout: bool = True,
-        revive: Callable[[], str] = lambda: "",
+        revive: Callable[[], str] = str,  # which returns ""
     ):
         self.urls = [at(url) for url in urls]  # the first is in use
         self.timeout, self.retries = timeout, retries
@@ -113,7 +114,7 @@ class Client:
         # options of `chat`; this one is for models that refuse max_tokens
         self.refused = {"max_completion_tokens"}
         self.session = requests.Session()
-        self.session.trust_env = key is not None and not any(map(_is_loopback, self.urls))
+        self.session.trust_env = key is not None and not any(map(LOOPBACK.match, self.urls))
         if key:
             self.session.headers["Authorization"] = f"Bearer {key}"
             self.session.auth = _sign
@@ -144,7 +145,9 @@ class Client:
                     raise RequestFailed(said)
                 self.faults += 1
                 self.urls = [*self.urls[1:], self.urls[0]]
-        raise RequestFailed(said + f", {round + 1} times" * (round > 0), True)
+        if round:
+            said += f", {round + 1} times"
+        raise RequestFailed(said, True)
 
     def chat(self, body: dict[str, Any], read: Callable[[Any], T], retries: int | None = None) -> T:
         """As `ask` of a chat endpoint, without the options that its model has refused."""
@@ -183,7 +186,8 @@ class Client:
             raise RequestFailed(f"{type(e).__name__}: {e}") from None
         except (requests.RequestException, urllib3.exceptions.HTTPError) as e:
             raise RequestFailed(type(e).__name__, True) from None
-        # Something came: an answer,
+        # Something came: an answer, or why there is none.
+        said, transient = content.decode(errors="replace"), True
         if reply.status_code < 300:
             try:
                 answer = (
@@ -195,12 +199,9 @@ class Client:
                 return read(answer)
             except (LookupError, TypeError, ValueError) as e:
                 # perhaps a page to log in, or why there is none
-                began = clean(content.decode(errors="replace"), self.secrets)[:80]
+                began = clean(said, self.secrets)[:80]
                 text = f"malformed answer ({type(e).__name__}: {str(e)[:200]}; it begins {began!r})"
-                transient = True
-        # or why there is none.
-        said = content.decode(errors="replace")
-        if reply.status_code >= 300:
+        else:
             transient = reply.status_code in BUSY or reply.status_code >= 500
             text = " ".join(said.split())
             if reply.is_redirect:
@@ -237,7 +238,3 @@ def _wait_asked(headers: Mapping[str, str], said: str) -> float:
     with suppress(urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
         return urllib3.Retry().parse_retry_after(after)
     return 0.0
-
-
-def _is_loopback(url: str) -> bool:
-    return re.match(r"https?://(localhost|127\.[\d.]+|\[::1\])([:/]|$)", url) is not None

@@ -1,7 +1,5 @@
 """Rewards and metrics of trajectories, by the task, and their means."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
@@ -41,7 +39,7 @@ def read_rewards(
         raise Fault(
             f"{where} returned {returned} for {len(taus)} trajectories; return a list with a number for each"
         )
-    read = list[Any]()
+    read = []
     for tau, r in zip(taus, rewards, strict=True):
         absent = optional and r is None
         if not absent and not is_finite(r):

@@ -41,7 +41,7 @@ class Job:
     instruction: int | None  # its id in the population; None for a text that is in none
     text: str  # the instruction itself
     question: Question
-    group: int  # the draw it belongs to; trajectories of one group are compared (Eq. 3)
+    group: int  # trajectories of one group are compared (Eq. 3)
 
 
 @dataclass
@@ -114,7 +114,13 @@ class Trajectory:
     def record(self) -> Row:
         """Returns a row for `trajectories/`: everything but the token arrays."""
         q = self.question
-        row: Row = {"question": q.id, "question_text": q.text, "source": q.source, "golds": q.golds}
-        row |= {name: getattr(self, name) for name in RECORDED}
-        row |= {"action_tokens": sum(self.mask), "tokens": len(self.ids)}
-        return row | {"turns": [asdict(turn) for turn in self.turns]}
+        return {
+            "question": q.id,
+            "question_text": q.text,
+            "source": q.source,
+            "golds": q.golds,
+            **{name: getattr(self, name) for name in RECORDED},
+            "action_tokens": sum(self.mask),
+            "tokens": len(self.ids),
+            "turns": [asdict(turn) for turn in self.turns],
+        }

@@ -208,11 +208,11 @@ def test_a_resumed_run_keeps_its_own_learning_rate(tmp_path, lr):
 def test_an_instruction_is_read_from_its_file(tmp_path):
     path = tmp_path / "i.txt"
     path.write_text("\n Be brief. \n")
-    assert read_instruction("instruction", str(path)) == "Be brief."
+    assert read_instruction(str(path)) == "Be brief."
     for content, says in ((b" \n", "the file is empty"), (b"\xff\xfe", "cannot be read as UTF-8")):
         path.write_bytes(content)
         with pytest.raises(Fault, match=f"--instruction {path}: {says}"):
-            read_instruction("instruction", str(path))
+            read_instruction(str(path))
 
 
 def test_a_configuration_cannot_be_changed_afterwards():

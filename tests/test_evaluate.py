@@ -404,6 +404,10 @@ def test_a_metric_cannot_take_the_name_of_another_figure(tmp_path, monkeypatch, 
 # ---- asking
 
 
+def alike(taus):
+    return [0.0 for _ in taus]
+
+
 def test_asking_plays_the_run_s_task_and_scores_what_it_knows(finished, retriever):
     known = load_questions(WORLD / "test.jsonl")[0]
     own = ["--run", finished, "--retriever", retriever]
@@ -412,8 +416,10 @@ def test_asking_plays_the_run_s_task_and_scores_what_it_knows(finished, retrieve
     [prediction] = re.findall("^  answer  (.*)$", text, re.M)
     assert f"  scored  em {em(prediction, known.golds):g}," in text
     assert run(*own, known.id, main=ask.main)[0] == text
-    text, fault = run(*own, "What is the color of the sky", main=ask.main)
-    assert not fault and "scored" not in text and "  answer  " in text
+    for flags in [], ["--reward", f"{__name__}:alike"]:
+        text, fault = run(*own, *flags, "What is the", "color of the sky", main=ask.main)
+        assert not fault and "color of the sky?" in text
+        assert "scored" not in text and "  answer  " in text
 
 
 def test_asking_a_game_from_the_keyboard(finished, tmp_path, monkeypatch):
@@ -516,6 +522,7 @@ def test_each_fault_is_one_line_that_says_what_to_do(
     ):
         _, fault = run("--run", *flags, main=ask.main)
         assert words in fault.splitlines()[-1] and "Traceback" not in fault, fault
+    assert "name a run with --run" in run(finished, "x", main=ask.main)[1]
     text, fault = run("--run", finished, "--corpus", WORLD / "corpus.jsonl", " ", main=ask.main)
     assert not fault and text.endswith("the question is empty\n")
 
@@ -679,7 +686,7 @@ def test_words_come_back_whole_and_answers_that_are_no_chat_end_the_evaluation(s
         while True:
             list(
                 engine.generate(
-                    {0: words("hello")["input_ids"]} if not engine.turns.running else {}, 5, 0.0
+                    {0: words("hello")["input_ids"]} if not engine.running else {}, 5, 0.0
                 )
             )
     engine.close()

@@ -110,11 +110,11 @@ class Ranks:
                     raise RuntimeError(f"the task's code has called exit({e.code})") from e
                 raise
             if isinstance(e, Fault) or (isinstance(e, Stopped) and not self.rank):
-                tell_torchrun(text := printable(str(e)))
+                text = printable(str(e))
+                tell_torchrun(text)
                 print(text, file=sys.stderr)
-            elif not (
-                self.rank and stop.requested()
-            ):  # torchrun ends the others by a signal: their faults say nothing
+            elif not self.rank or not stop.requested():
+                # else torchrun ends this rank by a signal: its fault says nothing
                 traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()

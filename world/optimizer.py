@@ -18,6 +18,7 @@ from plumbing.faults import one_line
 from plumbing.servers import listen, serve_app
 from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, read_clauses, write_instruction
 
+Reasons = dict[str, str]  # clause -> why an instruction needs it
 HARM = ("memory", "verbose", "terse", "early", "whole")
 KNOWN_TAGS = set(re.findall(r"</?\w+>", FRAMES[0]))
 # what its questions end in
@@ -44,7 +45,7 @@ def read_actions(actions: str) -> tuple[list[str], str, str]:
     return find_inside("search", actions), results, answers[-1]
 
 
-def diagnose(response: str) -> dict[str, str]:
+def diagnose(response: str) -> Reasons:
     """Returns {clause: reason to add it}, read from one failed response (question, actions and
     results as text)."""
     question, _, actions = response.partition("?")
@@ -72,7 +73,7 @@ def diagnose(response: str) -> dict[str, str]:
     return lacking
 
 
-def diagnose_by_gold(response: str, golds: str) -> dict[str, str]:
+def diagnose_by_gold(response: str, golds: str) -> Reasons:
     """The same for questions that are not the world's: what was asked, found and said, with the
     right answers."""
     question, _, actions = response.partition("\n")
@@ -106,20 +107,20 @@ def find_frame(instruction: str) -> str:
     for sentence in KNOWN_SENTENCES:
         rest = rest.replace(sentence, " ")
     rest = " ".join(rest.split())
-    if not set(re.findall(r"</?\w+>", rest)) - KNOWN_TAGS:
+    if KNOWN_TAGS.issuperset(re.findall(r"</?\w+>", rest)):
         return ""
     own = [frame for frame in FRAMES if frame in instruction]
     return " ".join([*own[:1], rest])
 
 
-def revise(rng: random.Random, clauses: list[str], add: list[str], frame: str = "") -> str:
+def revise(rng: random.Random, clauses: list[str], add: list[str], frame: str) -> str:
     """Returns an instruction with these clauses and the added ones, which replace those that they
     contradict."""
     slots = {CLAUSES[c].slot for c in add}
     kept = [c for c in clauses if CLAUSES[c].slot not in slots]
-    fillers = rng.randint(0, 1)
+    n = rng.randint(0, 1)
     wordings = "any" if rng.random() < 0.3 else "taught"
-    return write_instruction(rng, kept + add, fillers, wordings, frame)
+    return write_instruction(rng, kept + add, n, wordings, frame)
 
 
 def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
@@ -173,12 +174,10 @@ def propose(
     return "Here are other wordings of the prompt.", candidates
 
 
-def analyze(
-    failures: list[tuple[str, str]], clauses: list[str]
-) -> tuple[dict[str, str], list[str]]:
+def analyze(failures: list[tuple[str, str]], clauses: list[str]) -> tuple[Reasons, list[str]]:
     """Returns the reasons to add clauses, by clause, and a vote for a clause from every failure
     that shows its lack."""
-    reasons: dict[str, str] = {}
+    reasons: Reasons = {}
     votes: list[str] = []
     for response, golds in failures:
         ours = OF_THE_WORLD.search(response.partition("?")[0])

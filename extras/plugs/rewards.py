@@ -36,6 +36,8 @@ UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 # what TRL's trainer gives besides the columns; the last two fill tables that are not kept here
 TRL = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
+# of all of a user's coroutines, whose clients and locks belong to the loop that first used them
+LOOP: asyncio.AbstractEventLoop
 
 
 def run_loop(loop: asyncio.AbstractEventLoop) -> None:
@@ -45,8 +47,7 @@ def run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def start_loop() -> None:
-    """Starts the loop of all of a user's coroutines, whose clients and locks belong to the loop that
-    first used them; a fork has none of the threads."""
+    """Starts LOOP; a fork has none of the threads."""
     global LOOP
     LOOP = asyncio.new_event_loop()
     Thread(target=run_loop, args=[LOOP], daemon=True).start()
