@@ -44,12 +44,14 @@ def fuse(model: Any) -> str:
 
     def norm(self: Any, x: Tensor) -> Tensor:
         eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
-        return RMSNorm.apply(x, self.weight, eps, *(GEMMA if prefix == "Gemma3" else PLAIN))
+        offset, casting, in_place = GEMMA if prefix == "Gemma3" else PLAIN
+        out: Tensor = RMSNorm.apply(x, self.weight, eps, offset, casting, in_place)
+        return out
 
     def mlp(self: Any, x: Tensor) -> Tensor:
         rows = x.squeeze(0)
-        gated = SiLUMul.apply(self.gate_proj(rows), self.up_proj(rows))
-        return self.down_proj(gated).unsqueeze(0)
+        out: Tensor = self.down_proj(SiLUMul.apply(self.gate_proj(rows), self.up_proj(rows)))
+        return out.unsqueeze(0)
 
     replaced = {}
     for module in model.modules():
