@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from models.linear import ROWS, prefer_onednn
+
 
 def send(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Copies a tensor from the CPU to the device. The host does not wait: a GPU's stream keeps the
@@ -330,6 +332,13 @@ def pack(
             if sampled:
                 places.append(origin + k - 1)
                 targets.append(tau.ids[k])
+
+    # a sequence that nobody reads fills the row up
+    filler = -len(ids) % ROWS if device.type == "cpu" and prefer_onednn() else 0
+    if filler:
+        ids += [0] * filler
+        lengths.append(filler)
+        parents.append(-1)
 
     # a batch without trajectories, which other ranks may have, is one token without an action
     packing = Packing(lengths or [1], parents, device)
