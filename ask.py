@@ -54,6 +54,8 @@ def show(tau: Any) -> None:
 
 
 def ask(args: argparse.Namespace) -> None:
+    if args.question and Path(args.question[0]).is_dir():
+        raise Fault(f"{args.question[0]} is a directory: name a run with --run")
     run = args.run or newest_run()
     if not Path(run).is_dir():
         raise Fault(f"--run {run}: no such directory")
@@ -66,7 +68,7 @@ def ask(args: argparse.Namespace) -> None:
         print(printable(f"{Path(run).resolve().name}\n\n{agent.instruction}"))
 
         # a question after the other
-        for text in [args.question] if args.question else read_questions():
+        for text in [" ".join(args.question)] if args.question else read_questions():
             try:
                 q = agent.find_question(text)
             except Fault as e:
@@ -86,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("question", nargs="?", help="without one, questions are read from the keyboard")
+    add("question", nargs="*", help="without one, questions are read from the keyboard")
     add("--run", default="", help="a finished run, or a checkpoint of it [the newest in runs/]")
     add_player_flags(parser, KNOBS, ("seed", "temperature"))
     args = parse_player_flags(parser, argv)

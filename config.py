@@ -7,14 +7,14 @@ of names.
 """
 
 import argparse
-import dataclasses
 import difflib
 import importlib.util
 import inspect
 import os
 import re
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,10 +24,11 @@ from plumbing.flags import Parser, add_flags
 from plumbing.flags import knob as knob  # programs with knobs of their own take it from here
 from plumbing.flags import out_of_range as out_of_range
 from plumbing.outside import decoded, without_secrets
-from plumbing.stop import leads
+from plumbing.stop import count_ranks, leads
 from plumbing.threads import choose_threads, use_threads
 from plumbing.trust import check_origin
 
+Settings = dict[str, Any]  # values of knobs by name
 HERE = Path(__file__).parent
 WORLD = HERE / "world" / "files"
 FACTS = HERE / "tasks" / "facts"
@@ -143,6 +144,11 @@ class RolloutKnobs:
         4096, "tokens of context with which a turn may start; more end the trajectory", least=1
     )
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest trajectory whose last turn is complete."""
+        return self.max_prompt + self.max_response
+
 
 @dataclass(frozen=True)
 class GRPOKnobs(RolloutKnobs):
@@ -187,7 +193,7 @@ class GRPOKnobs(RolloutKnobs):
     def find_fault(self) -> str:
         if self.batch % self.mini:
             return f"--batch {self.batch} is not a multiple of --mini {self.mini}: every update needs as many questions"
-        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        ranks = count_ranks()
         if self.mini * self.G < ranks:
             return f"{ranks} ranks for {self.mini * self.G} trajectories an update: start fewer, or raise --mini"
         return ""
@@ -234,10 +240,7 @@ class ReflectionKnobs:
     )
     buffer: int = knob(10240, "trajectories in the replay buffer", least=1, more=True)
     max_instruction: int = knob(
-        1500,
-        "tokens of a candidate instruction, counted with the optimizer's tokenizer",
-        least=1,
-        more=True,
+        1500, "tokens (o200k_base) of a candidate instruction", least=1, more=True
     )
     prompt_budget: int = knob(
         16000, "tokens of failures in a reflection prompt; longer ones are cut", least=1, more=True
@@ -311,10 +314,11 @@ class EngineKnobs:
     )
 
     def find_fault(self) -> str:
-        if self.vllm != "colocate" and not self.vllm.startswith(("http://", "https://")):
-            return f"--vllm {self.vllm}: choose colocate, or give the URL of a server, http://host:port"
-        if self.vllm != "colocate" and self.engine == "torch":
-            return f"--vllm {self.vllm}: it is not used with --engine torch"
+        if self.vllm != "colocate":
+            if not self.vllm.startswith(("http://", "https://")):
+                return f"--vllm {self.vllm}: choose colocate, or give the URL of a server, http://host:port"
+            if self.engine == "torch":
+                return f"--vllm {self.vllm}: it is not used with --engine torch"
         if self.dry_run and not read_cards(self.dry_run):
             return (
                 f"--dry_run {self.dry_run}: say how many of which GPUs, as 8xh100 ({', '.join(CARDS)}), or of which"
@@ -381,7 +385,7 @@ class Config(
 
 
 # What config.json has besides the knobs.
-ABOUT: dict[str, Any] = {"program": "inspo.py", "commit": "unknown", "id": "", "content": {}}
+ABOUT: Settings = {"program": "inspo.py", "commit": "unknown", "id": "", "content": {}}
 C = TypeVar("C", bound=Config)
 # What a knob of a type takes from Python.
 TYPES: dict[Any, Any] = {bool: bool, int: Integral, float: Real, str: (str, os.PathLike)}
@@ -391,18 +395,18 @@ DATA = ("valid", "test", "corpus", "instruction")  # what goes with a preset's -
 
 def list_data(folder: Path) -> dict[str, str]:
     """Returns the files of a preset's folder, by their flags."""
-    rows = {name: str(folder / f"{name}.jsonl") for name in ("train", *DATA)}
-    return rows | {"instruction": str(folder / "instruction.txt")}
+    files = {name: str(folder / f"{name}.jsonl") for name in ("train", *DATA)}
+    return files | {"instruction": str(folder / "instruction.txt")}
 
 
 # Search-R1's questions, from the Hugging Face hub: 169,615 of NQ and HotpotQA to train on, and the
 # 51,713 of the paper's seven benchmarks, of which an evaluation asks a sample.
 SEARCH_R1 = "hf://datasets/PeterJinGo/nq_hotpotqa_train@b7d80abfee334a7a91cb377544f09180d58b34f6"
-NQ_HOTPOTQA: dict[str, Any] = dict(
+NQ_HOTPOTQA: Settings = dict(
     train=f"{SEARCH_R1}/train.parquet", test=f"{SEARCH_R1}/test.parquet", eval_n=2000
 )
 # When the reward of the large ones rises, from others' runs: docs/real.md.
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, Settings] = {
     "world": dict(
         model=str(WORLD / "policy"), **list_data(WORLD), optimizer_model="scripted",
         T=80, batch=24, mini=24, lr=1e-3, max_response=48,
@@ -431,7 +435,7 @@ LORA_LR = {
     "world": 3e-3
 }  # found by trial (docs/LOG.md); elsewhere ten times the rate of whole weights
 # one instruction: the rest of Algorithm 1 then does nothing
-STATIC: dict[str, Any] = dict(N_P=1, N_parent=1, T_e=0)
+STATIC: Settings = dict(N_P=1, N_parent=1, T_e=0)
 
 
 def preset_of(model: str) -> str:
@@ -444,14 +448,29 @@ def preset_of(model: str) -> str:
 
 def parse_flags(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any) -> C:  # type: ignore[assignment]
     """Returns what `configure` makes of the flags; a fault is one line and exit code 2, before
-    anything is loaded."""
-    parser = _parser(kind, changes)
-    flags = vars(parser.parse_args(argv))
-    if "help_all" in flags:
-        _parser(kind, changes, everything=True).print_help()
-        parser.exit()
+    anything is loaded.
+
+    --help has the flags that most runs need, --help_all has all.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    parser = Parser(
+        program_of(kind),
+        usage="%(prog)s [--flag value ...]",
+        description="INSPO: train a search agent while its instruction evolves (arXiv 2512.01945).\n"
+        "Without flags: the embedded world. [default; the paper's, where the world's differs]",
+        allow_abbrev=False,
+        formatter_class=argparse.RawTextHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--help_all", action="help", help="also show the flags that few runs need")
+    parser.add_argument(
+        "--preset",
+        choices=PRESETS,
+        help="the preset whose other settings apply to a --model of another name or folder",
+    )
+    add_flags(parser, kind, PRESETS["world"] | changes, everything="--help_all" in words)
     try:
-        return configure(kind, changes, **flags)
+        return configure(kind, changes, **vars(parser.parse_args(words)))
     except Fault as e:
         parser.error(str(e))
 
@@ -480,11 +499,11 @@ def configure(kind: type[C] = Config, changes: Mapping[str, Any] = {}, /, **give
     settings = preset
     if given.get("resume") and given.get("out"):
         run = Path(given["out"])
-        settings = dataclasses.asdict(read_config(run, kind, resume=True))
+        settings = asdict(read_config(run, kind, resume=True))
         check_origin(run, settings, given)
     cfg = kind(**settings | given)
     if evolves(cfg) and not cfg.optimizer_model and not os.environ.get("OPENAI_BASE_URL"):
-        cfg = dataclasses.replace(cfg, optimizer_model=OPTIMIZER)
+        cfg = replace(cfg, optimizer_model=OPTIMIZER)
     fault = validate(cfg)
     if fault:
         raise Fault(fault)
@@ -492,23 +511,23 @@ def configure(kind: type[C] = Config, changes: Mapping[str, Any] = {}, /, **give
         if unused and leads():
             names = ", ".join(unused)
             print(f"note: --train is not the preset's, so its {names} are not used", flush=True)
-        cfg = dataclasses.replace(cfg, threads=choose_threads(cfg.threads))
+        cfg = replace(cfg, threads=choose_threads(cfg.threads))
     use_threads(cfg.threads)
     return cfg
 
 
-def check_settings(kind: type[Config], given: Mapping[str, Any]) -> dict[str, Any]:
+def check_settings(kind: type[Config], given: Settings) -> Settings:
     """Returns what is given from Python as knobs have it: in their types, a task's class or object
     as module:Class.
 
     Raises Fault.
     """
-    types: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(kind)} | {"preset": str}
+    types: Settings = {f.name: f.type for f in fields(kind)} | {"preset": str}
     settings = {}
     for name, value in given.items():
         if name not in types:
             words = f" {name.replace('_', ' ')} "
-            said = [f.name for f in dataclasses.fields(kind) if words in f" {f.metadata['doc']} "]
+            said = [f.name for f in fields(kind) if words in f" {f.metadata['doc']} "]
             others = *types, "learner", "population", "evolution"
             known = {other.lower(): other for other in others}
             least = 0.65 if said else 0.0  # a name as close as that counts more than a text
@@ -531,30 +550,6 @@ def check_settings(kind: type[Config], given: Mapping[str, Any]) -> dict[str, An
     return settings
 
 
-def _parser(kind: type[Config], changes: dict[str, Any], everything: bool = False) -> Parser:
-    """Returns the parser of all flags; its help has those that most runs need, or with `everything`
-    all."""
-    program, layout = program_of(kind), argparse.RawTextHelpFormatter
-    parser = Parser(
-        program,
-        usage=f"{program} [--flag value ...]",
-        allow_abbrev=False,
-        formatter_class=layout,
-        argument_default=argparse.SUPPRESS,
-    )
-    parser.description = (
-        "INSPO: train a search agent while its instruction evolves (arXiv 2512.01945).\n"
-        "Without flags: the embedded world. [default; the paper's, where the world's differs]"
-    )
-    parser.add_argument(
-        "--help_all", action="store_true", help="also show the flags that few runs need"
-    )
-    text = "the preset whose other settings apply to a --model of another name or folder"
-    parser.add_argument("--preset", choices=PRESETS, help=text)
-    add_flags(parser, kind, PRESETS["world"] | changes, everything)
-    return parser
-
-
 def program_of(kind: type[Config]) -> str:
     """Returns the script whose flags these are; one with knobs of its own has a subclass of Config
     for them."""
@@ -571,10 +566,8 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
     if not path.is_file():
         raise Fault(f"{run} holds no run (no config.json)")
     try:
-        content = decoded(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError("no object")
-    except (OSError, ValueError) as e:
+        content = {**decoded(path.read_bytes())}
+    except (OSError, ValueError, TypeError) as e:
         raise Fault(
             f"{path} is damaged ({type(e).__name__}: {e}): restore it from a copy"
         ) from None
@@ -582,16 +575,16 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
     own = program_of(kind)
     if resume and program != own:
         raise Fault(f"--resume: {run} was started by {program}, not {own}: resume it with that")
-    fields = [f.name for f in dataclasses.fields(kind)]
-    differing = [name for name in content if name not in fields and program == own]
-    differing += [name for name in fields if name not in content]
+    names = {f.name for f in fields(kind)}
+    differing = [name for name in content if name not in names and program == own]
+    differing += sorted(names - content.keys())
     if differing:
         raise Fault(
             f"{path} is of another version of {program} (commit {commit}; only one of the two has --{differing[0]}):"
             " use that one"
         )
     try:
-        return kind(**check_settings(kind, {name: content[name] for name in fields}))
+        return kind(**check_settings(kind, {name: content[name] for name in names}))
     except Fault as e:
         raise Fault(f"{path} is damaged ({e}): restore it from a copy") from None
 
@@ -602,10 +595,10 @@ def holds_a_run(path: str) -> str:
 
 def validate(cfg: Config) -> str:
     """Returns what makes a configuration impossible, in one line; "" if nothing does."""
-    fault = out_of_range(cfg, [f.name for f in dataclasses.fields(cfg)])
+    fault = out_of_range(cfg, vars(cfg))
     for concern in reversed(type(cfg).__mro__):
-        if not fault and "find_fault" in vars(concern):
-            fault = vars(concern)["find_fault"](cfg)
+        if not fault and hasattr(concern, "find_fault"):
+            fault = concern.find_fault(cfg)
     return fault
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import compress
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,11 +21,14 @@ from models import lora
 from models.model import hold, reshard
 from models.packing import micro_batches, pack, send
 from plumbing.faults import EngineFault
+from plumbing.files import Row
 from plumbing.threads import compute_alone
 from tasks import Trajectory
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
+Batch = list[Trajectory]
+Extras = dict[str, Tensor]  # of a micro-batch's action tokens, (N,) each
 # parameters of a model whose operations are too short for several threads to share one
 SMALL = 10**7
 MAX_SKIPPED = 5  # optimizer steps in a row without a finite gradient, after which a run stops
@@ -57,18 +61,18 @@ def objective(
     surrogate: Callable[..., Tensor] = clipped_surrogate,
     **tokens: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns J / w (Eq. 2 without the weights of `terms`), S and KL of n tokens, (n,) each.
+    """Returns J of Eq. 2 before `terms` weighs the tokens, S and KL of n tokens, (n,) each.
 
     kernels/head.py differentiates it. On a GPU kernels/rows_triton.py computes the same in one
     launch, unless the surrogate is another one.
     """
     rho = torch.exp(logp - old)  # Eq.3
     S = surrogate(rho=rho, logp=logp, old=old, **tokens)
-    kl: Tensor = k3.apply(ref - logp)  # CHOICE-23
+    kl = k3.apply(ref - logp)  # CHOICE-23
     return S - beta * kl, S, kl  # Eq.2
 
 
-def minibatches(taus: list[Trajectory], cfg: GRPOKnobs) -> list[list[Trajectory]]:
+def minibatches(taus: Batch, cfg: GRPOKnobs) -> list[Batch]:
     """Returns the trajectories of a step in parts, one for each optimizer update: `cfg.mini`
     questions each."""
     n = cfg.mini * cfg.G  # CHOICE-10
@@ -81,10 +85,10 @@ def lr_at(t: int, cfg: GRPOKnobs) -> float:
     rise = max(1, round(cfg.warmup * cfg.T))
     if t <= rise:
         return cfg.lr * t / rise
-    return cfg.lr * 0.5 * (1 + math.cos(math.pi * (t - rise) / (cfg.T - rise + 1)))
+    return cfg.lr * 0.5 * (1 + math.cos(math.pi * (t - rise) / (cfg.T - rise + 1)))  # CHOICE-17
 
 
-def note_tokens(batch: list[Trajectory], extras: dict[str, Tensor]) -> None:
+def note_tokens(batch: Batch, extras: Extras) -> None:
     """Sets `tokens` of the watched trajectories of a micro-batch: what the update saw of each
     action token.
 
@@ -98,13 +102,13 @@ def note_tokens(batch: list[Trajectory], extras: dict[str, Tensor]) -> None:
     seen |= {name: extras[name] for name in ("entropy", "kl", "clipped")}
     # one matrix, so that the host waits for the GPU once
     columns = torch.stack([column.detach().float() for column in seen.values()]).cpu()
-    tokens = [sum(tau.mask) for tau in batch]
-    for tau, values in zip(batch, columns.split(tokens, dim=1), strict=True):
+    counts = [sum(tau.mask) for tau in batch]
+    for tau, values in zip(batch, columns.split(counts, dim=1), strict=True):
         if tau.watched:
             tau.tokens = dict(zip(seen, values.tolist(), strict=True))
 
 
-def describe_gaps(gaps: Tensor, sharded: bool) -> dict[str, float]:
+def describe_gaps(gaps: Tensor, sharded: bool) -> Row:
     """Returns columns about the distance of engine and trainer from the gaps and depths (2, n) of
     this rank's tokens: its mean by quarter of the depth, the 99th percentile (the highest of the
     ranks') and the largest ratio."""
@@ -121,6 +125,7 @@ def describe_gaps(gaps: Tensor, sharded: bool) -> dict[str, float]:
         dist.all_reduce(sums)
         dist.all_reduce(tail, dist.ReduceOp.MAX)
 
+    # the host waits for the GPU once
     *means, p99, ratio = torch.cat([sums[0] / sums[1], tail]).tolist()
     columns = {"logp_gap/p99": p99, "logp_gap/max_ratio": ratio}
     for k, mean in enumerate(means, 1):
@@ -144,7 +149,7 @@ class Learner:
 
     surrogate: Callable[..., Tensor] = staticmethod(clipped_surrogate)
     # mean nats per token, engine to trainer
-    MAX_GAP: ClassVar[dict[str, float]] = {"float32": 1e-3, "bfloat16": 0.1}
+    MAX_GAP: ClassVar[Row] = {"float32": 1e-3, "bfloat16": 0.1}
 
     def __init__(self, model: Any, reference: Any, cfg: GRPOKnobs, max_gap: float = math.inf):
         """`max_gap`: mean nats per token by which engine and trainer may differ."""
@@ -174,7 +179,7 @@ class Learner:
     def set_advantages(self, taus: Sequence[Trajectory]) -> None:
         """Sets A-hat of a step's trajectories from their rewards, on rank 0. One that is alone in
         its group has 0."""
-        groups: dict[int, list[Trajectory]] = {}
+        groups: dict[int, Batch] = {}
         for tau in taus:
             groups.setdefault(tau.group, []).append(tau)
         for group in groups.values():
@@ -184,35 +189,35 @@ class Learner:
             for tau, a in zip(group, A.tolist(), strict=True):
                 tau.advantage = a
 
-    def terms(self, minibatch: list[Trajectory], old: Array | None) -> Terms:
+    def terms(self, minibatch: Batch, old: Array | None) -> Terms:
         """Returns what Eq. 2 needs to know of the N action tokens of a mini-batch, by the names of
         `grpo_head`.
 
         `old` (2, N): their log-probs and entropies under pi_old; None where that is the policy in
         training, so that rho = 1.
         """
-        tokens = np.array([sum(tau.mask) for tau in minibatch])
+        counts = np.array([sum(tau.mask) for tau in minibatch])
         # 1/|tau|, then the mean
-        average = 1 / (np.maximum(1, tokens) * len(minibatch))  # Eq.2 CHOICE-9
+        average = 1 / (np.maximum(1, counts) * len(minibatch))  # Eq.2 CHOICE-9
         return {
-            "adv": np.repeat([tau.advantage for tau in minibatch], tokens),
-            "token_weight": np.repeat(average, tokens),
+            "adv": np.repeat([tau.advantage for tau in minibatch], counts),
+            "token_weight": np.repeat(average, counts),
             "old_logp": None if old is None else old[0],
             "eps_low": self.cfg.eps,
             "eps_high": self.cfg.eps,
         }
 
-    def take_share(self, minibatch: list[Trajectory]) -> Iterator[tuple[list[Trajectory], Indices]]:
+    def take_share(self, minibatch: Batch) -> Iterator[tuple[Batch, Indices]]:
         """Yields this rank's micro-batches of a mini-batch, each with the indices of its action
         tokens among the N."""
         # the tokens of trajectory k are starts[k] to starts[k + 1]
         starts = np.cumsum([0, *(sum(tau.mask) for tau in minibatch)])
         batches = micro_batches(minibatch, self.cfg.micro_tokens, self.ranks)
         for batch in batches[self.rank :: self.ranks]:
-            tokens = [np.arange(starts[k], starts[k + 1]) for k in batch]
-            yield [minibatch[k] for k in batch], np.concatenate(tokens or [np.arange(0)])
+            indices = [np.arange(starts[k], starts[k + 1]) for k in batch]
+            yield [minibatch[k] for k in batch], np.concatenate(indices or [np.arange(0)])
 
-    def update(self, t: int, minibatches: list[list[Trajectory]]) -> dict[str, float]:
+    def update(self, t: int, minibatches: list[Batch]) -> Row:
         """Takes one optimizer step per mini-batch; returns the metrics of step t.
 
         All ranks skip one whose loss or gradient is not finite. "skipped_updates" counts these and
@@ -224,11 +229,11 @@ class Learner:
         lr = lr_at(t, self.cfg)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # log-probs under pi_old, which the policy still is when the first mini-batch is trained
+        # log-probs under pi_old; None: the policy still is pi_old when it trains the first
         olds = [None, *map(self.score, minibatches[1:])]
         total = dict.fromkeys((*SUMS, "tokens"), 0.0)
-        gaps: list[Tensor] = []
-        norms: list[float] = []
+        gaps = []
+        norms = []
         self.model.train()
         for k, minibatch in enumerate(minibatches):
             sums, token_gaps = self.backward(minibatch, olds[k])
@@ -270,9 +275,7 @@ class Learner:
             "grad_norm": sum(norms) / len(norms),
         }
 
-    def backward(
-        self, minibatch: list[Trajectory], old: Array | None
-    ) -> tuple[dict[str, float], Tensor]:
+    def backward(self, minibatch: Batch, old: Array | None) -> tuple[Row, Tensor]:
         """Computes the gradient of a mini-batch, whose loss has one denominator: it depends neither
         on how it is cut into micro-batches nor on the number of ranks.
 
@@ -281,21 +284,19 @@ class Learner:
         """
         terms = self.terms(minibatch, old)
         longest = max(len(tau.ids) for tau in minibatch)
-        seen = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
-        gaps: list[Tensor] = []
+        total = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
+        gaps = []
         for batch, extras in self.differentiate(minibatch, terms):
             note_tokens(batch, extras)
-            seen += torch.stack([extras[name].sum().double() for name in SUMS])
+            total += torch.stack([extras[name].sum().double() for name in SUMS])
             gaps.append(torch.stack([extras["gap"].detach(), extras["depth"] / longest]))
         if self.sharded:
-            dist.all_reduce(seen)
-        sums = dict(zip(SUMS, seen.tolist(), strict=True))
+            dist.all_reduce(total)
+        sums = dict(zip(SUMS, total.tolist(), strict=True))
         sums["tokens"] = sum(sum(tau.mask) for tau in minibatch)
         return sums, torch.cat(gaps, dim=1)
 
-    def differentiate(
-        self, minibatch: list[Trajectory], terms: Terms
-    ) -> Iterator[tuple[list[Trajectory], dict[str, Tensor]]]:
+    def differentiate(self, minibatch: Batch, terms: Terms) -> Iterator[tuple[Batch, Extras]]:
         """Adds the gradients of this rank's micro-batches to those of the parameters; yields each
         with its `extras`, the loss among them.
 
@@ -305,11 +306,11 @@ class Learner:
         trained = self.optimizer.param_groups[0]["params"]
         mine = list(self.take_share(minibatch))
 
-        def compute(k: int) -> tuple[list[Trajectory], dict[str, Tensor], Sequence[Tensor | None]]:
-            batch, tokens = mine[k]
+        def compute(k: int) -> tuple[Batch, Extras, Sequence[Tensor | None]]:
+            batch, indices = mine[k]
             if self.sharded and self.cfg.gather == 1:
-                hold(self.model, k + 1 < len(mine))
-            loss, extras = self.loss(batch, tokens, terms)
+                hold(self.model, k + 1 < len(mine))  # the last pass reduces the sum
+            loss, extras = self.loss(batch, indices, terms)
             extras["loss"] = loss.detach()
             if self.threads > 1:
                 return batch, extras, torch.autograd.grad(loss, trained, allow_unused=True)
@@ -319,6 +320,7 @@ class Learner:
         with ThreadPoolExecutor(self.threads, initializer=compute_alone) as pool:
             run = pool.map if self.threads > 1 else map
             for batch, extras, gradients in run(compute, range(len(mine))):
+                # no gradients: `backward` has added them
                 for p, gradient in zip(trained, gradients, strict=False):
                     if p.grad is None:
                         p.grad = gradient
@@ -340,7 +342,7 @@ class Learner:
         return size if finite else None
 
     @torch.no_grad()
-    def score(self, minibatch: list[Trajectory]) -> Array:
+    def score(self, minibatch: Batch) -> Array:
         """Returns log-probs and entropies (2, N) of a mini-batch's action tokens under the present
         policy.
 
@@ -349,31 +351,29 @@ class Learner:
         """
         N = sum(sum(tau.mask) for tau in minibatch)
         scores = torch.zeros(2, N, dtype=torch.float64, device=self.device)
-        for batch, tokens in self.take_share(minibatch):
+        for batch, indices in self.take_share(minibatch):
             packed = pack(batch, self.device)
             both = torch.stack(self.model.forward_packed(*packed, self.cfg.temperature))
-            scores[:, send(torch.from_numpy(tokens), self.device)] = both.double()
+            scores[:, send(torch.from_numpy(indices), self.device)] = both.double()
         if self.sharded:
             dist.all_reduce(scores)  # adds the ranks' tokens to zeros
         out: Array = scores.cpu().numpy()
         return out
 
-    def loss(
-        self, batch: list[Trajectory], tokens: Indices | slice, terms: Terms
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns (loss, extras) of a micro-batch; `tokens`: which of the action tokens that
-        `terms` speaks of are its N.
+    def loss(self, batch: Batch, indices: Indices | slice, terms: Terms) -> tuple[Tensor, Extras]:
+        """Returns (loss, extras) of a micro-batch; `indices`: where its N action tokens stand in the
+        arrays of `terms`.
 
         Besides what `grpo_head` returns, extras have "old_logp" (N,), log-probs under pi_old, "gap"
         (N,), their distance to the engine's, and "depth" (N,), how many tokens are before each in
         its trajectory.
         """
         packed, temperature = pack(batch, self.device), self.cfg.temperature
-        # of arrays over the mini-batch, what these tokens have
+        # the terms of these tokens alone
         terms = dict(terms)
         for name, x in terms.items():
             if isinstance(x, np.ndarray):
-                terms[name] = send(torch.from_numpy(x[tokens]), self.device)
+                terms[name] = send(torch.from_numpy(x[indices]), self.device)
 
         # pi_ref, then the loss
         ref_logp = None
@@ -393,14 +393,12 @@ class Learner:
         )
 
         # what the engine said of the same tokens
-        logps, depths = list[float](), list[int]()
+        logps = list[float]()
         for tau in batch:
-            for k, sampled in enumerate(tau.mask):
-                if sampled:
-                    logps.append(tau.logps[k])
-                    depths.append(k)
+            logps += compress(tau.logps, tau.mask)
         engine = send(torch.tensor(logps, dtype=torch.float32), self.device)
-        depth = send(torch.tensor(depths, dtype=torch.int64), self.device)
+        _, packing, predicting, _ = packed
+        depth = packing.positions[predicting] + 1
         old = extras["logp"]
         if terms["old_logp"] is not None:
             old = terms["old_logp"].to(old.dtype)
@@ -413,9 +411,8 @@ class Learner:
         # token was sent to. A new process cannot know which these were: it wants a state of all.
         for p in self.optimizer.param_groups[0]["params"]:
             if p not in self.optimizer.state:
-                step = torch.zeros((), dtype=torch.float32, device=p.device)
                 self.optimizer.state[p] = {
-                    "step": step,
+                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
                     "exp_avg": torch.zeros_like(p),
                     "exp_avg_sq": torch.zeros_like(p),
                 }

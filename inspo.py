@@ -66,7 +66,8 @@ def inspo(
     """Trains `policy` on a task while its instructions, P, evolve; returns it with the best
     instruction."""
     D, P, B = evolution.D, evolution.P, evolution.B
-    start, trained = checkpoints.restore()  # (1, 0) unless a run is resumed
+    # the step to begin with, and the last one that has been trained: (1, 0) of a new run
+    start, trained = checkpoints.restore()
     if not P.family:
         evolution.fill_population()  # Alg.1 L2
         log.write_start(policy.evaluate(0, P.family[0], "test"))
@@ -154,14 +155,14 @@ class Evolution:
         n = cfg.N_P - cfg.N_parent  # CHOICE-24
         self.t = t
         self.used = {fold_words(I.text) for I in P_parent}
-        reason = "too few revisions verified"
+        reason = "too few revisions verified"  # of places that stay empty, if all rounds are played
         for round in range(cfg.rounds):  # Alg.1 L18 CHOICE-6
             room = cfg.N_P - len(P_parent) - len(P_new)
             if not room:
                 break
             self.round = round
 
-            # a parent, its failures, and questions that these do not ask
+            # a parent, failures, and questions that these do not ask
             rng = rng_of(cfg.seed, t, f"evolve {round}")
             I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
             tau_fail = B.failures(rng, cfg.failures, I_parent.id)
@@ -218,7 +219,7 @@ class Evolution:
             if e.call:  # what could not be read was billed, too
                 self.note(I_parent, call=vars(e.call))
             raise
-        # first of all, since it was billed; a call of an earlier process is there already
+        # noted before it is read, since it was billed; a call of an earlier process is there already
         if not call.paid_before:
             self.note(I_parent, call=vars(call))
         accepted, rejected = read_candidates(
@@ -228,8 +229,8 @@ class Evolution:
             golds,
             self.cfg.max_instruction,
             n,
-            self.task.make_format().find_unfit,
-            call.cut,
+            unfit=self.task.make_format().find_unfit,
+            cut=call.cut,
         )
         self.note(I_parent, accepted=list(accepted), rejected=rejected)
         return list(accepted.values())
@@ -254,10 +255,10 @@ class Evolution:
         # n rewards of the parent, then n of each revision
         n = len(D_B)
         rewards = [tau.reward for tau in taus]
-        tested = list[Candidate]()
+        tested = []
         for k, text in enumerate(I_new, 1):
-            r = rewards[k * n : (k + 1) * n]
-            tested.append(Candidate(text, I_parent.id, r, rewards[:n]))
+            own = rewards[k * n : (k + 1) * n]
+            tested.append(Candidate(text, I_parent.id, own, parent_rewards=rewards[:n]))
         # with --D_B 0 all have the mean 0 and keep the optimizer's order
         return sorted(tested, key=lambda c: -c.r)
 
@@ -332,6 +333,7 @@ def train(
     from journal.log import Log
     from training.policy import Policy, follow
 
+    # `fitted`: cfg with what this machine decides, such as the engine, and `why` this one
     began, cfg, fitted, why, task, ranks = started
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:

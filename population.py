@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from config import Config
+from plumbing.files import Row
 from tasks import Job, Question, Trajectory
 
 Array = npt.NDArray[np.float64]
@@ -31,7 +31,7 @@ class Instruction:
     born: int = 0  # step at which it joined
     verified: float | None = None  # its mean reward on D_B when it joined
     left: int | None = None  # step at which it was pruned or replaced
-    # r_bar of the last `window` steps that sampled it
+    # r_bar of the last `window` steps in which it was drawn
     rewards: list[float] = field(default_factory=list)
 
     @property
@@ -67,7 +67,7 @@ class Population:
 
     def probabilities(self) -> Array:
         """Returns p(. | W; P), (|P|,), in the order of `active`."""
-        z: Array = np.array([I.w for I in self.active]) / self.cfg.tau_s
+        z = np.array([I.w for I in self.active]) / self.cfg.tau_s
         z = np.exp(z - z.max())
         p: Array = z / z.sum()  # Eq.4
         return p
@@ -83,7 +83,7 @@ class Population:
     ) -> list[Job]:
         """Returns G jobs for each question, a group of Eq. 3, all under one instruction that is
         drawn for it."""
-        jobs: list[Job] = []
+        jobs = []
         instructions = self.sample(rng, len(questions))
         for group, q in enumerate(questions):
             I = instructions[group]
@@ -100,7 +100,7 @@ class Population:
         """Returns the active instructions, the highest weight first; ties keep the parents first."""
         return sorted(self.active, key=lambda I: -I.w)
 
-    def prune(self, ranked: Sequence[Instruction], N_parent: int, t: int) -> list[Instruction]:
+    def prune(self, ranked: Sequence[Instruction], N_parent: int, t: int) -> Sequence[Instruction]:
         """Drops the bottom floor(|P|/2) of `ranked`, keeping at least N_parent; returns the dropped
         ones."""
         kept = max(N_parent, len(ranked) - len(ranked) // 2)  # CHOICE-3
@@ -119,25 +119,25 @@ class Population:
         self._drop([I for I in self.active if I not in parents], t)
         self.ids = [I.id for I in parents]  # by rank
         for I in parents:
-            I.rewards = []  # W <- 0
+            I.rewards = []  # the W <- 0 of line 17
         for c in new:
             self.join(c.text, c.parent, t, c.r)
 
-    def _drop(self, dropped: Sequence[Instruction], t: int) -> list[Instruction]:
+    def _drop(self, dropped: Sequence[Instruction], t: int) -> Sequence[Instruction]:
         for I in dropped:
             I.left = t
             self.ids.remove(I.id)
-        return list(dropped)
+        return dropped
 
     def best(self) -> Instruction:
         """Returns argmax w; right after an evolution, with all weights 0, that is the first
         parent."""
         return self.ranked()[0]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Row:
         return {"family": [asdict(I) for I in self.family], "active": list(self.ids)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Row) -> None:
         self.family = [Instruction(**I) for I in state["family"]]
         self.ids = list(state["active"])
 
@@ -223,8 +223,8 @@ class ReplayBuffer:
         questions = dict.fromkeys(e.question for e in items)
         return [q for q in questions if q not in excluded][:n]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Row:
         return {"items": [vars(e) for e in self.items]}  # not copied: they are frozen
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Row) -> None:
         self.items = [Experience(**item) for item in state["items"]]

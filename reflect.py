@@ -17,6 +17,7 @@ from typing import Any
 from config import Config, evolves, find_endpoint, scripted
 from plumbing.client import Client
 from plumbing.faults import OptimizerDown, Outage
+from plumbing.files import Row
 from plumbing.outside import plain, printable, without_secrets
 from plumbing.replies import Reply, read_blocks, read_reply, usage_of
 from plumbing.stop import may_stop
@@ -27,6 +28,9 @@ QUESTION = re.compile(r"^\W*question\s*:", re.I | re.M)
 CONTROL = re.compile(
     r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk|(?:start|end)_of_turn)>|\[/?INST\]"
 )
+# texts of question and response, each with its golds
+Failures = Sequence[tuple[str, tuple[str, ...]]]
+ESCAPED = re.compile(r'\\[n"]')
 RESULT = re.compile(r"<information>(.*?)</information>", re.S)
 
 # App. E, word for word; {n} stands for its N. (The paraphrase prompt has "6" there, which is N_P -
@@ -82,7 +86,7 @@ def make_token_counter() -> tuple[Callable[[str], int], str]:
         encoding = tiktoken.get_encoding("o200k_base")
         return lambda text: len(encoding.encode(text, disallowed_special=())), "tiktoken"
     except Exception:  # not installed, or its encodings cannot be downloaded
-        return lambda text: len(text) // 4 + 1, "estimate: 4 characters a token"
+        return lambda text: len(text) // 4 + 1, "an estimate, 4 characters each"
 
 
 def paraphrase_prompt(instruction: str, n: int) -> str:
@@ -101,7 +105,7 @@ def history_prompt(scored: Sequence[tuple[str, float]], n: int) -> str:
 
 def reflection_prompt(
     instruction: str,
-    failures: Sequence[tuple[str, tuple[str, ...]]],
+    failures: Failures,
     n: int,
     budget: int,
     observations: Sequence[str] = ("information",),
@@ -116,9 +120,7 @@ def reflection_prompt(
     return REFLECTION.format(instruction=instruction, examples=shown, n=n)
 
 
-def format_examples(
-    failures: Sequence[tuple[str, tuple[str, ...]]], budget: int, observations: Sequence[str]
-) -> list[str]:
+def format_examples(failures: Failures, budget: int, observations: Sequence[str]) -> list[str]:
     """Returns failures, (question and response, golds), as they stand in a prompt, in `budget`
     tokens together."""
     count, _ = make_token_counter()
@@ -145,14 +147,20 @@ def shorten(
     for keep in (2000, 1000, 500, 250, 100, 40, 0):
         if count(text) <= budget:
             return text
-
-        def cut(observation: re.Match[str], keep: int = keep) -> str:
-            return cut_middle(observation[0], keep)
-
-        for tag in map(re.escape, observations):
-            text = re.sub(f"(?<=<{tag}>).*?(?=</{tag}>)", cut, text, flags=re.S)
+        text = cut_observations(text, observations, keep)
     while count(text) > budget and len(text) > 80:
         text = cut_middle(text, len(text) * 3 // 4)
+    return text
+
+
+def cut_observations(text: str, tags: Sequence[str], keep: int) -> str:
+    """Returns a text that has about `keep` characters of each observation in one of these tags."""
+
+    def cut(observation: re.Match[str]) -> str:
+        return cut_middle(observation[0], keep)
+
+    for tag in map(re.escape, tags):
+        text = re.sub(f"(?<=<{tag}>).*?(?=</{tag}>)", cut, text, flags=re.S)
     return text
 
 
@@ -165,7 +173,7 @@ def read_candidates(
     n: int,
     unfit: Callable[[str, str], str],
     cut: bool = True,
-) -> tuple[dict[int, str], list[dict[str, Any]]]:
+) -> tuple[dict[int, str], list[Row]]:
     """Returns the first `n` of a reply's candidates in which `find_flaw` finds none, {k: text}, and
     the others, {"k", "reason"}.
 
@@ -173,7 +181,7 @@ def read_candidates(
     reply ended at a limit.
     """
     accepted: dict[int, str] = {}
-    rejected: list[dict[str, Any]] = []
+    rejected = []
     for k, text in enumerate(read_blocks(reply, cut), 1):
         if len(accepted) == n:
             reason = f"{n} were asked for: neither this nor any after it is read"
@@ -199,25 +207,28 @@ def find_flaw(
     """Returns why a candidate cannot join, or ""; `used` holds the normalized texts of the
     instructions in use.
 
-    `unfit` knows what it must keep of its parent so that the policy can act. Everything else may
-    change: other tags, another example of an answer, other words.
+    `unfit(candidate, parent)` says what the policy would miss to act under it (Tags.find_unfit).
+    Everything else may change: other tags, another example of an answer, other words.
     """
-    # of the whole text
+    # the whole text
     words = fold_words(candidate)
     if not words:
         return "empty"
     if words in used:  # CHOICE-28
         return "duplicate"
-    if make_token_counter()[0](candidate) > max_tokens:  # CHOICE-27
+    count, _ = make_token_counter()
+    if count(candidate) > max_tokens:  # CHOICE-27
         return f"longer than {max_tokens} tokens"
-    lost = unfit(candidate, parent)
-    if lost:
-        return lost
+    missed = unfit(candidate, parent)
+    if missed:
+        return missed
 
     # characters and tokens that no instruction has
     text = candidate.replace("\r\n", "\n")
     if printable(text) != text:
         return "holds control characters"
+    if ESCAPED.search(candidate) and not ESCAPED.search(parent):
+        return "holds escapes, as JSON has them"
     text, old = plain(candidate), plain(parent)
     added = set(CONTROL.findall(text)) - set(CONTROL.findall(old))
     if added:
@@ -312,8 +323,7 @@ class Optimizer:
             return replace(self.paid[key], paid_before=True)
         self.check_budget()
         began = time.perf_counter()
-        messages = [{"role": "user", "content": prompt}]
-        body = {"model": self.model, "messages": messages}
+        body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
         billed = [0, 0]  # tokens of prompt and reply, of all tries
 
         def read(answer: Any) -> Reply:
@@ -344,7 +354,7 @@ class Optimizer:
         if down:
             down.call = call if any(billed) else None
             raise down
-        # where the endpoint counted none, the estimates count
+        # `read` has added what was billed; where that is nothing, the estimates count
         self.tokens += call.prompt_tokens + call.completion_tokens - sum(billed)
         return call
 
@@ -373,18 +383,17 @@ def connect_optimizer(
     """
     if not evolves(cfg):
         return None
-    control = ["--guess"] if cfg.optimizer_model == "guessing" else []
 
     def start() -> str:
+        """Starts the scripted optimizer, or starts it again; "": this run has no server of its own."""
         if not scripted(cfg):
-            return ""  # nothing to start
+            return ""
+        control = ["--guess"] if cfg.optimizer_model == "guessing" else []
         return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *control) + "/v1"
 
-    url, key = start(), ""
-    if not url:
-        url, key = find_endpoint(cfg)
+    url, key = find_endpoint(cfg)  # "" of the scripted one
     return Optimizer(
-        url,
+        url or start(),
         cfg.optimizer_model,
         key,
         retries=cfg.optimizer_retries,
@@ -395,8 +404,8 @@ def connect_optimizer(
 
 
 def describe_optimizer(optimizer: Optimizer | None) -> str:
-    """Returns the optimizer in words."""
+    """Returns which model answers where, and how tokens are counted."""
     if not optimizer:
         return "none"
     _, counter = make_token_counter()
-    return f"{optimizer.model} at {without_secrets(optimizer.url)} (tokens: {counter})"
+    return f"{optimizer.model} at {without_secrets(optimizer.url)} (tokens counted by {counter})"

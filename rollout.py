@@ -50,6 +50,7 @@ class Episode:
 
     @property
     def ended(self) -> bool:
+        # a game may stop in a call, whose result is read all the same
         return bool(self.tau.stop) and not self.call
 
     def act(self, ids: list[int], logps: list[float], stop: str) -> None:
@@ -110,16 +111,17 @@ def rollout(
     form = task.make_format(tokenizer)  # how calls, answers and results are written
     encode_prompt = cache(form.encode_prompt)
     at_once = min(engine.max_rows, task.at_once)
-    taus: list[Trajectory] = []
+    taus = []
+    ended = 0
     for first in range(0, len(jobs), at_once):
-        # as many episodes as fit
+        # as many episodes as fit, played together
         episodes = []
         for job in jobs[first : first + at_once]:
             prompt = encode_prompt(job.text, job.question)
             episodes.append(Episode(task, form, job, prompt, cfg))
         engine.begin(seed + first)
-        ending = play(engine, task, episodes, cfg.max_response, temperature)
-        for ended, _ in enumerate(ending, first + 1):
+        for _ in play(engine, task, episodes, cfg.max_response, temperature):
+            ended += 1
             progress(ended)
 
         for e in episodes:
@@ -135,8 +137,8 @@ def play(
     """Plays episodes at the same time; yields each when it ends."""
     playing = dict(enumerate(episodes))  # those that have not ended
     generating: set[int] = set()
-    for k, e in enumerate(episodes):  # a prompt that is too long ends one at once
-        if e.ended:
+    for k, e in enumerate(episodes):
+        if e.ended:  # its prompt is too long
             yield playing.pop(k)
     while playing:
         # the turns that begin now

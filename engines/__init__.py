@@ -4,13 +4,14 @@ policy."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from plumbing.chat import turn_ends
 
 if TYPE_CHECKING:  # `inspo.py --help` imports this module and must not wait for torch
-    import torch
-    from transformers import PreTrainedTokenizerBase as Tokenizer
+    from models.model import Weights
+
+Contexts = dict[int, list[int]]  # a row's key -> its whole context
 
 
 class FinishedTurn(NamedTuple):
@@ -20,6 +21,9 @@ class FinishedTurn(NamedTuple):
     ids: list[int]  # sampled tokens, the one that ended the turn included
     logps: list[float]  # log-probability of each, at the sampling temperature
     stop: str = ""  # why a server takes no more of the row, as Trajectory's
+
+
+Turns = Iterator[FinishedTurn]  # as they finish
 
 
 class Engine(Protocol):
@@ -37,11 +41,8 @@ class Engine(Protocol):
     def begin(self, seed: int) -> None:
         """Forgets all rows, even unfinished ones, and seeds the samples that follow."""
 
-    def generate(
-        self, contexts: dict[int, list[int]], max_new: int, temperature: float
-    ) -> Iterator[FinishedTurn]:
-        """Starts a turn for every row in `contexts` (key -> its whole context) and yields turns as
-        they finish.
+    def generate(self, contexts: Contexts, max_new: int, temperature: float) -> Turns:
+        """Starts a turn for every row in `contexts` and yields turns as they finish.
 
         A turn finishes with a stop string (which stays in it), with one of `turn_ends`, or after
         `max_new` tokens. A lockstep engine yields all turns before the iterator ends, and forgets
@@ -51,9 +52,8 @@ class Engine(Protocol):
         log-probabilities at temperature 1.
         """
 
-    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replaces all weights by (Hugging Face name, whole tensor) pairs, consumed one at a time;
-        forgets all rows.
+    def load(self, weights: Weights) -> None:
+        """Replaces all weights, consumed one at a time; forgets all rows.
 
         Under torchrun, all ranks call this together.
         """
@@ -65,7 +65,7 @@ class Engine(Protocol):
         """Releases everything, so that the process can exit; the engine cannot be used again."""
 
 
-def watch_ends(tokenizer: Tokenizer, stop: tuple[str, ...]) -> Callable[[list[int]], bool]:
+def watch_ends(tokenizer: Any, stop: tuple[str, ...]) -> Callable[[list[int]], bool]:
     """Returns what tells whether the last of a turn's tokens so far ends the turn: one of
     `turn_ends`, or the first that completes one of the strings `stop`."""
     ends = frozenset(turn_ends(tokenizer))

@@ -9,13 +9,10 @@ directory.
 """
 
 import re
-import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from engines import FinishedTurn
-from engines.remote import RemoteTurns
+from engines import Contexts, FinishedTurn, Turns
+from engines.remote import RemoteEngine
 from plumbing.client import TOO_LONG, Client, RequestFailed
 from plumbing.faults import EngineFault, Fault
 from plumbing.outside import without_secrets
@@ -27,10 +24,10 @@ class Words:
     back whole."""
 
     eos_token_id = -1
-    all_special_tokens: tuple[str, ...] = ()
-    added_tokens_decoder: dict[int, Any] = {}
+    all_special_tokens = ()
+    added_tokens_decoder: dict = {}
 
-    def __call__(self, text: str, **_: object) -> dict[str, list[Any]]:
+    def __call__(self, text: str, **_: object) -> dict:
         return {"input_ids": re.findall(r"\s*\S+|\s+$", text)}
 
     def decode(self, ids: list[Any], **_: object) -> str:
@@ -42,7 +39,7 @@ class Words:
         return "\n\n".join(message["content"] for message in messages)
 
 
-class ChatEngine:
+class ChatEngine(RemoteEngine):
     """An Engine that asks `url`/chat/completions, a request a turn; its samples depend on the
     server alone.
 
@@ -50,8 +47,6 @@ class ChatEngine:
     stops answering.
     """
 
-    max_rows = sys.maxsize
-    lockstep = False
     silent = False  # a reply had no text
 
     def __init__(
@@ -67,8 +62,7 @@ class ChatEngine:
         self.url, self.tokenizer, self.stop = without_secrets(url), tokenizer, stop
         self.client = Client([url], 300, retries, api_key)
         self.name = self.choose(name)
-        self.pool = ThreadPoolExecutor(32)
-        self.begin(0)
+        super().__init__(32)
 
     def choose(self, name: str) -> str:
         """Returns the model to ask. Raises Fault if the server has another one; some list nothing,
@@ -93,14 +87,11 @@ class ChatEngine:
         return name
 
     def begin(self, seed: int) -> None:
-        """As Engine."""
-        self.seed, self.turns = seed, RemoteTurns(self.pool)
-        self.messages: dict[int, list[dict[str, str]]] = {}  # by row
+        super().begin(seed)
+        self.messages: dict[int, list[dict]] = {}  # by row
         self.sent: dict[int, int] = {}  # words of a row's context that are in its messages
 
-    def generate(
-        self, contexts: dict[int, list[int]], max_new: int, temperature: float
-    ) -> Iterator[FinishedTurn]:
+    def generate(self, contexts: Contexts, max_new: int, temperature: float) -> Turns:
         """As Engine, with 0 for every log-probability; a call waits up to 5 ms for a turn to
         finish."""
         for key, ids in contexts.items():
@@ -114,8 +105,8 @@ class ChatEngine:
                 body["stop"] = list(self.stop[:4])  # OpenAI takes no more
             if temperature:
                 body["seed"] = (self.seed + 1000003 * key + len(ids)) % 2**31
-            self.turns.start(self.ask, key, body)
-        for turn in self.turns.finished():
+            self.start(self.ask, key, body)
+        for turn in self.finished():
             text = self.tokenizer.decode(turn.ids)
             if not (text or turn.stop or self.silent):
                 self.silent = True
@@ -127,7 +118,7 @@ class ChatEngine:
             self.sent[turn.key] += len(turn.ids)
             yield turn
 
-    def ask(self, key: int, body: dict[str, Any]) -> FinishedTurn:
+    def ask(self, key: int, body: dict) -> FinishedTurn:
         """Returns the server's turn, the last one if it refuses this conversation alone; raises
         EngineFault."""
         try:
@@ -137,10 +128,10 @@ class ChatEngine:
             if e.transient or not self.serves(body):
                 raise EngineFault(str(e)) from None
             reply, stop = Reply(""), "length" if TOO_LONG.search(str(e)) else "refused"
-        ids = self.tokenizer(self.closed(reply.text, reply.cut))["input_ids"]
+        ids = self.tokenizer(self.closed(reply.text, reply.cut or reply.refused))["input_ids"]
         return FinishedTurn(key, ids, [0.0] * len(ids), stop)
 
-    def serves(self, body: dict[str, Any]) -> bool:
+    def serves(self, body: dict) -> bool:
         """Returns whether the server answers a greeting."""
         try:
             self.client.chat(
@@ -154,7 +145,7 @@ class ChatEngine:
         """Returns a turn up to its first stop string, which some endpoints do not know as such.
 
         Others take it off: then it is that whose opening tag has no end, unless the turn was `cut` at
-        a limit.
+        a limit or by a filter.
         """
         for end in self.stop:
             head, found, _ = text.partition(end)
@@ -172,9 +163,3 @@ class ChatEngine:
         raise EngineFault(
             f"{self.url}: weights cannot be sent to a chat endpoint; train with another engine"
         )
-
-    def sleep(self) -> None:
-        """Does nothing: the server has its own device."""
-
-    def close(self) -> None:
-        self.pool.shutdown(wait=False, cancel_futures=True)

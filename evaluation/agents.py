@@ -1,11 +1,11 @@
 """What plays: a run, a Hugging Face model or a chat endpoint becomes an agent of its task."""
 
 import contextlib
-import dataclasses
 import functools
 import os
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ PLAYED = (
 SERVED = ("retriever", "corpus", "search_retries", "max_rows", "engine", "device", "vllm_memory")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Subject:
     """A model, with the configuration of its run or preset."""
 
@@ -47,7 +47,7 @@ class Subject:
         flags = {name: given[name] for name in names if given.get(name) is not None}
         if self.run:
             check_origin(self.run, {name: getattr(self.cfg, name) for name in names}, flags)
-        cfg = dataclasses.replace(self.cfg, **flags | knobs)
+        cfg = replace(self.cfg, **flags | knobs)
         fault = out_of_range(cfg, flags) or TaskKnobs.find_fault(cfg)
         if fault:
             raise Fault(fault)
@@ -89,7 +89,7 @@ def find_subject(what: str, served: str = "") -> Subject:
     return Subject(path.resolve().name, str(weights), read_config(run), I_star, run=run)
 
 
-@dataclasses.dataclass
+@dataclass
 class Agent(contextlib.AbstractContextManager["Agent"]):
     """A model that plays a task under an instruction.
 
@@ -123,13 +123,14 @@ class Agent(contextlib.AbstractContextManager["Agent"]):
         text = clean(text.strip())  # the shell's bytes may not be text
         if not text:
             raise Fault("the question is empty")
-        question = text
-        if isinstance(self.task, SearchQA) and not text.endswith("?"):
+        question, searches = text, isinstance(self.task, SearchQA)
+        if searches and not text.endswith("?"):
             question += "?"
         for q in self.held_out:
             if text == q.id or question == q.text:
                 return q
-        if any(q.data is not None for q in self.held_out):
+        # rows of search QA are for --reward alone
+        if not searches and any(q.data is not None for q in self.held_out):
             example = self.held_out[0].id
             raise Fault(
                 f"a question of {self.task.cfg.task} is more than its text: give the id of one, such as {example}"
@@ -189,7 +190,7 @@ def instruction_of(chosen: Subject, task: Task, method: Method, file: str = "") 
     """The instruction to play under: that in `file`, I_star, or the first one of the run or the
     task."""
     if file:
-        return read_instruction("instruction", file)
+        return read_instruction(file)
     if method.I_star and not chosen.I_star:
         raise Fault(
             f"{chosen.name} has no I_star.txt to play under; give an instruction with --instruction"
@@ -260,7 +261,7 @@ def open_model(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Eng
     from models.model import empty, fill, load_config, load_policy, weights
 
     path, device = chosen.weights, device_of(cfg)
-    model, tokenizer = load_policy(path, stop, cfg.max_prompt + cfg.max_response)
+    model, tokenizer = load_policy(path, stop, cfg.longest)
 
     # in the precision and the engine that training would choose
     wide = device == "cpu" or cfg.dtype == "float32" or explain_too_old(device)
@@ -272,12 +273,7 @@ def open_model(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Eng
     from engines.vllm_engine import VllmEngine
 
     engine = VllmEngine(
-        path,
-        tokenizer,
-        stop,
-        max_len=cfg.max_prompt + cfg.max_response,
-        memory=cfg.vllm_memory,
-        dtype=dtype,
+        path, tokenizer, stop, max_len=cfg.longest, memory=cfg.vllm_memory, dtype=dtype
     )
     engine.load(weights(model))
     return engine, tokenizer

@@ -6,13 +6,13 @@ import torch
 
 from config import Config, read_config
 from journal.card import make_card
-from journal.checkpoints import best_of_mark
 from journal.directory import RunDirectory, step_of
 from models import lora
 from models.model import empty, export, fill, load_config, load_model, load_tokenizer
 from plumbing import checkpoint
 from plumbing.faults import CheckpointFault, Fault
 from plumbing.files import new_directory, write_file
+from population import Population
 
 
 def export_checkpoint(
@@ -42,16 +42,17 @@ def export_checkpoint(
         raise CheckpointFault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
 
     # the weights that it holds, in a model of that shape
-    I = best_of_mark(run.load_mark(chosen), cfg)
-
+    P = Population(cfg)
+    P.load_state_dict(run.load_mark(chosen)["population"])
+    I = P.best()
     config, computed = load_config(cfg.model), getattr(torch, cfg.dtype)
     model = empty(config, computed if cfg.lora_rank else torch.float32, "cpu")
-    if cfg.lora_rank:  # its checkpoints lack the weights that did not change
-        fill(model, load_model(cfg.model, cfg.max_prompt + cfg.max_response))
-        lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
     stored = model.state_dict()
-    if cfg.lora_rank:
-        stored = {name: value for name, value in stored.items() if lora.is_adapter(name)}
+    if cfg.lora_rank:  # its checkpoints lack the weights that did not change
+        fill(model, load_model(cfg.model, cfg.longest))
+        lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
+        both = model.state_dict()
+        stored = {name: value for name, value in both.items() if lora.is_adapter(name)}
     checkpoint.load({"model": stored}, chosen, alone=True)
 
     # what is written

@@ -72,24 +72,6 @@ def main(
 ) -> None:
     """Runs the command line. `methods`: what --method may name; `program` and `about` are whose
     help it is."""
-    args = parse(argv, methods, program, about)
-    use_threads(choose_threads())  # before torch
-    # Here: torch and scipy take seconds. And before `listening`: an import may swallow what a request
-    # to stop raises.
-    from evaluation.compare import compare
-    from evaluation.measure import evaluate
-
-    with one_line(program), stop.listening(), stop.may_stop():
-        if args.compare:
-            print(compare(args.compare))
-        else:
-            evaluate(args, methods)
-
-
-def parse(
-    argv: list[str] | None, methods: Mapping[str, Method], program: str, about: str | None
-) -> argparse.Namespace:
-    """Returns the flags of an evaluation; what is wrong with them ends the program."""
     parser = argparse.ArgumentParser(
         program,
         usage="%(prog)s WHAT [--flag value ...]",
@@ -111,4 +93,15 @@ def parse(
     args = parse_player_flags(parser, argv)
     if bool(args.what) == bool(args.compare):
         parser.error("give WHAT to evaluate, or --compare with two evaluations or more")
-    return args
+
+    use_threads(choose_threads())  # before torch
+    # Here: torch and scipy take seconds. And before `listening`: an import may swallow what a request
+    # to stop raises.
+    from evaluation.compare import compare
+    from evaluation.measure import evaluate
+
+    with one_line(program), stop.listening(), stop.may_stop():
+        if args.compare:
+            print(compare(args.compare))
+        else:
+            evaluate(args, methods)

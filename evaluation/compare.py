@@ -31,7 +31,7 @@ class Evaluation(NamedTuple):
     setting: Row
     metric: str  # the main one
     measured: str  # it, and of which task
-    values: dict[str, Array]  # of that metric, by set of questions, in the order of the questions
+    values: dict[str, Array]  # of that metric, by set of questions, in the order of their ids
 
 
 Arm = list[Evaluation]  # what is compared: one evaluation, or one for each seed of a method
@@ -50,7 +50,7 @@ def by_question(arm: Arm, data: str) -> Array:
 
 def by_seed(arm: Arm, data: Sequence[str]) -> list[float]:
     """Averages each seed over its questions, then over the sets."""
-    return [float(np.mean([e.values[d].mean() for d in data])) for e in arm]
+    return [np.mean([e.values[d].mean() for d in data]) for e in arm]
 
 
 def read_evaluation(path: Path) -> Evaluation:
@@ -59,15 +59,16 @@ def read_evaluation(path: Path) -> Evaluation:
         summary = decoded((path / "summary.json").read_bytes())
         setting, metric = summary["setting"], summary["metrics"][0]
         measured = f"{metric} of {setting['task']}"
-        rows = read_jsonl(path / "results.jsonl")
+        # by their ids, however the file was sorted since
+        rows = sorted(read_jsonl(path / "results.jsonl"), key=lambda row: row["id"])
         values = {}
         for data, part in summary["benchmarks"].items():
             values[data] = np.array([float(row[metric]) for row in rows if row["data"] == data])
             whole = len(values[data]) == part["questions"] > 0
             if not (whole and np.isfinite(values[data]).all()):
-                raise ValueError("it has not finished")
+                raise ValueError  # it has not finished
         if not values or not isinstance(setting["content"], dict):
-            raise ValueError("it is of another version")
+            raise ValueError  # it is of another version
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise Fault(
             f"--compare {path}: no finished evaluation of this version is in it; evaluate.py writes one"
@@ -114,7 +115,8 @@ def compare(directories: Sequence[str]) -> str:
     shown = [[data] for data in sets]
     if len(sets) > 1:
         shown.append(sets)
-    rows, tests = list[dict[str, str]](), dict[int, Difference]()
+    rows = []
+    tests: dict[int, Difference] = {}
     for k, arm in enumerate(others):
         for data in shown:
             row, tests[k] = compare_arms(arm, first, data)

@@ -95,16 +95,16 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
 
 def collect_questions(task: Task, args: argparse.Namespace) -> dict[str, list[Question]]:
     """The questions of --data by the names of their sets. Raises Fault."""
-    questions: dict[str, list[Question]] = {}
+    questions = {}
     for name in args.data:
-        if name not in SPLITS and not isinstance(task, SearchQA):
+        if name in SPLITS:
+            every = task.questions(name)
+        elif isinstance(task, SearchQA):
+            every = load_benchmark(name)
+        else:
             raise Fault(
                 f"--data {name}: {task.cfg.task} asks its own questions: give {', '.join(SPLITS)}, or --test"
             )
-        if name in SPLITS:
-            every = task.questions(name)
-        else:
-            every = load_benchmark(name)
         title = Path(name).stem if name.endswith((".jsonl", ".parquet")) else name
         if title in questions:
             raise Fault(
@@ -147,7 +147,7 @@ def play_what_is_left(
         return metrics, rows
     try:
         with open_player() as agent:
-            return play(files, setting, agent, method, left, rows), rows
+            return play(files, setting, agent, method, left, rows, total), rows
     except (Outage, stop.Stopped) as e:
         kept = f"{len(rows)} of {total} rows are kept in {files.path}"
         raise Fault(f"{e}; {kept}: the same command continues there") from None
@@ -197,11 +197,11 @@ def play(
     method: Method,
     chunks: Sequence[Chunk],
     rows: list[Row],
+    total: int,
 ) -> list[str]:
-    """Plays chunks and adds their rows to `rows` and results.jsonl; returns the names of the
-    metrics."""
+    """Plays chunks and adds their rows, of `total` in the end, to `rows` and results.jsonl; returns
+    the names of the metrics."""
     print(player.tools or f"task: {player.task.cfg.task}", flush=True)
-    total = len(rows) + sum(len(some) for _, _, some in chunks)
     seconds = 0.1 if sys.stderr.isatty() else 30
     with tqdm(total=total, initial=len(rows), unit="question", mininterval=seconds) as bar:
 
@@ -217,8 +217,9 @@ def play(
             taus = method.play(player, some)
             measured = player.score(taus)
             metrics = list(measured[0])
-            started = {"setting": setting, "metrics": metrics}
-            files.write("summary.json", json.dumps(started, indent=1))
+            files.write(
+                "summary.json", json.dumps({"setting": setting, "metrics": metrics}, indent=1)
+            )
             for tau, values in zip(taus, measured, strict=True):
                 rows.append({"data": title} | make_row(player.task, tau, values))
                 files.append("results", rows[-1])
@@ -255,13 +256,19 @@ def list_counted_tools(task: Task) -> Sequence[Any]:
 
 
 def summarize_sets(setting: Row, metrics: list[str], tools: list[str], rows: Sequence[Row]) -> Row:
-    """The figures of all rows, by the sets of questions and on average; the first metric is the
-    main one."""
-    titles = dict.fromkeys(row["data"] for row in rows)
-    parts = {
-        title: summarize([row for row in rows if row["data"] == title], metrics, tools)
-        for title in titles
-    }
+    """The figures of all rows, by the sets of questions and on average: metrics with 95 % intervals
+    over questions, and the means of what explains them. The first metric is the main one."""
+    parts = {}
+    for title in dict.fromkeys(row["data"] for row in rows):
+        own = [row for row in rows if row["data"] == title]
+        part: Row = {"questions": len(own)}
+        for name in metrics:
+            most = 1.0 if name in SHARES else math.inf
+            part[name] = estimate_mean([row[name] for row in own]).within(1 - most, most)._asdict()
+        for name in ("answered", *tools, "sampled_tokens", "gold_recall"):
+            if name in own[0]:  # the last one is search QA's
+                part[name] = fmean(row[name] for row in own)
+        parts[title] = part
     average = average_intervals([Interval(**part[metrics[0]]) for part in parts.values()])
     return {
         "setting": setting,
@@ -270,18 +277,6 @@ def summarize_sets(setting: Row, metrics: list[str], tools: list[str], rows: Seq
         "benchmarks": parts,
         "average": average._asdict(),
     }
-
-
-def summarize(rows: Sequence[Row], metrics: Sequence[str], tools: Sequence[str]) -> Row:
-    """A set's metrics with 95 % intervals over questions, and the means of what explains them."""
-    out: Row = {"questions": len(rows)}
-    for name in metrics:
-        most = 1.0 if name in SHARES else math.inf
-        out[name] = estimate_mean([row[name] for row in rows]).within(1 - most, most)._asdict()
-    for name in ("answered", *tools, "sampled_tokens", "gold_recall"):
-        if name in rows[0]:  # the last one is search QA's
-            out[name] = fmean(row[name] for row in rows)
-    return out
 
 
 def tabulate(summary: Row) -> str:

@@ -8,8 +8,7 @@ on these questions.
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +16,8 @@ from scipy import special, stats
 
 Array = npt.NDArray[np.float64]
 Values = Sequence[float] | Array
-K = TypeVar("K")
 LEVEL, POWER = 0.95, 0.8
-Z = float(stats.norm.ppf((1 + LEVEL) / 2))  # 1.96
+Z = stats.norm.ppf((1 + LEVEL) / 2)  # 1.96
 DIGITS = 12  # values that differ by rounding count as equal: 57/300 and 0.19
 
 
@@ -75,14 +73,14 @@ def estimate_mean(x: Values) -> Interval:
     if not right_or_wrong(a):
         return estimate_over_seeds(a)
     low, high = stats.binomtest(int(a.sum()), len(a)).proportion_ci(LEVEL, method="wilson")
-    return Interval(float(a.mean()), float(low), float(high), float(high - low) / 2 / Z, len(a))
+    return Interval(a.mean(), low, high, (high - low) / 2 / Z, len(a))
 
 
 def estimate_over_seeds(x: Values) -> Interval:
     """Student's interval of the mean over training runs (n,), with n - 1 degrees of freedom;
     infinite for one run."""
     a = _array(x)
-    return _interval(float(a.mean()), _se(a), len(a) - 1, len(a))
+    return _interval(a.mean(), _se(a), len(a) - 1, len(a))
 
 
 def compare_pairs(a: Values, b: Values) -> Difference:
@@ -94,12 +92,12 @@ def compare_pairs(a: Values, b: Values) -> Difference:
     """
     x, y = _array(a), _array(b)
     d, n = _array(x - y), len(x)
-    mean = float(d.mean())
+    mean = d.mean()
     # right or wrong
     if right_or_wrong(x, y):
         only_a, only_b = int((x > y).sum()), int((y > x).sum())
         unlike = only_a + only_b
-        p = float(stats.binomtest(only_a, unlike).pvalue) if unlike else 1.0
+        p = stats.binomtest(only_a, unlike).pvalue if unlike else 1.0
         more, less = (only_a + 1) / (n + 2), (only_b + 1) / (n + 2)
         centre = more - less
         se = math.sqrt((more + less - centre**2) / (n + 2))
@@ -109,9 +107,8 @@ def compare_pairs(a: Values, b: Values) -> Difference:
     # other values; NaN for a single question
     se = _se(d)
     if se > 0:  # NaN for a single question
-        return Difference(
-            estimate_over_seeds(d), float(stats.ttest_1samp(d, 0).pvalue), find_visible(se, n - 1)
-        )
+        p = stats.ttest_1samp(d, 0).pvalue
+        return Difference(estimate_over_seeds(d), p, find_visible(se, n - 1))
     p = min(1.0, 2 * 0.5**n) if mean else 1.0
     return Difference(_interval(mean, math.nan, 0, n), p, math.inf)
 
@@ -123,7 +120,7 @@ def compare_seeds(a: Values, b: Values) -> Difference:
     run.
     """
     x, y = _array(a), _array(b)
-    mean = round(float(x.mean() - y.mean()), DIGITS)
+    mean = round(x.mean() - y.mean(), DIGITS)
     se = math.hypot(_se(x), _se(y))
     n = len(x) + len(y)
     if not se > 0:  # NaN for a single run
@@ -132,9 +129,7 @@ def compare_seeds(a: Values, b: Values) -> Difference:
         # seeds that end alike on one side: Welch's test can take it
         warnings.simplefilter("ignore", RuntimeWarning)
         test = stats.ttest_ind(x, y, equal_var=False)
-    return Difference(
-        _interval(mean, se, test.df, n), float(test.pvalue), find_visible(se, test.df)
-    )
+    return Difference(_interval(mean, se, test.df, n), test.pvalue, find_visible(se, test.df))
 
 
 def average_intervals(parts: Sequence[Interval]) -> Interval:
@@ -154,20 +149,19 @@ def average_intervals(parts: Sequence[Interval]) -> Interval:
 def average_differences(parts: Sequence[Difference]) -> Difference:
     """The macro average of differences, by the normal distribution."""
     whole = average_intervals([part.interval for part in parts])
-    p = 2 * float(stats.norm.sf(abs(whole.mean) / whole.se))
+    p = 2 * stats.norm.sf(abs(whole.mean) / whole.se)
     return Difference(whole, p, find_visible(whole.se, math.inf))
 
 
-def adjust_p_values(differences: Mapping[K, Difference]) -> dict[K, float]:
+def adjust_p_values(differences: Mapping[Any, Difference]) -> dict[Any, float]:
     """Adjusts p-values by Holm's method: their family errs in at most 5 % of the cases at 0.05.
 
     Those without a test (NaN) are left out, and are not part of the family.
     """
-    tested = [(difference.p, key) for key, difference in differences.items() if difference.p >= 0]
-    tested.sort(key=itemgetter(0))
-    adjusted, worst = dict[K, float](), 0.0
-    for rank, (p, key) in enumerate(tested):
-        worst = max(worst, min(1.0, (len(tested) - rank) * p))
+    tested = {key: difference.p for key, difference in differences.items() if difference.p >= 0}
+    adjusted, worst = dict[Any, float](), 0.0
+    for rank, key in enumerate(sorted(tested, key=tested.__getitem__)):
+        worst = max(worst, min(1.0, (len(tested) - rank) * tested[key]))
         adjusted[key] = worst
     return adjusted
 
@@ -180,7 +174,7 @@ def find_visible(se: float, df: float) -> float:
     error.
     """
     t = stats.t.ppf((1 + LEVEL) / 2, df)
-    return float(special.nctdtrinc(df, 1 - POWER, t)) * se if se > 0 else math.inf
+    return special.nctdtrinc(df, 1 - POWER, t) * se if se > 0 else math.inf
 
 
 def right_or_wrong(*x: Array) -> bool:
@@ -196,10 +190,10 @@ def _se(x: Array) -> float:
     """The standard error of the mean: NaN for a single value, 0 for equal ones."""
     if len(x) == 1:
         return math.nan
-    return float(stats.sem(x)) if np.ptp(x) else 0.0
+    return stats.sem(x) if np.ptp(x) else 0.0
 
 
 def _interval(mean: float, se: float, df: float, n: int) -> Interval:
     """Student's interval; infinite without a standard error."""
-    half = float(stats.t.ppf((1 + LEVEL) / 2, df)) * se if df > 0 else math.inf
+    half = stats.t.ppf((1 + LEVEL) / 2, df) * se if df > 0 else math.inf
     return Interval(mean, mean - half, mean + half, se, n)

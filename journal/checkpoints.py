@@ -3,13 +3,12 @@ else that a resumed run needs."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from config import Config
 from journal.directory import RunDirectory
 from journal.log import Log
 from plumbing import checkpoint
@@ -17,13 +16,6 @@ from plumbing.faults import DiskFault
 from plumbing.files import Row, new_directory, remove
 from population import Instruction, Population, ReplayBuffer
 from training.policy import Policy
-
-
-def best_of_mark(mark: Row, cfg: Config) -> Instruction:
-    """Returns the best instruction of the population in a checkpoint's mark."""
-    P = Population(cfg)
-    P.load_state_dict(mark["population"])
-    return P.best()
 
 
 class Checkpoints:
@@ -89,14 +81,15 @@ class Checkpoints:
         if mark is self.saved or mark["t"] != policy.t or not policy.in_step:
             return
         self.wait()
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             name = f"checkpoints/step-{mark['t']:06d}"
             path = stack.enter_context(new_directory(self.run.path / name))
             policy.save(path)
+            # the thread completes the new directory, or removes it
             self.saving = policy.writer.submit(self._complete, stack.pop_all(), path, mark)
         self.saved = mark
 
-    def _complete(self, stack: contextlib.ExitStack, path: Path, mark: Row) -> None:
+    def _complete(self, stack: ExitStack, path: Path, mark: Row) -> None:
         """Adds the mark to weights that have been written, and removes the checkpoints that this
         one replaces."""
         with stack:
@@ -105,7 +98,7 @@ class Checkpoints:
         for old in self.run.checkpoints()[: -self.log.cfg.keep]:
             if old != best:
                 # fails on NFS while somebody reads it: the next save tries again
-                with contextlib.suppress(DiskFault):
+                with suppress(DiskFault):
                     remove(old)
 
     def wait(self) -> None:
@@ -113,7 +106,7 @@ class Checkpoints:
         prevented it."""
         self.saving.result()
 
-    @contextlib.contextmanager
+    @contextmanager
     def save_on_failure(self) -> Iterator[None]:
         """Saves the last mark where a run is stopped inside, or fails, and waits until it is
         written."""
@@ -121,7 +114,7 @@ class Checkpoints:
             yield
         except BaseException as e:
             self.log.screen.close()
-            with contextlib.suppress(Exception):  # what ended the run comes first
+            with suppress(Exception):  # what ended the run comes first
                 if not isinstance(e, DiskFault):  # a checkpoint would not fit either
                     self.save()
                 self.wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import gzip
 import itertools
@@ -13,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -52,7 +52,7 @@ class RunDirectory:
         self._lock: IO[bytes] | None = None
 
     @classmethod
-    @contextlib.contextmanager
+    @contextmanager
     def opened(cls, cfg: Config, task: Task, *parts: object) -> Iterator[RunDirectory]:
         """Yields the directory of a run; what ends a run that can be resumed becomes a Fault that
         says how.
@@ -94,7 +94,7 @@ class RunDirectory:
             read_config(Path(cfg.out), type(cfg), resume=True)
         # a directory without anybody's files, locked
         run = cls(Path(cfg.out or "runs"))
-        with contextlib.ExitStack() as stack, writing(run.path):
+        with ExitStack() as stack, writing(run.path):
             stack.callback(run.close)
             if not cfg.out:
                 run.path = _unused(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{cfg.mode}")
@@ -160,7 +160,7 @@ class RunDirectory:
         """Removes what the run has written, and the directory if nothing else is in it."""
         for path in set(self.path.iterdir()) - self.others:
             remove(path)
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self.path.rmdir()
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class RunDirectory:
         name = next((f"valid/{row['metrics'][0]}" for row in rows if row.get("metrics")), "")
         means = {row["t"]: row[name] for row in rows if type(row.get(name)) is float}
         evaluated = [path for path in self.checkpoints() if step_of(path) in means]
-        return max(evaluated, key=lambda path: means[step_of(path)], default=None)
+        return max(evaluated, key=lambda path: means[step_of(path)], default=None)  # CHOICE-25
 
     def load_mark(self, path: Path) -> Row:
         """Returns the mark in a checkpoint; raises Fault if it cannot be read, or if it is another
@@ -265,6 +265,8 @@ class RunDirectory:
             note(
                 f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}"
             )
+        if not whole and self.rows("metrics"):
+            note(f"note: {self.path} has no checkpoint: it starts over")
         for name in LOGS:
             rows, file = self.rows(name), self.path / f"{name}.jsonl"
             kept = [row for row in rows if is_before(row, mark) or "call" in row]
@@ -295,7 +297,7 @@ def _unused(name: str) -> Path:
     """Creates and returns the directory `name`, or `name`-2, -3, ... if that is taken."""
     for k in itertools.count(1):
         path = Path(name if k == 1 else f"{name}-{k}")
-        with contextlib.suppress(FileExistsError):
+        with suppress(FileExistsError):
             path.mkdir(parents=True)
             break
     return path

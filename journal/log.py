@@ -6,10 +6,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from statistics import pstdev
+from time import perf_counter
 
 from config import Config, evolves, preset_of
 from journal.directory import RunDirectory
@@ -46,7 +46,7 @@ BOOKS = ("row", "held_out", "spread", "metrics")
 
 class Log:
     def __init__(self, cfg: Config, run: RunDirectory, task: Task, policy: Policy, began: float):
-        """`began`: when the run did, by `time.perf_counter`."""
+        """`began`: when the run did, by `perf_counter`."""
         self.cfg, self.run, self.task, self.policy, self.began = cfg, run, task, policy, began
         self.tools = [tool.plural for tool in task.tools]
         self.screen, self.silence = Screen(cfg.T, self.tools), Silence()
@@ -94,10 +94,10 @@ class Log:
     @contextlib.contextmanager
     def timing(self, phase: str) -> Iterator[None]:
         """Adds the seconds inside to a column of the step's row."""
-        began = time.perf_counter()
+        began = perf_counter()
         yield
         column = f"time/{phase}"
-        self.row[column] = self.row.get(column, 0.0) + time.perf_counter() - began
+        self.row[column] = self.row.get(column, 0.0) + perf_counter() - began
 
     def write_row(self, name: str, row: Row) -> None:
         """Appends a row to `name`.jsonl, and shows what a person has to see of it."""
@@ -111,8 +111,7 @@ class Log:
         if name == "population" and row["event"] != "prune":
             texts = []
             for I in row["P"]:
-                w = statistics.fmean(I["rewards"] or [0])
-                texts.append(f"#{I['id']} (w {w:.2f}): {I['text']}")
+                texts.append(f"#{I['id']} (w {Instruction(**I).w:.2f}): {I['text']}")
             self.track.log({"instructions": "\n\n".join(texts)}, row["t"])
 
     # ---- a step
@@ -139,7 +138,7 @@ class Log:
 
     def end_step(self, t: int) -> None:
         """Writes the row of a step."""
-        row = self.row | {"time/total": self.spent + time.perf_counter() - self.began}
+        row = self.row | {"time/total": self.spent + perf_counter() - self.began}
         self.write_row("metrics", {"t": t} | row)
         numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
         self.track.log(numbers | {f"w/{j}": w for j, w in row.get("w", {}).items()}, t)
@@ -153,7 +152,7 @@ class Log:
         scores = compute_metrics(self.task, taus, self.metrics)
         self.metrics, self.questions = list(scores[0]), len(taus)
         self.held_out[setting] = make_evaluation_row(self.task, taus, scores)
-        self.spread[setting] = statistics.pstdev(row[self.metrics[0]] for row in scores)
+        self.spread[setting] = pstdev(row[self.metrics[0]] for row in scores)
         stored = [
             taus[k].record() | {"setting": setting, "metrics": scores[k]}
             for k in space_evenly(len(taus), STORED)
@@ -165,7 +164,7 @@ class Log:
         self.add_result(START, taus)
         start, main = self.held_out[START], self.metrics[0]
         row = {f"test/{name}": x for name, x in start.items()}
-        self.write_row("metrics", {"t": 0, "metrics": self.metrics} | row)
+        self.write_row("metrics", {"t": 0, "metrics": self.metrics, "tools": self.tools} | row)
         scores = {label(main): start[main]} | count_calls(start, self.tools)
         shown = ", ".join(f"{name} {x:.3f}" for name, x in scores.items())
         self.screen.note(f"held-out questions, {START}: {shown}")
@@ -180,7 +179,7 @@ class Log:
         rows = {name: self.held_out[name] for name in TABLE if name in self.held_out}
         metric, n = self.metrics[0], self.questions
         cost = count_costs(steps, reflections, events, self.tools)
-        seconds = self.spent + time.perf_counter() - self.began
+        seconds = self.spent + perf_counter() - self.began
         summary = {  # other programs may rely on these keys
             "mode": cfg.mode, "seed": cfg.seed, "steps": cfg.T, "metric": metric, "metrics": self.metrics,
             "tools": self.tools, "start": rows[START], "end": next(iter(rows.values())),
@@ -200,10 +199,11 @@ class Log:
         lines = [
             tabulate(summary),
             tell_speed(steps),
-            f"{many(cfg.T, 'step')} in {seconds:.0f} s. {run.path}: summary.json, I_star.txt, policy/, "
-            "metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/",
+            f"{many(cfg.T, 'step')} in {seconds:.0f} s. {run.path}: summary.json (metrics by source, too), "
+            "I_star.txt, policy/, metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/",
         ]
-        lines += [line.replace("  ", "  until the end, ", 1) for _, line in self.silence.lasting()]
+        for _, kind, text in self.silence.lasting():
+            lines.append(f"{kind}  until the end, {text}")
         lines.append(tell_vain(summary))
         print(printable("\n".join(filter(None, lines))))
         try:

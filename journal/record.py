@@ -83,22 +83,23 @@ def describe(
 def find_code(modules: Collection[str]) -> dict[str, Path]:
     """Returns the files of modules, and of what is imported from the same folders outside of this
     project."""
-    files = dict[str, str]()
+    # texts of thousands: a Path of each takes longer than the rest of a run's start
+    installed = re.compile(f"site-packages|dist-packages|{re.escape(str(HERE))}/")
+    code, outside, folders = dict[str, Path](), dict[str, str](), list[str]()
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if file and name.partition(".")[0] not in sys.stdlib_module_names:
-            files[name] = file
-    # texts of thousands: a Path of each takes longer than the rest of a run's start
-    installed = ("site-packages", "dist-packages", f"{HERE}/")
-    outside = {
-        name: file for name, file in files.items() if not any(part in file for part in installed)
-    }
-    code = {name: Path(files[name]) for name in modules if name in files}
-    folders = {code[name].parents[name.count(".")] for name in modules if name in outside}
-    beginnings = tuple(f"{folder}/" for folder in folders)
-    return code | {
-        name: Path(file) for name, file in outside.items() if file.startswith(beginnings)
-    }
+        if not file or name.partition(".")[0] in sys.stdlib_module_names:
+            continue
+        if not installed.search(file):
+            outside[name] = file
+        if name in modules:
+            code[name] = Path(file)
+            if name in outside:
+                folders.append(f"{code[name].parents[name.count('.')]}/")
+    for name, file in outside.items():
+        if file.startswith(tuple(folders)):
+            code[name] = Path(file)
+    return code
 
 
 def describe_model(path: str) -> str:

@@ -1,10 +1,10 @@
 """The rows that a run writes, a function each: what happened in, the dict of a line out."""
 
 import re
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import fmean
 
 from journal.summary import many
 from plumbing.files import Row
@@ -20,8 +20,7 @@ from tasks.tools import Failure, Tool
 def make_step_row(task: Task, taus: Sequence[Trajectory], G: int, names: Sequence[str] = ()) -> Row:
     """Returns what the rewarded rollouts of a step show; `names`: of the task's metrics, if they
     are known."""
-    n = len(taus)
-    groups = [taus[k : k + G] for k in range(0, n, G)]
+    groups = [taus[k : k + G] for k in range(0, len(taus), G)]
     alike = [group for group in groups if len({tau.reward for tau in group}) == 1]
     turns = max(1, sum(len(tau.turns) for tau in taus))
 
@@ -31,16 +30,16 @@ def make_step_row(task: Task, taus: Sequence[Trajectory], G: int, names: Sequenc
         **average_by_source(taus, compute_metrics(task, taus, names)),
     }
     for tool in task.tools:
-        row[tool.plural] = sum(tau.served(tool.tag) for tau in taus) / n
+        row[tool.plural] = fmean(tau.served(tool.tag) for tau in taus)
     for tool in task.tools:
         row |= count_useless(taus, tool)
     return row | {
-        "answered": sum(tau.stop == "answer" for tau in taus) / n,
-        "failed": sum(tau.failed for tau in taus) / n,
+        "answered": fmean(tau.stop == "answer" for tau in taus),
+        "failed": fmean(tau.failed for tau in taus),
         "valid_actions": 1 - sum(tau.invalid for tau in taus) / turns,
-        "prompt_tokens": sum(tau.prompt_tokens for tau in taus) / n,
-        "response_tokens": sum(sum(tau.mask) for tau in taus) / n,
-        "context_tokens": sum(len(tau.ids) for tau in taus) / n,
+        "prompt_tokens": fmean(tau.prompt_tokens for tau in taus),
+        "response_tokens": fmean(sum(tau.mask) for tau in taus),
+        "context_tokens": fmean(len(tau.ids) for tau in taus),
         "zero_variance_groups": len(alike) / len(groups),
         "all_right_groups": sum(not any(tau.failed for tau in g) for g in alike) / len(groups),
         "all_wrong_groups": sum(all(tau.failed for tau in g) for g in alike) / len(groups),
@@ -60,10 +59,10 @@ def count_useless(taus: Sequence[Trajectory], tool: Tool) -> Row:
     if not results:
         return {}
 
-    row = {f"{tool.plural}/empty": sum(not any(result) for result in results) / len(results)}
-    failed = sum(isinstance(result, Failure) for result in results)
+    row = {f"{tool.plural}/empty": fmean(not any(result) for result in results)}
+    failed = fmean(isinstance(result, Failure) for result in results)
     if failed:
-        row[f"{tool.plural}/failed"] = failed / len(results)
+        row[f"{tool.plural}/failed"] = failed
     return row
 
 
@@ -84,7 +83,7 @@ def make_evaluation_row(task: Task, taus: Sequence[Trajectory], scores: Sequence
     tool calls."""
     row: Row = average_by_source(taus, scores)
     for tool in task.tools:
-        row[tool.plural] = statistics.fmean(tau.served(tool.tag) for tau in taus)
+        row[tool.plural] = fmean(tau.served(tool.tag) for tau in taus)
     return row
 
 
@@ -136,13 +135,13 @@ def describe_evolution(
     return text
 
 
-def find_added(text: str, parent: str, width: int = 90) -> str:
+def find_added(text: str, parent: str) -> str:
     """Returns the sentences of an instruction that its parent does not have, on one line."""
     sentences = [x for x in re.split(r"(?<=[.!?])\s+", text) if x not in parent]
     # the sentence about tags comes last
     added = " ".join(sorted(sentences, key=lambda x: "<" in x)).replace("\n", " ")
-    if len(added) > width:
-        return added[: width - 5] + "[...]"
+    if len(added) > 90:
+        return added[:85] + "[...]"
     return added or "(other order)"
 
 
@@ -159,8 +158,7 @@ def make_verification_row(
     """Returns the rewards of revisions and of their parent on D_B, and who joins."""
     verified = []
     for c in tested:
-        row = {"text": c.text, "r": c.r, "r_parent": c.r_parent, "joined": c in joining}
-        verified.append(row)
+        verified.append({"text": c.text, "r": c.r, "r_parent": c.r_parent, "joined": c in joining})
     return {
         "t": t,
         "round": round,
@@ -194,17 +192,23 @@ def count_costs(
 ) -> Row:
     """Returns what evolution cost in addition to training (App. C), from the rows of the three
     .jsonl files."""
-    played = [(row, sum(row["n"].values())) for row in steps if "n" in row]
+    rollouts, tool_calls = 0, 0.0
+    for row in steps:
+        if "n" in row:
+            n = sum(row["n"].values())
+            rollouts += n
+            for tool in tools:
+                tool_calls += row[tool] * n
     calls = [row["call"] for row in reflections if "call" in row]
     evolutions = [row for row in events if row["event"] == "evolve"]
     joined = [any(I["born"] == row["t"] for I in row["P"]) for row in evolutions]
     return {
-        "training_rollouts": sum(n for _, n in played),
+        "training_rollouts": rollouts,
         "verification_rollouts": sum(row.get("rollouts", 0) for row in reflections),
         "optimizer_calls": len(calls),
         "optimizer_tokens": sum(x["prompt_tokens"] + x["completion_tokens"] for x in calls),
         "optimizer_seconds": sum((x["seconds"] for x in calls), 0.0),
-        "tool_calls": round(sum(row[tool] * n for row, n in played for tool in tools)),
+        "tool_calls": round(tool_calls),
         "evolutions": len(evolutions),
         "evolutions_in_vain": joined.count(False),  # that left P as it was
     }

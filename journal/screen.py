@@ -2,8 +2,8 @@
 them."""
 
 import sys
-import time
 from collections.abc import Sequence
+from time import perf_counter
 
 from tqdm import tqdm
 
@@ -20,7 +20,7 @@ class Screen:
 
     def __init__(self, T: int, tools: Sequence[str] = ()):
         status("")
-        self.T, self.tools, self.printed = T, tools, time.perf_counter()
+        self.T, self.tools, self.printed = T, tools, perf_counter()
         # None: no bar without a terminal. Twice a second at most: other programs need the cores.
         self.bar = tqdm(
             total=T, unit="step", file=sys.stdout, disable=None, mininterval=0.5, miniters=0
@@ -40,9 +40,9 @@ class Screen:
         text = f"{purpose.split()[0]} {done}/{total}"
         self.bar.set_postfix_str("" if done == total else text, refresh=False)
         self.bar.update(0)
-        if self.bar.disable and time.perf_counter() > self.printed + QUIET:
+        if self.bar.disable and perf_counter() > self.printed + QUIET:
             self.note(text)
-            self.printed = time.perf_counter()
+            self.printed = perf_counter()
 
     def show_row(self, name: str, row: Row) -> None:
         """Shows what a row of `name`.jsonl says, if a person has to see it."""
@@ -63,7 +63,7 @@ class Screen:
             self.note(f"step {row['t']:3d}  {skipped}: {row['skipped_updates']}")
         if row["t"] % max(1, self.T // 20):
             return ""
-        self.printed = time.perf_counter()
+        self.printed = perf_counter()
         return tell_step(row, self.tools) if row["t"] else ""
 
 
@@ -71,9 +71,8 @@ def tell_step(row: Row, tools: Sequence[str]) -> str:
     """Returns a row of metrics.jsonl in a line."""
     # no tool is called where demonstrations train
     calls = count_calls(row, [tool for tool in tools if tool in row])
-    forms = {"reward": "reward {:.2f}"} | {name: f"{name} {{:.2f}}" for name in calls}
-    forms |= {"logp": "log-prob {:.3f}", "kl": "KL {:.4f}"}
-    forms |= {"P": "|P| {}", "w_best": "best w {:.2f}"}
+    forms = {"reward": "reward {:.2f}", **{name: f"{name} {{:.2f}}" for name in calls}}
+    forms |= {"logp": "log-prob {:.3f}", "kl": "KL {:.4f}", "w_best": "best w {:.2f}"}
     known = row | calls
     said = [form.format(known[name]) for name, form in forms.items() if name in known]
     seconds = sum(row.get(f"time/{x}", 0.0) for x in ("rollout", "reward", "update", "evolve"))
@@ -90,7 +89,9 @@ def tell_trouble(row: Row) -> str:
     if rejected is not None and not row["accepted"]:
         why = f"the first: {rejected[0]['reason']}" if rejected else "it has no <ins_k> block"
         return f"the optimizer's reply has no candidate, {len(rejected)} were rejected; {why}"
-    means = {x for c in row.get("verified", ()) for x in (c["r"], c["r_parent"])}
+    means = set()
+    for c in row.get("verified", ()):
+        means |= {c["r"], c["r_parent"]}
     if len(means) == 1 and row["D_B"]:
         return f"verified nothing: on D_B all revisions and their parent earn {means.pop():.2f}"
     return ""

@@ -1,10 +1,12 @@
 """What raises no error and shows only over the steps: rollouts, rewards or replies that come to
 nothing, and a task that is solved."""
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from statistics import fmean
-from typing import Any
+
+from plumbing.files import Row
 
 PATIENCE = 5  # steps
 RISE = 0.2  # of the training reward, as a share of itself, that the held-out score should follow
@@ -21,7 +23,7 @@ REMEDIES = {
     "on demonstrations first, or another instruction",
     NO_ANSWER: "see in trajectories/ where they end; --max_response, --max_turns and --max_prompt give them room",
     ALL_ALIKE: "are the questions all too hard or all too easy for this policy, or is it the reward?",
-    SOLVED: "the task is solved, and no update changes anything; stop here, or ask harder questions",
+    SOLVED: "the task is solved, and nothing is left to learn; stop here, or ask harder questions",
     NOT_FOLLOWED: "read trajectories/ of high reward: is the reward earned without a right answer? With few questions"
     " they may be learned by heart",
     NO_CANDIDATE: "reflections.jsonl has the replies and why they were refused; try another --optimizer_model",
@@ -33,16 +35,15 @@ UNITS = {NO_CANDIDATE: "evolutions", NOT_FOLLOWED: "evaluations"}  # others are 
 LIMIT = 3  # of these
 
 
-def signs(row: Mapping[str, Any]) -> dict[str, bool]:
+def signs(row: Row) -> dict[str, bool]:
     """Returns which signs a row of metrics.jsonl shows; those that it says nothing about are left
     out."""
     alike = row.get("zero_variance_groups") == 1
-    right = row.get("failed") == 0
     present = {
         NO_ACTION: row.get("valid_actions") == 0,
         NO_ANSWER: row.get("answered") == 0,
         ALL_ALIKE: alike,
-        SOLVED: alike and right,
+        SOLVED: alike and row.get("failed") == 0,
     }
     called = [name.removesuffix("/empty") for name in row if name.endswith("/empty")]
     if called:
@@ -62,9 +63,9 @@ class Silence:
         self.told: set[str] = set()
         self.metric = ""
         self.rewards: list[float] = []  # of training, since the last evaluation
-        self.best: tuple[float, float] | None = None  # held-out score, and the reward before it
+        self.best = -math.inf, 0.0  # held-out score, and the reward before it
 
-    def hear(self, row: Mapping[str, Any]) -> list[str]:
+    def hear(self, row: Row) -> list[str]:
         """Returns a line for each sign that has just lasted too long, after a row of
         metrics.jsonl."""
         present = signs(row)
@@ -73,11 +74,11 @@ class Silence:
             present[NOT_FOLLOWED] = behind
         for sign, there in present.items():
             self.since[sign] = (self.since[sign] + 1) * there
-        told, lines = self.told, dict(self.lasting())
-        self.told = set(lines)
+        lines = {sign: f"{kind}  {text}" for sign, kind, text in self.lasting()}
+        told, self.told = self.told, set(lines)
         return [line for sign, line in lines.items() if sign not in told]
 
-    def _compare_held_out(self, row: Mapping[str, Any]) -> bool | None:
+    def _compare_held_out(self, row: Row) -> bool | None:
         """Returns whether the reward has risen by RISE since the held-out score was best; None
         where a row has no evaluation."""
         if row.get("metrics"):
@@ -88,13 +89,13 @@ class Silence:
         if score is None or not self.rewards:
             return None
         reward, self.rewards = fmean(self.rewards), []
-        if self.best is None or score > self.best[0]:
+        if score > self.best[0]:
             self.best = score, reward
         before = self.best[1]
         return reward - before > RISE * max(abs(reward), abs(before))
 
-    def lasting(self) -> Iterator[tuple[str, str]]:
-        """Yields each sign that has lasted too long, and a line about it.
+    def lasting(self) -> Iterator[tuple[str, str, str]]:
+        """Yields each sign that has lasted too long, WARNING or SOLVED, and a text about it.
 
         A sign whose cause has lasted as long is left out.
         """
@@ -104,4 +105,4 @@ class Silence:
             caused = any(self.since[cause] >= n for cause in causes.get(sign, ()))
             if n >= (LIMIT if sign in UNITS else PATIENCE) and not caused:
                 kind, unit = "SOLVED" if sign == SOLVED else "WARNING", UNITS.get(sign, "steps")
-                yield sign, f"{kind}  for {n} {unit} in a row {sign}: {REMEDIES.get(sign, FAILED)}"
+                yield sign, kind, f"for {n} {unit} in a row {sign}: {REMEDIES.get(sign, FAILED)}"

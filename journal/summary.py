@@ -20,7 +20,7 @@ SPEEDS = {  # column of time/ -> how it is said
 }
 
 
-def count_calls(row: Row, tools: Sequence[str]) -> dict[str, float]:
+def count_calls(row: Row, tools: Sequence[str]) -> Row:
     """Returns the calls of each tool, or their sum where there are more than three, for which a
     line has no room."""
     if len(tools) > 3:
@@ -38,7 +38,7 @@ def trace_lineage(parents: Mapping[int, int | None], id: int) -> list[int]:
     return line
 
 
-def conclude(means: dict[str, float], n: int, metric: str, spread: dict[str, float]) -> str:
+def conclude(means: Row, n: int, metric: str, spread: Row) -> str:
     """Returns whose gain it is in one sentence: the policy's, the instruction's, or only the
     pair's.
 
@@ -81,7 +81,7 @@ def conclude(means: dict[str, float], n: int, metric: str, spread: dict[str, flo
     return f"{gained}; {alone}: {whose}."
 
 
-def count_seconds(steps: Sequence[Row]) -> dict[str, float]:
+def count_seconds(steps: Sequence[Row]) -> Row:
     """Returns the seconds of all steps by phase: what is waited for alone is no part of what
     surrounds it."""
     names = ("rollout", "tools", "reward", "update", "verify", "evolve", "evaluate")
@@ -91,7 +91,7 @@ def count_seconds(steps: Sequence[Row]) -> dict[str, float]:
     return phases
 
 
-def measure_speed(steps: Sequence[Row]) -> dict[str, float]:
+def measure_speed(steps: Sequence[Row]) -> Row:
     """Returns the speeds of the middle step, by the keys of SPEEDS that were measured."""
     columns = {
         name: [row[f"time/{name}"] for row in steps if f"time/{name}" in row] for name in SPEEDS
@@ -125,8 +125,7 @@ def final_table(summary: Row) -> list[str]:
     rows = {name: row | count_calls(row, tools) for name, row in summary["held_out"].items()}
     for name in count_calls(summary["start"], tools):
         columns[name] = 2
-    head = "  ".join([" " * 33, *(f"{label(name):>9}" for name in columns)])
-    lines = [head]
+    lines = ["  ".join([" " * 33, *(f"{label(name):>9}" for name in columns)])]
     for name, row in rows.items():
         cells = [f"{row[column]:9.{digits}f}" for column, digits in columns.items()]
         lines.append("  ".join([f"{name:33}", *cells]))
@@ -137,7 +136,7 @@ def tabulate(summary: Row) -> str:
     """Returns the last screen of a run: metrics, the winning instruction, its cost."""
     lines = ["", "held-out questions, greedy", *final_table(summary)]
     line = " -> ".join(f"#{j}" for j in summary["generations"])
-    lines += ["(by source in summary.json)", "", summary["conclusion"], ""]
+    lines += ["", summary["conclusion"], ""]
     lines += [f"best instruction, I_star ({line}):", summary["I_star"], ""]
     cost = summary["ledger"]
     if cost["optimizer_calls"]:

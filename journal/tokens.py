@@ -2,7 +2,7 @@
 saw of each."""
 
 import math
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -21,10 +21,12 @@ def token_data(tau: Trajectory, tokenizer: Any, limit: int = 2000) -> Row:
     engine: its log-prob as sampled; the others as in `grpo.note_tokens`, to four digits.
     """
     stream = DecodeStream(skip_special_tokens=False)
-    texts = [
-        stream.step(tokenizer.backend_tokenizer, id) or "\ufffd" * (acted > after)
-        for id, (acted, after) in zip(tau.ids, pairwise([*tau.mask, 0]), strict=True)
-    ]
+    texts = list[str]()
+    for id, acts, goes_on in zip(tau.ids, tau.mask, [*tau.mask[1:], 0], strict=True):
+        text = stream.step(tokenizer.backend_tokenizer, id)
+        if not text and acts and not goes_on:
+            text = "\ufffd"
+        texts.append(text or "")
     places = [k for k, m in enumerate(tau.mask) if m]
     columns = {"engine": [tau.logps[k] for k in places], **tau.tokens}
     return {
@@ -36,7 +38,7 @@ def token_data(tau: Trajectory, tokenizer: Any, limit: int = 2000) -> Row:
     }
 
 
-def show_mask(tau: Trajectory, tokenizer: Any, lines: int = 20, width: int = 110) -> str:
+def show_mask(tau: Trajectory, tokenizer: Any, width: int = 110) -> str:
     """Returns a trajectory as the update reads it, a line for each turn and each text between them.
 
     The middle of a long line is left out: whether a mask is wrong is seen at the ends.
@@ -45,7 +47,7 @@ def show_mask(tau: Trajectory, tokenizer: Any, lines: int = 20, width: int = 110
     for sampled, run in groupby(zip(tau.mask, tau.ids, strict=True), key=lambda pair: pair[0]):
         text: str = tokenizer.decode([id for _, id in run], skip_special_tokens=False)
         shown.append(f"  {'|' if sampled else ' '} {cut_middle(text, width)}".replace("\n", "\\n"))
-    return "\n".join(shown[:lines])
+    return "\n".join(shown[:20])
 
 
 def short(x: float) -> float | None:

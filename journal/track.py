@@ -1,7 +1,7 @@
 """Copies of a run's numbers and texts for a tracker; the run's directory has everything anyway."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ class Tracker:
         self.name, self.note = name, note
         try:
             if name == "tensorboard":
-                module = importlib.import_module("torch.utils.tensorboard")
-                self.api: Any = module.SummaryWriter
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.api: Any = SummaryWriter
                 self.folder = path / name
                 self.writer: Any = None
             elif name:
@@ -35,7 +36,7 @@ class Tracker:
                 f"--tracker {name} does not start ({first_line(e)}); mend that, or leave it out"
             ) from None
 
-    def log(self, row: Mapping[str, Any], t: int) -> None:
+    def log(self, row: Row, t: int) -> None:
         """Logs the numbers and texts of a row."""
         try:
             self.send(row, t)
@@ -45,7 +46,7 @@ class Tracker:
             )
             self.name = ""
 
-    def send(self, row: Mapping[str, Any], t: int) -> None:
+    def send(self, row: Row, t: int) -> None:
         if self.name == "tensorboard":
             if self.writer is None:  # hides later steps of a process that was killed
                 self.writer = self.api(self.folder, purge_step=t)

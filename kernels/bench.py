@@ -276,8 +276,13 @@ def main() -> None:
     add("--shapes", type=HxV, nargs="+", metavar="HxV", default=shapes)
     add("--masked", type=float, nargs="+", default=[0, 50], help="percent of the tokens")
     add("--seconds", type=float, default=1.0, help="of each measurement, at least")
-    begins = "only these: how their names in the table begin"
-    add("--peers", nargs="+", default=[""], metavar="NAME", help=begins)
+    add(
+        "--peers",
+        nargs="+",
+        default=[""],
+        metavar="NAME",
+        help="only these: how their names in the table begin",
+    )
     add("--csv", metavar="FILE", help="the rows, for a spreadsheet")
     add("--plot", metavar="FILE", help="time over tokens")
     add("--json", action="store_true", help="print the rows as JSON, too, in the last line")

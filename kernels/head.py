@@ -70,10 +70,17 @@ def grpo_head(
     if beta and ref_logp is None:
         raise ValueError(f"beta = {beta} needs ref_logp")
 
+    # how a chunk of rows becomes a loss, and what it reads of each token
     loss_rows = partial(_two_passes, passes, objective) if objective else passes.loss_rows
-    columns |= {"adv": adv, "token_weight": token_weight, "eps_low": eps_low, "eps_high": eps_high}
-    columns |= {"old": old_logp, "ref": ref_logp}
     loss_rows = partial(loss_rows, temperature=temperature, beta=beta)
+    columns |= {
+        "adv": adv,
+        "token_weight": token_weight,
+        "eps_low": eps_low,
+        "eps_high": eps_high,
+        "old": old_logp,
+        "ref": ref_logp,
+    }
     need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
 
     # Under autocast the products would be bf16, and logp off by up to 0.1, half of eps.
@@ -89,19 +96,18 @@ def _run_chunks(hidden, weight, targets, loss_rows, columns, need_grad, chunk):
     tensors of `grpo_head` by name."""
     N, like = len(hidden), {"dtype": _wide(hidden.dtype), "device": hidden.device}
     columns = {name: _each(x, N, like) for name, x in columns.items() if x is not None}
-    W = weight.to(_factor(hidden))
+    W = weight.to(_dtype_of_factors(hidden))
     need_dW = need_grad and weight.requires_grad
+    grad_dtype = W.dtype if need_grad else None
     dX = torch.empty(hidden.shape, **like) if need_grad else None
     dW = None
     J, logp, entropy, kl = torch.empty(4, N, **like)
     clipped = torch.empty(N, dtype=torch.bool, device=hidden.device)
     for rows, h, z in _chunks(hidden, W, chunk):
         # the loss of these rows, and dL/dz
+        tokens = {name: column[rows] for name, column in columns.items()}
         J[rows], logp[rows], entropy[rows], kl[rows], clipped[rows], dz = loss_rows(
-            z,
-            targets[rows],
-            W.dtype if need_grad else None,
-            **{name: column[rows] for name, column in columns.items()},
+            z, targets[rows], grad_dtype, **tokens
         )
 
         # from dz to the gradients of both factors
@@ -171,7 +177,8 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, chunk=4096):
     grpo_head.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        logp_rows, W = _rows(hidden.device).logp_rows, weight.to(_factor(hidden))
+        logp_rows = _rows(hidden.device).logp_rows
+        W = weight.to(_dtype_of_factors(hidden))
         logp, entropy = torch.empty(2, len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
         for rows, _, z in _chunks(hidden, W, chunk):
             logp[rows], entropy[rows] = logp_rows(z, targets[rows], temperature)[:2]
@@ -183,7 +190,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, chunk=4096):
 def head_logits(hidden, weight):
     """Returns hidden @ weight.T (N, V) with the precision of grpo_head: in float32 even where its
     factors are bf16."""
-    W = weight.to(_factor(hidden))
+    W = weight.to(_dtype_of_factors(hidden))
     return _product(hidden.to(W.dtype), W.T)
 
 
@@ -206,7 +213,7 @@ def _wide(dtype):
     return torch.promote_types(dtype, torch.float32)
 
 
-def _factor(hidden):
+def _dtype_of_factors(hidden):
     """Returns the dtype to multiply in. CUDA multiplies bf16 into float32; float16 cannot represent
     dL/dz."""
     in_bf16 = hidden.is_cuda and hidden.dtype == torch.bfloat16

@@ -12,6 +12,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from models.packing import Packing, attend
 
@@ -50,17 +51,16 @@ def fuse(model: Any) -> str:
     if family is None:
         return f"none ({config.model_type} is not among {', '.join(FAMILIES)})"
 
-    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def norm(self: Any, x: Tensor) -> Tensor:
         eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
-        out: torch.Tensor = RMSNorm.apply(
+        return RMSNorm.apply(
             x, self.weight, eps, family.offset, family.casting, family.own_gradient
         )
-        return out
 
-    def mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def mlp(self: Any, x: Tensor) -> Tensor:
         rows = x.squeeze(0)
-        out: torch.Tensor = self.down_proj(SiLUMul.apply(self.gate_proj(rows), self.up_proj(rows)))
-        return out.unsqueeze(0)
+        gated = SiLUMul.apply(self.gate_proj(rows), self.up_proj(rows))
+        return self.down_proj(gated).unsqueeze(0)
 
     replaced = {}
     for module in model.modules():
@@ -76,11 +76,11 @@ def fuse(model: Any) -> str:
 
 def attention(
     self: Any,
-    hidden_states: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
     packing: Packing,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """The forward pass of a family's attention module on a packed row, (1, T, H) -> (1, T, H).
 
     Written out, since without the batch dimension torch dispatches a quarter fewer operations.
@@ -102,22 +102,18 @@ class Rotation(torch.autograd.Function):
     sines are (1, T, dim); in place, since they are a projection's output, or a norm's."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> Any:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         ctx.tables = cos, sin
         return rotate(q, k, cos, sin, back=False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> Any:
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
         cos, sin = ctx.tables
         return *rotate(dq.contiguous(), dk.contiguous(), cos, sin, back=True), None, None
 
 
-def rotate(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     """Launches Liger's kernel, whose own function takes and returns transposed tensors."""
     from liger_kernel.ops.rope import _triton_rope
     from triton import next_power_of_2

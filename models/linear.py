@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 # The tokens of a packed row are a multiple of this. oneDNN compiles a kernel, of 0.6 MB, for each
 # shape that it meets, so there should be few.
@@ -27,7 +27,7 @@ def prefer_onednn() -> bool:
 class Linear(nn.Linear):
     """A linear layer; `speed_up` turns torch's into it."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
@@ -38,12 +38,11 @@ def speed_up(model: Any) -> None:
             module.__class__ = Linear
 
 
-def linear(x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: Tensor, W: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns x @ W.T + bias, (..., out), of x (..., in) and W (out, in)."""
     packed = x.ndim == 3 and len(x) == 1 and x.shape[1] % ROWS == 0
     if packed and x.is_cpu and x.dtype == torch.float32 and prefer_onednn():
-        out: torch.Tensor = Product.apply(x, W, bias)
-        return out
+        return Product.apply(x, W, bias)
     return F.linear(x, W, bias)
 
 
@@ -51,15 +50,13 @@ class Product(torch.autograd.Function):
     """`linear` by oneDNN, for which torch has no gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, W: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, W)
         return multiply(x, W, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, W = ctx.saved_tensors
         x, rows = x.flatten(0, -2), dy.flatten(0, -2)
         of_x, of_W, of_bias = ctx.needs_input_grad
@@ -70,6 +67,5 @@ class Product(torch.autograd.Function):
         )
 
 
-def multiply(x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, W, bias, "none", [], "")
-    return out
+def multiply(x: Tensor, W: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, W, bias, "none", [], "")

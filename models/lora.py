@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models.linear import Linear, linear
 from plumbing.faults import Fault
@@ -31,19 +31,18 @@ adds B (A x) to W x in bfloat16 instead, as peft and vLLM do, loses most of a sm
 class LoRALinear(Linear):
     """A linear layer with adapters; `add` turns a plain one into it."""
 
-    lora_A: torch.Tensor  # (rank, in)
-    lora_B: torch.Tensor  # (out, rank)
-    dither: torch.Tensor  # (out + in,), 0 to 65,535: entry i + j is for place (i, j) of the weight
+    lora_A: Tensor  # (rank, in)
+    lora_B: Tensor  # (out, rank)
+    dither: Tensor  # (out + in,), 0 to 65,535: entry i + j is for place (i, j) of the weight
     scale: float
     off = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if self.off:
             return super().forward(x)
-        out: torch.Tensor = Product.apply(
+        return Product.apply(
             x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale, self.dither
         )
-        return out
 
 
 class Product(torch.autograd.Function):
@@ -53,20 +52,20 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        W: torch.Tensor,
-        bias: torch.Tensor | None,
-        A: torch.Tensor,
-        B: torch.Tensor,
+        x: Tensor,
+        W: Tensor,
+        bias: Tensor | None,
+        A: Tensor,
+        B: Tensor,
         scale: float,
-        dither: torch.Tensor,
-    ) -> torch.Tensor:
+        dither: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(x, W, A, B)
         ctx.scale, ctx.dither = scale, dither
         return linear(x, merge(W, A, B, scale, dither), bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+    def backward(ctx: Any, dy: Tensor) -> Any:
         x, W, A, B = ctx.saved_tensors
         dx = linear(dy, merge(W, A, B, ctx.scale, ctx.dither).T)
         rows, d_rows = x.flatten(0, -2), ctx.scale * dy.flatten(0, -2)
@@ -74,9 +73,7 @@ class Product(torch.autograd.Function):
         return dx, None, None, dA, dB, None, None
 
 
-def merge(
-    W: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scale: float, dither: torch.Tensor
-) -> torch.Tensor:
+def merge(W: Tensor, A: Tensor, B: Tensor, scale: float, dither: Tensor) -> Tensor:
     """Returns W + scale * B A in the dtype of W (out, in), in bfloat16 dithered."""
     A, B = A.to(W.dtype), B.to(W.dtype)
     if W.dtype != torch.bfloat16:
@@ -143,7 +140,7 @@ def layers(model: Any) -> dict[str, LoRALinear]:
 def coverage(model: Any) -> str:
     """Returns in words what has adapters: in a mixture of experts, which are no linear layers,
     attention alone."""
-    adapted, frozen = layers(model), set[str]()
+    adapted, frozen = layers(model), set()
     covered = total = 0
     for name, p in model.named_parameters():
         in_layer = re.match(r".*\.\d+\.", name)  # a layer has a number

@@ -8,7 +8,6 @@ block at a time in the compute dtype.
 import copy
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -49,6 +49,7 @@ REMEDIES = {
     "deserializing header": "its weights are incomplete; fetch them again (a git clone needs git lfs pull)",
 }
 TAGS = "<think> a </think> <answer> a </answer> <search> a </search> <information> a </information> <x> a </x>"
+Weights = Iterator[tuple[str, Tensor]]  # (Hugging Face name, whole tensor)
 PART = 2**18  # weights that are dithered at a time: they stay in a CPU's cache
 
 
@@ -162,7 +163,7 @@ def load_model(path: str, longest: int = 0) -> Any:
     return model
 
 
-def _check_weights(path: str, model: Any, loaded: dict[str, Any]) -> None:
+def _check_weights(path: str, model: Any, loaded: dict) -> None:
     """Raises Fault where weights are not those of a whole model: transformers fills what is missing
     with random numbers, and reads integers without their scales."""
     wrong = {what: loaded[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched")}
@@ -222,7 +223,7 @@ def logit_scale(config: Any) -> float:
     return 1.0
 
 
-def make_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def make_head(model: Any) -> Callable[[Tensor], Tensor]:
     """Returns the head for sampling: hidden (N, d) -> float32 logits (N, V), before `logit_scale`.
 
     Rounded to bf16, log-probs would be off by 0.012 nat on average. A GPU sums bf16 products in
@@ -241,6 +242,7 @@ def _unsupported(model: Any, longest: int) -> str:
     have to be the same in training, when both sequences are packed into one row with the last token
     of a sequence of `longest`.
     """
+    # what nothing has to run for
     head = model.get_output_embeddings()
     if head is None:
         return "it has no head"
@@ -248,15 +250,30 @@ def _unsupported(model: Any, longest: int) -> str:
         return "its head has a bias, which the loss does not know"
     if model.config.model_type == "phimoe":  # where their scores are close, which a few tokens miss
         return "it draws its experts at random in training"
+
+    # its logits
     last = len(model.get_input_embeddings().weight) - 1
     sequences = torch.linspace(0, last, 11).long().split([4, 7])
     states, logits = _run_alone(model, sequences)
-    return _differ_logits(model, states, logits) or _differ_packed(
-        model, sequences, states, longest
-    )
+    scale = logit_scale(model.config)
+    for h, own in zip(states, logits, strict=True):
+        wanted = head(h)
+        if not wanted.isfinite().all():
+            return "its logits are not finite, since its weights are too large"
+        if not h.any():
+            return "its hidden states are all zero"
+        for z, x in zip(own.chunk(2), wanted.chunk(2), strict=True):
+            if not _close(z, scale * x):
+                return (
+                    f"its logits are not {scale:.4g} times its head's output, as the loss takes them:"
+                    " they have a soft cap, or a constant that is not known here"
+                )
+
+    # its hidden states
+    return _differ_packed(model, sequences, states, longest)
 
 
-def _run_alone(model: Any, sequences: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _run_alone(model: Any, sequences: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Returns each sequence's hidden states (2 T, H) and the model's own logits (2 T, V), with
     eager attention, every family's reference: it knows soft caps and sinks.
 
@@ -264,7 +281,7 @@ def _run_alone(model: Any, sequences: Any) -> tuple[list[torch.Tensor], list[tor
     small ones.
     """
     head, scale = model.get_output_embeddings(), logit_scale(model.config)
-    states: list[torch.Tensor] = []
+    states: list[Tensor] = []
 
     def magnify(module: Any, args: Any, output: Any) -> Any:
         h = output.last_hidden_state
@@ -283,25 +300,7 @@ def _run_alone(model: Any, sequences: Any) -> tuple[list[torch.Tensor], list[tor
     return states, logits
 
 
-def _differ_logits(model: Any, states: list[torch.Tensor], logits: list[torch.Tensor]) -> str:
-    """Returns how logits differ from `logit_scale` times the head's output, "" if they do not."""
-    head, scale = model.get_output_embeddings(), logit_scale(model.config)
-    for h, own in zip(states, logits, strict=True):
-        wanted = head(h)
-        if not wanted.isfinite().all():
-            return "its logits are not finite, since its weights are too large"
-        if not h.any():
-            return "its hidden states are all zero"
-        for z, x in zip(own.chunk(2), wanted.chunk(2), strict=True):
-            if not _close(z, scale * x):
-                return (
-                    f"its logits are not {scale:.4g} times its head's output, as the loss takes them:"
-                    " they have a soft cap, or a constant that is not known here"
-                )
-    return ""
-
-
-def _differ_packed(model: Any, sequences: Any, states: list[torch.Tensor], longest: int) -> str:
+def _differ_packed(model: Any, sequences: Any, states: list[Tensor], longest: int) -> str:
     """Returns why packed hidden states differ from those of each sequence alone, "" if they do
     not."""
     alone = torch.cat([h.chunk(2)[0] for h in states])
@@ -321,7 +320,7 @@ def _differ_packed(model: Any, sequences: Any, states: list[torch.Tensor], longe
     )
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _close(a: Tensor, b: Tensor) -> bool:
     """Returns whether a equals b to 0.1 % of the largest entry; False where either has a NaN."""
     return bool((a - b).abs().max() <= 1e-3 * b.abs().max())
 
@@ -404,22 +403,20 @@ def shard(
     if frozen and not offload and dist.get_world_size() == 1:
         return materialize(model, device)  # one rank has the whole: there is nothing to gather
     mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),))
-    # cast_forward_inputs would also cast the log-probs that enter the loss.
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
     place = CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy()
     # by default FSDP keeps the root's weights gathered for the backward pass
     freed = False if gather else frozen or None
     # the root holds embedding, last norm and head, which are needed together
     precise = precise_modules(model)
     for part in [*precise, *blocks(model), model]:
+        # cast_forward_inputs would also cast the log-probs that enter the loss
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if part in precise else compute,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
         fully_shard(
-            part,
-            mesh=mesh,
-            mp_policy=replace(policy, param_dtype=None) if part in precise else policy,
-            offload_policy=place,
-            reshard_after_forward=freed,
+            part, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=freed
         )
         part.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
         if dist.get_world_size() > 1:  # on one rank FSDP would divide by it, too
@@ -443,7 +440,7 @@ def reshard(model: Any) -> None:
             part.reshard()
 
 
-def dither(W: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def dither(W: Tensor, generator: torch.Generator) -> Tensor:
     """Returns a float32 tensor; entries that bfloat16 holds exactly are moved, evenly over all that
     rounds to them.
 
@@ -472,16 +469,16 @@ def fill(model: Any, source: Any, seed: int | None = None) -> Any:
     """
     values = dict(source.named_parameters()) | dict(source.named_buffers()) if source else {}
     generator: torch.Generator | None = None
-    precise = {p for part in precise_modules(model) for p in part.parameters()}
+    dithered = set(model.parameters())
+    for part in precise_modules(model):
+        dithered -= set(part.parameters())
     for name, target in [*model.named_parameters(), *model.named_buffers()]:
         sharded = isinstance(target, DTensor)
         device = target.device_mesh.device_type if sharded else target.device
+        full = torch.empty(target.shape, dtype=target.dtype, device=device)
         if source:
-            full = values[name].to(device, target.dtype).contiguous()
-        else:
-            full = torch.empty(target.shape, dtype=target.dtype, device=device)
-        dithered = isinstance(target, torch.nn.Parameter) and target not in precise
-        if source and seed is not None and dithered:
+            full.copy_(values[name])
+        if source and seed is not None and target in dithered:
             generator = generator or torch.Generator(device).manual_seed(seed)
             full = dither(full, generator)
         if dist.is_initialized():
@@ -489,14 +486,13 @@ def fill(model: Any, source: Any, seed: int | None = None) -> Any:
         if sharded:
             full = distribute_tensor(
                 full, target.device_mesh, target.placements, src_data_rank=None
-            ).to_local()
-            target = target.to_local()
+            )
         target.copy_(full)
     return model
 
 
 @torch.no_grad()
-def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def weights(model: Any) -> Weights:
     """Yields (Hugging Face name, whole tensor) of the policy as it computes, adapters merged into
     their weights, and of the buffers that are weights, too.
 
@@ -512,7 +508,7 @@ def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, whole(p)
 
 
-def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(model: Any) -> Weights:
     """Yields what a model's files hold, by name: parameters, of tied ones the first, and buffers."""
     kept = model.state_dict().keys()
     yield from model.named_parameters()
@@ -521,7 +517,7 @@ def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def whole(p: torch.Tensor) -> torch.Tensor:
+def whole(p: Tensor) -> Tensor:
     return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 
@@ -540,8 +536,7 @@ def export(
     state, described = {}, dict(plain.named_parameters())
     for name, tensor in weights(model):
         if path:
-            kept = described[name].dtype if name in described else tensor.dtype
-            state[name] = tensor.to("cpu", kept, copy=True)
+            state[name] = tensor.to("cpu", described.get(name, tensor).dtype, copy=True)
     if path:
         ends = turn_ends(tokenizer)
         plain.generation_config.eos_token_id = ends[0] if len(ends) == 1 else list(ends)
@@ -551,10 +546,10 @@ def export(
 
 def forward_packed(
     model: Any,
-    ids: torch.Tensor,
+    ids: Tensor,
     packing: Packing,
-    places: torch.Tensor,
-    targets: torch.Tensor,
+    places: Tensor,
+    targets: Tensor,
     temperature: float,
     **terms: Any,
 ) -> Any:
@@ -571,12 +566,12 @@ def forward_packed(
     return token_logprobs(hidden, weight, targets, temperature)
 
 
-def hidden_states(model: Any, ids: torch.Tensor, packing: Packing) -> torch.Tensor:
+def hidden_states(model: Any, ids: Tensor, packing: Packing) -> Tensor:
     """Returns the last hidden states (T, H) of a row ids (T,)."""
-    states: torch.Tensor = model.base_model(
+    out = model.base_model(
         input_ids=ids[None], position_ids=packing.positions[None], use_cache=False, packing=packing
-    ).last_hidden_state[0]
-    return states
+    )
+    return out.last_hidden_state[0]
 
 
 def _unloadable(path: str, what: str, e: Exception) -> Fault:

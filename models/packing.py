@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from models.linear import ROWS, prefer_onednn
 
 
-def send(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+def send(x: Tensor, device: torch.device | str) -> Tensor:
     """Copies a tensor from the CPU to the device. The host does not wait: a GPU's stream keeps the
     order."""
     on_gpu = torch.device(device).type == "cuda"
@@ -50,19 +51,19 @@ class Packing:
         self.positions = send(torch.cat(spans), device)  # (T,)
         ends = torch.tensor([[0, *self.lengths], [0, *seen]]).cumsum(1, dtype=torch.int32)
         self.query_ends, self.key_ends = send(ends, device)  # (pieces + 1,) each
-        self.masks: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.masks: dict[tuple, Tensor] = {}
 
-    def with_parents(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:
-        """Returns for each piece what its tokens attend to, of keys or values of the row: the
-        parent's and its own."""
-        own = x.split(self.lengths, dim)
+    def with_parents(self, x: Tensor) -> list[Tensor]:
+        """Returns for each piece what its tokens attend to, of keys or values (1, heads, T, dim) of
+        the row: the parent's and its own."""
+        own = x.split(self.lengths, 2)
         return [
-            piece if parent < 0 else torch.cat([own[parent], piece], dim)
+            piece if parent < 0 else torch.cat([own[parent], piece], 2)
             for parent, piece in zip(self.parents, own, strict=True)
         ]
 
     @cached_property
-    def places(self) -> tuple[torch.Tensor, ...]:
+    def places(self) -> tuple[Tensor, ...]:
         """Returns where the K keys of all pieces stand in the row (K,), and three indices for the
         way back.
 
@@ -71,7 +72,7 @@ class Packing:
         """
         # of each piece, its parent's tokens and its own
         pieces = np.split(np.arange(sum(self.lengths)), np.cumsum(self.lengths)[:-1])
-        seen = list[Any]()
+        seen = []
         for parent, own in zip(self.parents, pieces, strict=True):
             seen += [own] if parent < 0 else [pieces[parent], own]
         places = np.concatenate(seen)
@@ -86,7 +87,7 @@ class Packing:
         indices = places, all_places[:, 0], shared, all_places[shared]
         return tuple(send(torch.from_numpy(x), self.positions.device) for x in indices)
 
-    def mask(self, before: int, n: int, window: int, like: torch.Tensor) -> torch.Tensor:
+    def mask(self, before: int, n: int, window: int, like: Tensor) -> Tensor:
         """Returns what is added to a piece's scores, (n - before, n) in the dtype of `like`: 0
         where a token may attend."""
         key = before, n, window
@@ -107,15 +108,13 @@ class KeysOfPieces(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, *back: torch.Tensor
-    ) -> Any:
+    def forward(ctx: Any, k: Tensor, v: Tensor, places: Tensor, *back: Tensor) -> Any:
         ctx.back, ctx.heads = back, [k.shape[1], v.shape[1]]
         return torch.cat([k, v], 1)[places].split(ctx.heads, 1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         first, shared, several = ctx.back
         both = F.pad(torch.cat(grads, 1), (0, 0, 0, 0, 0, 1))  # a row of zeros at K
         sums = both[first].index_copy_(0, shared, both[several].sum(1))
@@ -123,12 +122,8 @@ class KeysOfPieces(torch.autograd.Function):
 
 
 def grouped_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
+) -> Tensor:
     """SDPA of (B, heads, T, dim) with a mask (..., T, columns), whose keys may have fewer heads.
 
     Heads that share keys become more queries of one head: no fast kernel takes both a mask and GQA,
@@ -145,14 +140,14 @@ def grouped_attention(
 
 def packed_attention(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     packing: Packing | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Causal attention within each of the sequences that are packed into one row.
 
     query, key, value (1, heads, T, dim) -> (1, T, heads, dim). Without `packing`, as in generation,
@@ -177,49 +172,33 @@ def packed_attention(
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    packing: Packing,
-    window: int | None,
-    scaling: float | None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, window: int | None, scaling: float | None
+) -> Tensor:
     """Causal attention of a packed row, q, k, v (T, heads, dim) -> (T, heads, dim), in which a token
     sees at most `window` tokens."""
     max_q, max_k = packing.longest
     window = window or max_k
-    if q.dtype != torch.bfloat16 or not q.is_cuda:
-        return attend_piece_by_piece(q, k, v, packing, window, scaling)
-    if any(packing.before):
-        k, v = KeysOfPieces.apply(k, v, *packing.places)
-    # -1: no window, for which the kernel has a faster variant
-    reach = window - 1 if window < max_k else -1
     # FlashAttention-2, whose causal mask ends at a piece's last query and last key
-    out: torch.Tensor = varlen_attn(
-        q,
-        k,
-        v,
-        packing.query_ends,
-        packing.key_ends,
-        max_q,
-        max_k,
-        scale=scaling,
-        window_size=(reach, 0),
-        enable_gqa=True,
-    )
-    return out
+    if q.dtype == torch.bfloat16 and q.is_cuda:
+        if any(packing.before):
+            k, v = KeysOfPieces.apply(k, v, *packing.places)
+        # -1: no window, for which the kernel has a faster variant
+        reach = window - 1 if window < max_k else -1
+        return varlen_attn(
+            q,
+            k,
+            v,
+            packing.query_ends,
+            packing.key_ends,
+            max_q,
+            max_k,
+            scale=scaling,
+            window_size=(reach, 0),
+            enable_gqa=True,
+        )
 
-
-def attend_piece_by_piece(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    packing: Packing,
-    window: int,
-    scaling: float | None,
-) -> torch.Tensor:
-    """Returns what `attend` does, in any dtype and on any device."""
-    # the float32 kernel that keeps no matrix (T, T) needs as many heads of keys as of queries
+    # In any other dtype or on any other device: piece by piece.
+    # The float32 kernel that keeps no matrix (T, T) needs as many heads of keys as of queries
     if q.is_cuda:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     gqa = q.shape[1] > k.shape[1]
@@ -227,8 +206,8 @@ def attend_piece_by_piece(
     of_pieces = zip(
         packing.before,
         q.split(packing.lengths, 2),
-        packing.with_parents(k, 2),
-        packing.with_parents(v, 2),
+        packing.with_parents(k),
+        packing.with_parents(v),
         strict=True,
     )
     parts = []
@@ -255,7 +234,7 @@ def prefix_of(tau: Any) -> tuple[int, ...]:
 
 
 def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> list[list[int]]:
-    """Returns the places of the trajectories, cut in their order into batches of at most
+    """Returns the indices of the trajectories, cut in their order into batches of at most
     `micro_tokens` (a longer one is alone), the largest as small as possible. A prompt counts once
     in a batch.
 
@@ -264,51 +243,51 @@ def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> lis
     """
     prefixes = [prefix_of(tau) for tau in taus]
 
-    def cut(most: int) -> list[tuple[int, list[int]]]:
-        """Returns (tokens, places) of batches of at most `most` tokens."""
-        batches: list[tuple[int, list[int]]] = []
-        tokens, places, begun = most, list[int](), set[tuple[int, ...]]()  # full before the first
-        for place, tau in enumerate(taus):
-            # with this trajectory, whose prompt may be in the batch already
-            prefix = prefixes[place]
-            tokens += len(tau.ids)
+    def cut(most: int) -> tuple[list[list[int]], list[int]]:
+        """Returns batches of at most `most` tokens, and how many each has."""
+        batches, sizes = list[list[int]](), list[int]()
+        begun = set[tuple]()  # prompts in the last batch
+        for k, tau in enumerate(taus):
+            prefix = prefixes[k]
+            added = len(tau.ids)
             if prefix in begun:
-                tokens -= len(prefix)
+                added -= len(prefix)
 
-            # one too many opens the next batch
-            if tokens > most:
-                tokens, places, begun = len(tau.ids), [], set()
-                batches.append((tokens, places))
-            places.append(place)
+            # a batch with no room for it is full
+            if not batches or sizes[-1] + added > most:
+                batches.append([])
+                sizes.append(0)
+                begun.clear()
+                added = len(tau.ids)
+            batches[-1].append(k)
+            sizes[-1] += added
             begun.add(prefix)
-            batches[-1] = tokens, places  # its tokens so far
-        return batches
+        return batches, sizes
 
     # the smallest limit with which there are no more batches than with micro_tokens
-    n = math.ceil(len(cut(micro_tokens)) / ranks) * ranks
+    n = math.ceil(len(cut(micro_tokens)[0]) / ranks) * ranks
     low, high = 1, micro_tokens
     while low < high:
         middle = (low + high) // 2
-        if len(cut(middle)) > n:
+        if len(cut(middle)[0]) > n:
             low = middle + 1
         else:
             high = middle
 
-    largest_first = sorted(cut(low), key=lambda batch: -batch[0])
-    batches = [places for _, places in largest_first]
-    return batches + [[]] * (n - len(batches))
+    batches, sizes = cut(low)
+    largest_first = sorted(range(len(batches)), key=sizes.__getitem__, reverse=True)
+    return [batches[k] for k in largest_first] + [[]] * (n - len(batches))
 
 
-def pack(
-    batch: Sequence[Any], device: torch.device
-) -> tuple[torch.Tensor, Packing, torch.Tensor, torch.Tensor]:
+def pack(batch: Sequence[Any], device: torch.device) -> tuple[Tensor, Packing, Tensor, Tensor]:
     """Returns ids (T,) of a row in which trajectories follow one another, with a prompt that
     several share before the first of them alone; its packing; and for the N action tokens the
     places that predict them (N,) and their ids (N,)."""
     sharing = Counter(map(prefix_of, batch))
-    begun: dict[tuple[int, ...], int] = {}  # the piece of each prompt that is in the row already
-    ids, places, targets = list[int](), list[int](), list[int]()
-    lengths, parents = list[int](), list[int]()
+    begun: dict[tuple, int] = {}  # the piece of each prompt that is in the row already
+    ids: list[int] = []
+    lengths: list[int] = []
+    parents, places, targets = [], [], []
     for tau in batch:
         # a prompt that no other trajectory has is part of its own piece
         prefix = prefix_of(tau)

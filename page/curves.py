@@ -14,7 +14,7 @@ def collect_curves(run: Run) -> Row:
 
     The scores at the run's end, which are in summary.json alone, are those of the last step.
     """
-    series: dict[str, list[float | None]] = {}
+    series = {}
     for name in sorted({name for row in run.steps for name in row} - {"t"}):
         values = [finite_number(row.get(name)) for row in run.steps]
         if any(value is not None for value in values):

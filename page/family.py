@@ -23,10 +23,10 @@ def collect_family(run: Run) -> Row:
     """
     instructions = _instructions(run)
     born = {(I["born"], I["text"]): I for I in instructions.values()}
-    refused: list[Row] = []
-    calls: dict[str, Row] = {}
-    blocks: dict[str, list[str]] = {}  # of its reply
-    accepted: dict[str, tuple[int, str]] = {}  # the step and the text of each candidate
+    refused = []
+    calls = {}
+    blocks = {}  # of its reply
+    accepted = {}  # the step and the text of each candidate
     for row in run.reflections:
         t = row["t"]
         place = f"{t}.{row.get('round', 0)}"
@@ -89,8 +89,9 @@ def _instructions(run: Run) -> dict[int, Row]:
     # what each step gave it
     for row in run.steps:
         for id, w in row.get("w", {}).items():
-            if int(id) in out:
-                out[int(id)]["history"].append([row["t"], w, row["p"].get(id), row["n"].get(id, 0)])
+            I = out.get(int(id))
+            if I:
+                I["history"].append([row["t"], w, row["p"].get(id), row["n"].get(id, 0)])
     return dict(sorted(out.items()))
 
 

@@ -35,7 +35,7 @@ def build_page(paths: Sequence[Path], live: str = "") -> str:
     live: the server's stamp of their files; the page reloads when it changes.
     """
     runs = [read_run(path) for path in paths]
-    described: list[Row] = []
+    described = []
     pages: dict[str, str] = {}
     try:
         for k, run in enumerate(runs):
@@ -89,10 +89,9 @@ def describe_run(run: Run, limit: int) -> tuple[Row, dict[str, str]]:
 def fill_template(data: Row, pages: dict[str, str]) -> str:
     """Fills the template. The data cannot end their element or run: they hold no `<`, and a script
     needs its hash."""
-    scripts = [
-        f"\n// ---- {name}\n{(STATIC / name).read_text('utf-8').strip()}\n" for name in SCRIPTS
-    ]
-    script = "".join(scripts)
+    script = ""
+    for name in SCRIPTS:
+        script += f"\n// ---- {name}\n{(STATIC / name).read_text('utf-8').strip()}\n"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     blocks = [
         f'<script type="text/plain" id="page-{k}">{text}</script>'

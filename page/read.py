@@ -1,7 +1,7 @@
 """A run's directory as it is: finished, running, or cut short."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,13 @@ class Run:
     to be there."""
 
     path: Path
-    config: Row = field(default_factory=dict)
-    # of metrics.jsonl, by t: what the steps measured
-    steps: list[Row] = field(default_factory=list)
-    events: list[Row] = field(default_factory=list)  # of population.jsonl
-    reflections: list[Row] = field(default_factory=list)
-    summary: Row = field(default_factory=dict)  # {} unless the run has finished
-    written: float = 0.0  # when a line was last written, seconds since 1970
-    missing: list[str] = field(default_factory=list)
+    config: Row
+    steps: list[Row]  # of metrics.jsonl, by t: what the steps measured
+    events: list[Row]  # of population.jsonl
+    reflections: list[Row]
+    summary: Row  # {} unless the run has finished
+    written: float  # when a line was last written, seconds since 1970
+    missing: list[str]
 
     @property
     def name(self) -> str:
@@ -42,21 +41,18 @@ class Run:
 
     @property
     def metrics(self) -> list[str]:
-        """The task's metrics, the main one first; while it runs, metrics.jsonl names them beside
-        the first scores."""
-        for row in [self.summary, *self.steps]:
-            if "metrics" in row:
-                return list(row["metrics"])
-        return ["em"]
+        """The task's metrics, the main one first."""
+        return self._names("metrics") or ["em"]
 
     @property
     def tools(self) -> list[str]:
         """The names under which calls of tools are counted, a trajectory."""
-        if "tools" in self.summary:
-            return list(self.summary["tools"])
-        first = self.steps[0] if self.steps else {}
-        scores = [name.removeprefix("test/") for name in first if name.startswith("test/")]
-        return [x for x in scores if x not in self.metrics and "/" not in x]
+        return self._names("tools")
+
+    def _names(self, what: str) -> list[str]:
+        """While it runs, metrics.jsonl has them beside the first scores."""
+        named = [row[what] for row in [self.summary, *self.steps] if what in row]
+        return [*named[0]] if named else []
 
 
 def read_run(path: Path) -> Run:
@@ -65,23 +61,24 @@ def read_run(path: Path) -> Run:
         raise Fault(f"{path}: no such directory; give a run's, runs/<name>")
 
     # is there a run?
-    run, names = Run(path), ("config.json", "metrics.jsonl", "population.jsonl", "summary.json")
+    names = ("config.json", "metrics.jsonl", "population.jsonl", "summary.json")
     files = [path / name for name in names if (path / name).exists()]
     if not files:
         raise Fault(f"{path} holds no run: none of {', '.join(names)} is in it")
 
-    # what it has written
-    run.written = max(file.stat().st_mtime for file in files)
-    run.config = _object(run, "config.json")
-    steps = {row["t"]: row for row in _rows(run, "metrics.jsonl")}
-    run.steps = [steps[t] for t in sorted(steps)]  # of a step that was written twice, the last
-    run.events = _rows(run, "population.jsonl")
-    calls = path / "reflections.jsonl"
-    if calls.exists() or (run.config.get("mode", "inspo") == "inspo" and run.t > 0):
-        run.reflections = _rows(run, calls.name)  # other modes may do without
-    if (path / "summary.json").exists():
-        run.summary = _object(run, "summary.json")
-    return run
+    # what it has written; of a step that was written twice, the last
+    missing = list[str]()
+    config = _object(path / "config.json", missing)
+    steps = {row["t"]: row for row in _rows(path / "metrics.jsonl", missing)}
+    events = _rows(path / "population.jsonl", missing)
+    calls, reflections = path / "reflections.jsonl", list[Row]()
+    if calls.exists() or (config.get("mode", "inspo") == "inspo" and any(steps)):
+        reflections = _rows(calls, missing)  # other modes may do without
+    end = path / "summary.json"
+    summary = _object(end, missing) if end.exists() else {}
+    written = max(file.stat().st_mtime for file in files)
+    in_order = [steps[t] for t in sorted(steps)]
+    return Run(path, config, in_order, events, reflections, summary, written, missing)
 
 
 def finite_number(x: Any) -> float | None:
@@ -89,23 +86,23 @@ def finite_number(x: Any) -> float | None:
     return x if isinstance(x, (int, float)) and math.isfinite(x) else None
 
 
-def _object(run: Run, name: str) -> Row:
+def _object(file: Path, missing: list[str]) -> Row:
     try:
-        return dict(decoded((run.path / name).read_bytes()))
+        return dict(decoded(file.read_bytes()))
     except (OSError, ValueError, TypeError):
-        run.missing.append(f"{name} is missing or cannot be read.")
+        missing.append(f"{file.name} is missing or cannot be read.")
         return {}
 
 
-def _rows(run: Run, name: str) -> list[Row]:
+def _rows(file: Path, missing: list[str]) -> list[Row]:
     """The lines of a .jsonl file that name their step."""
     try:
-        lines = (run.path / name).read_text("utf-8", "replace").splitlines()
+        lines = file.read_text("utf-8", "replace").splitlines()
     except OSError:
-        run.missing.append(f"{name} is missing or cannot be read.")
+        missing.append(f"{file.name} is missing or cannot be read.")
         return []
     rows = [row for row in parse_lines(lines, "t") if type(row["t"]) is int]
     damaged = len(lines) - len(rows)
     if damaged:
-        run.missing.append(f"{name}: {many(damaged, 'line')} cut short or damaged, and left out.")
+        missing.append(f"{file.name}: {many(damaged, 'line')} cut short or damaged, and left out.")
     return rows

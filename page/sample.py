@@ -27,7 +27,8 @@ def sample_trajectories(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str,
     """
     # steps give a part, verifications and evaluations all
     index: Row = {"columns": COLUMNS, "rows": [], "all": 0}
-    pages, questions = dict[str, str](), dict[str, int]()
+    pages: dict[str, str] = {}
+    questions: dict[str, int] = {}
     folder = run.path / "trajectories"
     steps = sorted(folder.glob("step-*.jsonl.gz"))
     others = [*sorted(folder.glob("test-*.jsonl.gz")), *sorted(folder.glob("verify-*.jsonl.gz"))]

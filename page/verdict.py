@@ -1,5 +1,5 @@
 """The first screen of a page: did it learn, which instruction won and why, what did it cost, what
-went wrong."""
+stands out."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,8 @@ def find_status(run: Run) -> Row:
     """Returns {"state", "t", "T", "written"}; state: finished, running, or stopped (no line for ten
     minutes)."""
     state = "running" if time.time() - run.written < RUNNING else "stopped"
-    state = "finished" if run.summary else state
+    if run.summary:
+        state = "finished"
     return {"state": state, "t": run.t, "T": run.T, "written": run.written}
 
 
@@ -86,7 +87,7 @@ def sum_costs(run: Run) -> Row:
     }
 
 
-# ---- what went wrong
+# ---- what stands out
 
 
 def find_warnings(run: Run) -> list[Row]:
@@ -128,8 +129,8 @@ def _of_silence(run: Run, rows: list[Row]) -> Iterator[Row]:
     silence, lasted = Silence(), dict[str, tuple[int, str]]()
     for row in run.steps:
         silence.hear(row)
-        for sign, line in silence.lasting():
-            lasted[sign] = row["t"], line.partition("  ")[2]
+        for sign, _, text in silence.lasting():
+            lasted[sign] = row["t"], text
     for sign, (t, text) in lasted.items():
         until = "To the end" if t == rows[-1]["t"] else f"Up to step {t}"
         yield _warning(f"{until}, {text}", PANELS.get(sign, ""))

@@ -1,19 +1,14 @@
 """A conversation in a model's chat template: a program from outside, which transformers runs in a
 sandbox."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plumbing.faults import Fault, first_line
 from plumbing.outside import match_markup
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 REMEDY = "fix it, or choose another model"
 TODAY = datetime(2024, 7, 26)  # what Llama 3's template takes where it has no clock
@@ -22,7 +17,7 @@ DATES = "".join(TODAY.strftime(f"|replace('%%{x}', '%{x}')") for x in "aAbBdHIjm
 CLOCK = "{% macro strftime_now(format) %}{{ format" + DATES + " }}{% endmacro %}\n"
 
 
-def rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
     """Returns what the chat template writes of a conversation, up to where the policy's turn
     begins.
 
@@ -42,7 +37,7 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options
 
 
 @functools.lru_cache(maxsize=16)
-def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
+def turn_ends(tokenizer: Any) -> tuple[int, ...]:
     """Returns the tokens that end a turn of the policy, whoever samples it: the control token that
     the chat template writes after an assistant's message, the tokenizer's EOS, and `eos_token_id`
     of the model's generation_config.json, or of its config.json where it has none.
@@ -78,11 +73,11 @@ def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys(end for end in ends if end is not None))  # CHOICE-34
 
 
-def template_of(tokenizer: Tokenizer) -> str:
+def template_of(tokenizer: Any) -> str:
     return f"--model {getattr(tokenizer, 'name_or_path', '')}: its chat template"
 
 
-def apply_template(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+def apply_template(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
     """Returns a conversation as `rendered`. Raises Fault also where a message does not come out
     whole, except for blanks at its ends."""
     text = rendered(tokenizer, messages, **options)

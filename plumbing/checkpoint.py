@@ -25,17 +25,15 @@ from plumbing.faults import CheckpointFault, DiskFault, first_line
 from plumbing.outside import decoded
 
 DIGESTS = "digests.json"
-TYPES = {  # all that torch.distributed.checkpoint pickles into .metadata
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
+TYPES = {  # module -> all that torch.distributed.checkpoint pickles into .metadata
+    "torch.distributed.checkpoint.metadata": (
         "Metadata MetadataIndex StorageMeta TensorStorageMetadata BytesStorageMetadata "
         "ChunkStorageMetadata TensorProperties _MEM_FORMAT_ENCODING"
-    ).split()
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("collections", "OrderedDict"),
+    ),
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "torch": "Size",
+    "collections": "OrderedDict",
 }
 # one process saves checkpoints without a group
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -108,9 +106,8 @@ def damage(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in TYPES or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if dtype or name in TYPES.get(module, "").split():
             return super().find_class(module, name)
         if module.startswith("pathlib") and name == "PosixPath":  # where the writer put it
             return PurePosixPath

@@ -17,16 +17,17 @@ from plumbing.outside import at, clean, decoded, without_secrets
 T = TypeVar("T")
 MAX_WAIT = 60.0  # seconds between two rounds, whatever a server asks for
 MAX_ANSWER = 64 << 20  # bytes of an answer, unpacked
+LOOPBACK = re.compile(r"https?://(localhost|127\.[\d.]+|\[::1\])([:/]|$)")
 BUSY = (408, 409, 425, 429)  # statuses besides 5xx that another attempt may not meet
 
 # How servers say that a conversation is too long, and how they name an option that a model refuses.
 TOO_LONG = re.compile(
-    r"HTTP 413|\btokens\b|context.?(?:length|size|window|limit)|too (?:long|large)", re.I
+    r"HTTP 413|\btokens\b|context.?(?:length|size|window|limit)|too.?(?:long|large)", re.I
 )
 # What no other attempt mends: some say so as a fault of their own (llama.cpp, HTTP 500 or 200), some
 # in an answer of 200 that holds the status of an error (OpenRouter).
 FINAL = re.compile(
-    r"context.?(?:length|size|window)|too large to process"
+    r"context.?(?:length|size|window|limit)|too large to process|prompt is too long|allowed length"
     r"|['\"]code['\"]: ?['\"]?4(?!08|09|25|29)\d\d\b",
     re.I,
 )
@@ -102,7 +103,7 @@ class Client:
         retries: int,
         key: str | None = None,
         retry_timeout: bool = True,
-        revive: Callable[[], str] = lambda: "",
+        revive: Callable[[], str] = str,  # which returns ""
     ):
         self.urls = [at(url) for url in urls]  # the first is in use
         self.timeout, self.retries = timeout, retries
@@ -113,7 +114,7 @@ class Client:
         # options of `chat`; this one is for models that refuse max_tokens
         self.refused = {"max_completion_tokens"}
         self.session = requests.Session()
-        self.session.trust_env = key is not None and not any(map(_is_loopback, self.urls))
+        self.session.trust_env = key is not None and not any(map(LOOPBACK.match, self.urls))
         if key:
             self.session.headers["Authorization"] = f"Bearer {key}"
             self.session.auth = _sign
@@ -183,7 +184,8 @@ class Client:
             raise RequestFailed(f"{type(e).__name__}: {e}") from None
         except (requests.RequestException, urllib3.exceptions.HTTPError) as e:
             raise RequestFailed(type(e).__name__, True) from None
-        # Something came: an answer,
+        # Something came: an answer, or why there is none.
+        said, transient = content.decode(errors="replace"), True
         if reply.status_code < 300:
             try:
                 answer = (
@@ -195,12 +197,9 @@ class Client:
                 return read(answer)
             except (LookupError, TypeError, ValueError) as e:
                 # perhaps a page to log in, or why there is none
-                began = clean(content.decode(errors="replace"), self.secrets)[:80]
+                began = clean(said, self.secrets)[:80]
                 text = f"malformed answer ({type(e).__name__}: {str(e)[:200]}; it begins {began!r})"
-                transient = True
-        # or why there is none.
-        said = content.decode(errors="replace")
-        if reply.status_code >= 300:
+        else:
             transient = reply.status_code in BUSY or reply.status_code >= 500
             text = " ".join(said.split())
             if reply.is_redirect:
@@ -237,7 +236,3 @@ def _wait_asked(headers: Mapping[str, str], said: str) -> float:
     with suppress(urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
         return urllib3.Retry().parse_retry_after(after)
     return 0.0
-
-
-def _is_loopback(url: str) -> bool:
-    return re.match(r"https?://(localhost|127\.[\d.]+|\[::1\])([:/]|$)", url) is not None

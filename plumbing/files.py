@@ -1,9 +1,9 @@
 """Files of a run: written atomically, and read however they were cut short."""
 
-import contextlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from plumbing.outside import decoded
 Row = dict[str, Any]  # of a .jsonl file
 
 
-@contextlib.contextmanager
+@contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turns an error of the file system into a DiskFault with the name of the file."""
     try:
@@ -30,11 +30,11 @@ def write_file(path: Path, text: str) -> None:
             temporary.write_text(text, "utf-8")
             os.replace(temporary, path)
         finally:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 temporary.unlink()  # or a full disk stays full
 
 
-@contextlib.contextmanager
+@contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """Yields an empty directory, which is called `path` in the end: a reader finds the old one,
     none or the new. Raises DiskFault."""
@@ -46,10 +46,10 @@ def new_directory(path: Path) -> Iterator[Path]:
         try:
             temporary.mkdir(parents=True)
             yield temporary
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 os.replace(path, old)  # at once: removing it may take seconds
             os.replace(temporary, path)
-            with contextlib.suppress(DiskFault):  # the new one is there
+            with suppress(DiskFault):  # the new one is there
                 remove(old)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # or a full disk stays full
@@ -70,7 +70,7 @@ def parse_lines(lines: Iterable[str], key: str = "") -> list[Row]:
     left out."""
     rows = []
     for line in lines:
-        with contextlib.suppress(ValueError):
+        with suppress(ValueError):
             row = decoded(line)
             if isinstance(row, dict) and (not key or key in row):
                 rows.append(row)

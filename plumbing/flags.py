@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+import operator
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,8 @@ from typing import Any, NoReturn
 from plumbing.faults import tell_torchrun
 from plumbing.stop import leads
 from plumbing.trust import ROOT
+
+SIDES = {"above": operator.gt, "at least": operator.ge, "below": operator.lt}  # of a bound
 
 
 def knob(
@@ -97,12 +100,7 @@ def out_of_range(cfg: Any, names: Iterable[str]) -> str:
             continue
         if isinstance(value, float) and not math.isfinite(value):
             return f"--{name} {value}: must be a finite number"
-        sides = {
-            "above": value > limits["above"],
-            "at least": value >= limits["at least"],
-            "below": value < limits["below"],
-        }
-        for side, right in sides.items():
-            if not right:
+        for side, holds in SIDES.items():
+            if not holds(value, limits[side]):
                 return f"--{name} {value}: must be {side} {limits[side]}"
     return ""

@@ -4,17 +4,12 @@
 on a terminal.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re
 import unicodedata
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
+from typing import Any
 
 # half a character: JSON can spell it, no encoder accepts it
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -78,7 +73,7 @@ def plain(text: str) -> str:
 
 @functools.lru_cache(maxsize=16)
 def match_markup(
-    tokenizer: Tokenizer, tags: tuple[str, ...] = (), simple: bool = False
+    tokenizer: Any, tags: tuple[str, ...] = (), simple: bool = False
 ) -> re.Pattern[str]:
     """Returns a pattern of what outside text must not spell: control tokens of the policy, and the
     agent's `tags`.

@@ -54,11 +54,15 @@ def read_reply(answer: Any) -> Reply:
     answer = {**answer}
     choice = {**(answer.get("choices") or [{}])[0]}
     ended = str(choice.get("finish_reason")).lower()
-    broken = not choice and answer or ended in BROKEN and choice
-    if error := answer.get("error") or choice.get("error") or broken:
+    error = answer.get("error") or choice.get("error")
+    if not choice or ended in BROKEN:
+        error = error or choice or answer
+    if error:
         raise ValueError(error)
     cut, refused = ended in CUT, ended.startswith(REFUSED)
-    message = {**(choice.get("message") or (cut or refused or choice["message"]) and {})}
+    message = dict[str, Any]()
+    if choice.get("message") or not (cut or refused):  # else nothing may be left of it
+        message = {**choice["message"]}
     text = message.get("content") or ""
     if isinstance(text, list):
         text = "".join(part["text"] for part in text if {**part}.get("type", "text") in TEXTS)
@@ -92,7 +96,11 @@ def without_thoughts(text: str, part: re.Pattern[str], cut: bool = True) -> str:
     too, and so do parts. Templates that write the opening mark themselves leave a reply with the
     closing one alone.
     """
-    outside, start = part.sub(lambda found: "\0" * len(found[0]), text), 0
+
+    def blank(found: re.Match[str]) -> str:
+        return "\0" * len(found[0])
+
+    outside, start = part.sub(blank, text), 0
     for mark in CLOSING.finditer(outside, 0, outside.rfind("\0") + 1):
         start = mark.end()
     opened = OPENING.search(outside, start)

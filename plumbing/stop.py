@@ -29,6 +29,11 @@ def leads() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def count_ranks() -> int:
+    """Returns how many processes torchrun has started; without a RANK, WORLD_SIZE is a cluster's."""
+    return int(os.environ.get("RANK") and os.environ.get("WORLD_SIZE") or 1)
+
+
 class Stopped(SystemExit):
     """Somebody asked this process to stop. Uncaught, it is its line on standard error and exit code
     1."""

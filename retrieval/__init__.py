@@ -25,8 +25,11 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    rows = 'JSONL: {"id", "contents"} or {"id", "title", "text"} a line'
-    parser.add_argument("--corpus", required=True, help=rows)
+    parser.add_argument(
+        "--corpus",
+        required=True,
+        help='JSONL: {"id", "contents"} or {"id", "title", "text"} a line',
+    )
     parser.add_argument(
         "--family",
         default="",

@@ -14,7 +14,6 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import faiss
 import numpy as np
@@ -72,29 +71,21 @@ def fill_index(index: faiss.Index, vectors: np.ndarray) -> faiss.Index:
     return index
 
 
-def build_dense(corpus: Corpus, encoders: list[Encoder], folder: Path, kind: str) -> None:
-    """Writes `index.faiss`, of FAISS's type `kind`."""
-    # before hours of encoding
-    index = faiss.index_factory(encoders[0].dimension, kind, faiss.METRIC_INNER_PRODUCT)
-    vectors = folder / "vectors"
-    faiss.write_index(
-        fill_index(index, encode_corpus(corpus, encoders, vectors)), str(folder / "index.faiss")
-    )
-    vectors.unlink(missing_ok=True)
-
-
 def main(argv: list[str] | None = None) -> None:
     """Builds the index that the command line describes; raises Fault if it cannot."""
     # the command line
     parser = parser_of(__doc__)
     add = parser.add_argument
-    model = "a BERT-type model (Hugging Face id or directory), or bm25"
-    add("--encoder", required=True, help=model)
+    add(
+        "--encoder", required=True, help="a BERT-type model (Hugging Face id or directory), or bm25"
+    )
     add("--index", required=True, help="directory to create")
-    kind = "by FAISS's name, such as IVF16384,SQ8 or HNSW32,Flat (Flat)"
-    add("--type", default="Flat", help=kind)
-    most = "tokens of a passage that count (256, or the encoder's most)"
-    add("--max_length", type=int, help=most)
+    add(
+        "--type", default="Flat", help="by FAISS's name, such as IVF16384,SQ8 or HNSW32,Flat (Flat)"
+    )
+    add(
+        "--max_length", type=int, help="tokens of a passage that count (256, or the encoder's most)"
+    )
     args = parser.parse_args(argv)
     out = Path(args.index)
     if out.exists():
@@ -102,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # what the index is of
     corpus = Corpus(args.corpus)
-    manifest: dict[str, Any] = {"passages": len(corpus), "digest": corpus.digest}
+    manifest = {"passages": len(corpus), "digest": corpus.digest}
     encoders = []
     if args.encoder == "bm25":
         manifest |= {"encoder": "bm25", "words": WORDS}
@@ -132,7 +123,7 @@ def load_encoders(model: str, family: str, max_length: int | None) -> list[Encod
 
 
 def build_index(
-    corpus: Corpus, manifest: dict[str, Any], encoders: list[Encoder], out: Path, kind: str
+    corpus: Corpus, manifest: dict, encoders: list[Encoder], out: Path, kind: str
 ) -> None:
     """Fills `<out>.partial`, with what an earlier call left there, and renames it."""
     partial = out.with_name(f"{out.name}.partial")
@@ -147,7 +138,12 @@ def build_index(
 
         # its files
         if encoders:
-            build_dense(corpus, encoders, partial, kind)
+            # before hours of encoding: `kind` may be none of FAISS's
+            index = faiss.index_factory(encoders[0].dimension, kind, faiss.METRIC_INNER_PRODUCT)
+            file = partial / "vectors"
+            fill_index(index, encode_corpus(corpus, encoders, file))
+            faiss.write_index(index, str(partial / "index.faiss"))
+            file.unlink(missing_ok=True)
         else:
             texts = tqdm(corpus.texts(), total=len(corpus), desc="reading", unit=" passages")
             BM25.build(texts).index.save(partial, show_progress=False)

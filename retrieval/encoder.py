@@ -91,14 +91,16 @@ class Encoder:
             reason = first_line(e).rstrip(".")
             if "trust_remote_code" in str(e):
                 reason = "it needs code of its own (auto_map), which is never run"
-            todo = "give a Hugging Face id or a local directory of a BERT-type model, and a device of this machine"
-            raise Fault(f"--encoder {model}: {reason}; {todo}") from None
+            raise Fault(
+                f"--encoder {model}: {reason}; give a Hugging Face id or a local directory of a BERT-type model,"
+                " and a device of this machine"
+            ) from None
         if family in ("", "own") and published not in ("", self.pooling):
             raise Fault(
                 f"--encoder {model}: it pools by {published}, a model of family {self.family} by {self.pooling}; "
                 "name its --family"
             )
-        self.dimension: int = config.hidden_size
+        self.dimension = config.hidden_size
         self._rows = 128 if self.device.startswith("cuda") else 16  # texts in a forward pass
 
     def queries(self, texts: list[str]) -> np.ndarray:
@@ -111,7 +113,7 @@ class Encoder:
 
     def _encode(self, texts: list[str]) -> np.ndarray:
         # similar lengths together: little padding
-        order = sorted(range(len(texts)), key=lambda k: len(texts[k]))
+        order = np.argsort([len(text) for text in texts], kind="stable")
         out = np.empty((len(texts), self.dimension), dtype=np.float32)
         for first in range(0, len(order), self._rows):
             rows = order[first : first + self._rows]
@@ -120,17 +122,16 @@ class Encoder:
 
     @torch.inference_mode()
     def _forward(self, texts: list[str]) -> np.ndarray:
-        options = {
-            "truncation": True,
-            "max_length": self.max_length,
-            "padding": True,
-            "return_tensors": "pt",
-        }
-        padded = self._tokenizer(texts, **options).to(self.device)
+        padded = self._tokenizer(
+            texts, truncation=True, max_length=self.max_length, padding=True, return_tensors="pt"
+        ).to(self.device)
+        if not padded["attention_mask"].any():  # no text has a token
+            return np.zeros((len(texts), self._model.config.hidden_size), np.float32)
         hidden = self._model(**padded).last_hidden_state.float()  # (B, T, d)
         if self.pooling == "cls":
             pooled = hidden[:, 0]  # (B, d)
         else:
             mask = padded["attention_mask"][..., None]  # (B, T, 1)
-            pooled = (hidden * mask).sum(1) / mask.sum(1)  # (B, d)
+            # a text may have no token
+            pooled = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)  # (B, d)
         return torch.nn.functional.normalize(pooled, dim=-1).cpu().numpy()

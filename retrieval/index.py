@@ -124,12 +124,16 @@ def open_index(
     # the vectors, and who makes those of queries
     index = read_faiss(file)
     if index.ntotal != len(corpus):
-        mismatch = f"{index.ntotal:,} vectors, {corpus.path} has {len(corpus):,} passages"
-        raise Fault(f"--index {path}: {mismatch}; give the corpus it was built from")
+        raise Fault(
+            f"--index {path}: {index.ntotal:,} vectors, {corpus.path} has {len(corpus):,} passages; give the"
+            " corpus it was built from"
+        )
     dense = Dense(Encoder(encoder, family, max_length, device), index)
     if index.d != dense.encoder.dimension:
-        mismatch = f"vectors of {index.d} numbers, {encoder} makes {dense.encoder.dimension}"
-        raise Fault(f"--index {path}: {mismatch}; give the --encoder it was built with")
+        raise Fault(
+            f"--index {path}: vectors of {index.d} numbers, {encoder} makes {dense.encoder.dimension}; give"
+            " the --encoder it was built with"
+        )
     dense.warn_of_mismatch(corpus, path)
     return dense
 
@@ -139,11 +143,15 @@ def _read_manifest(folder: Path, corpus: Corpus) -> dict:
     try:
         manifest = json.loads(file.read_bytes())
     except (OSError, ValueError) as e:
-        remedy = "give a directory made by retrieval/build.py, or a FAISS file"
-        raise Fault(f"{file}: {getattr(e, 'strerror', e)}; {remedy}") from None
+        raise Fault(
+            f"{file}: {getattr(e, 'strerror', e)}; give a directory made by retrieval/build.py, or a FAISS"
+            " file"
+        ) from None
     if manifest["digest"] != corpus.digest:
-        mismatch = f"built from {manifest['passages']:,} other passages than the {len(corpus):,} of {corpus.path}"
-        raise Fault(f"--index {folder}: {mismatch}; give the corpus it was built from")
+        raise Fault(
+            f"--index {folder}: built from {manifest['passages']:,} other passages than the {len(corpus):,} of"
+            f" {corpus.path}; give the corpus it was built from"
+        )
     return manifest
 
 

@@ -120,11 +120,17 @@ def read_flags() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--index", default="", help="directory made by retrieval/build.py, or a FAISS file (BM25)")
-    model = "model of a FAISS file from elsewhere, or the new place of an index's model"
-    add("--encoder", default="", help=model)
+    add(
+        "--encoder",
+        default="",
+        help="model of a FAISS file from elsewhere, or the new place of an index's model",
+    )
     add("--device", default="", help="of the encoder: cpu, cuda, cuda:1 (a GPU if there is one)")
-    split = "split the FAISS index over the visible GPUs, fp16"
-    add("--shard_gpus", action="store_true", help=split)
+    add(
+        "--shard_gpus",
+        action="store_true",
+        help="split the FAISS index over the visible GPUs, fp16",
+    )
     add("--nprobe", type=int, default=64, help="cells of an IVF index that a query visits (64)")
     add("--ef", type=int, default=128, help="search width in an HNSW graph (128)")
     add("--host", default="127.0.0.1", help="address to bind (127.0.0.1: this machine only)")

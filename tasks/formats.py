@@ -6,6 +6,7 @@ policy reads and writes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,33 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 from plumbing.chat import apply_template
 from plumbing.outside import escape_markup, map_texts, match_markup
-from tasks.tools import (
-    ANSWER,
-    Tool,
-    explain_invalid_action,
-    find_answer,
-    find_call,
-    list_stop_strings,
-)
+from tasks.tools import ANSWER, Tool, explain_invalid_action, find_answer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
-
     from tasks import Message, Question, Task
 
 # tokens of readable text are shorter: a longer result is cut before it is tokenized
 TOKEN_CHARACTERS = 128
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode(tokenizer: Any, text: str) -> list[int]:
     """Returns the ids of a text, without the special tokens that a tokenizer puts around it."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def encode_conversation(
-    tokenizer: Tokenizer, messages: Sequence[Message], **options: Any
-) -> list[int]:
+def encode_conversation(tokenizer: Any, messages: Sequence[Message], **options: Any) -> list[int]:
     """Returns the ids of messages in the chat template, up to where the policy's turn begins.
 
     `options`: what else the template is given. No text in either can spell a control token.
@@ -48,22 +37,6 @@ def encode_conversation(
     messages = [message | {"content": escape(message["content"])} for message in messages]
     options = map_texts(options, escape)
     return encode(tokenizer, apply_template(tokenizer, messages, **options))
-
-
-def encode_observation(
-    tokenizer: Tokenizer, tool: Tool, result: list[str], limit: int, tags: tuple[str, ...] = ()
-) -> list[int]:
-    """Returns a tool's result in its tag as at most `limit` ids; a long one loses its end, not its
-    closing tag.
-
-    The result cannot close the tag, nor spell one of `tags` or a control token.
-    """
-    pattern = match_markup(tokenizer, (tool.result_tag, *tags))
-    shown = tool.show([escape_markup(text, pattern) for text in result])
-    shown = shown[: limit * TOKEN_CHARACTERS]
-    head = encode(tokenizer, f"\n\n<{tool.result_tag}>{shown}")
-    end = encode(tokenizer, f"</{tool.result_tag}>\n\n")
-    return head[: max(0, limit - len(end))] + end
 
 
 def find_lost_tag(candidate: str, parent: str, names: Sequence[str]) -> str:
@@ -95,15 +68,14 @@ class Tags:
     A subclass is another format. What takes or returns ids needs the policy's tokenizer.
     """
 
-    def __init__(self, task: Task, tokenizer: Tokenizer | None = None):
-        self.task = task
-        self.tokenizer: Any = tokenizer
+    def __init__(self, task: Task, tokenizer: Any = None):
+        self.task, self.tokenizer = task, tokenizer
 
     # ---- texts
 
     def stop_strings(self) -> tuple[str, ...]:
         """Returns the strings that end a turn, besides EOS."""
-        return list_stop_strings(self.task.tools)
+        return tuple(f"</{tag}>" for tag in [*(tool.tag for tool in self.task.tools), ANSWER])
 
     def reserved_tags(self) -> tuple[str, ...]:
         """Returns the names of tags that only the policy and the loop write: of thoughts, tools and
@@ -148,10 +120,14 @@ class Tags:
         return {}
 
     def parse_turn(self, text: str, ended: bool = True) -> Action:
-        """Returns what the text of a turn says; an answer counts before a call. `ended`: as turns
-        do."""
-        tool, argument = find_call(text, self.task.tools) or (None, "")
-        return Action(text, find_answer(text), tool, argument, ended)
+        """Returns what the text of a turn says: the first call that is complete, and the answer,
+        which counts before a call. `ended`: as turns do."""
+        action, first = Action(text, find_answer(text), ended=ended), len(text)
+        for tool in self.task.tools:
+            call = re.search(rf"<{tool.tag}>((?:(?!<{tool.tag}>).)*?)</{tool.tag}>", text, re.S)
+            if call and call.start() < first:
+                action, first = replace(action, tool=tool, argument=call[1].strip()), call.start()
+        return action
 
     # ---- ids
 
@@ -170,19 +146,27 @@ class Tags:
 
     def read_turn(self, ids: Sequence[int]) -> Action:
         """Returns what a sampled turn says."""
-        return self.parse_turn(self.tokenizer.decode(ids, skip_special_tokens=False))
+        return self.parse_turn(self.read_response(ids))
 
     def encode_result(self, action: Action, result: list[str], limit: int) -> list[int]:
-        """Returns the ids between a call and the next turn: the result, as `limit` tokens at
-        most."""
-        assert action.tool
-        return encode_observation(self.tokenizer, action.tool, result, limit, self.reserved_tags())
+        """Returns the ids between a call and the next turn: the result in its tool's tag, as `limit`
+        tokens at most. A long one loses its end, not its closing tag.
+
+        The result cannot close the tag, nor spell another of the agent's or a control token.
+        """
+        tool = action.tool
+        assert tool
+        pattern = match_markup(self.tokenizer, (tool.result_tag, *self.reserved_tags()))
+        shown = tool.show([escape_markup(text, pattern) for text in result])
+        shown = shown[: limit * TOKEN_CHARACTERS]
+        head = encode(self.tokenizer, f"\n\n<{tool.result_tag}>{shown}")
+        end = encode(self.tokenizer, f"</{tool.result_tag}>\n\n")
+        return head[: max(0, limit - len(end))] + end
 
     def encode_reminder(self, action: Action) -> list[int]:
         """Returns the ids between a turn that neither called nor answered and the next one."""
         return encode(self.tokenizer, explain_invalid_action(self.task.tools))
 
     def read_response(self, ids: Sequence[int]) -> str:
-        """Returns everything after the prompt as a text to read."""
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
-        return text
+        """Returns sampled tokens, or everything after the prompt, as a text to read."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))

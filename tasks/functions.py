@@ -7,8 +7,6 @@ The policy writes the arguments as a JSON object, or as bare text where the func
 argument and that is text.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect
@@ -32,6 +30,7 @@ from plumbing.outside import clean
 from tasks.tools import WORDS, Failure, Tool
 from tasks.trajectories import Trajectory
 
+Json = dict[str, Any]  # an object
 MAX_RESULT = 100_000  # characters of a result that are read and kept, or items of an iterator
 
 
@@ -52,7 +51,7 @@ class SchemaTool(Tool):
     # in a loop of its own: one that blocks or exits affects no other call
     run_async: Callable[[Any], Any] = staticmethod(asyncio.run)
 
-    def __init__(self, schema: dict[str, Any]):
+    def __init__(self, schema: Json):
         self.schema, self.name = schema, str(schema["name"])
         properties = schema["parameters"].get("properties", {})
         kinds = [isinstance(p, dict) and p.get("type") for p in properties.values()]
@@ -65,11 +64,11 @@ class SchemaTool(Tool):
         self.result_tag = "result"
 
     @abstractmethod
-    def read_arguments(self, arguments: str) -> dict[str, Any]:
+    def read_arguments(self, arguments: str) -> Json:
         """Returns the arguments in a JSON text; ValueError says what is wrong with them."""
 
     @abstractmethod
-    def call(self, arguments: dict[str, Any]) -> Any:
+    def call(self, arguments: Json) -> Any:
         """Returns the result, or an awaitable of it. An exception becomes a reply, but for a
         Fault."""
 
@@ -97,6 +96,7 @@ class SchemaTool(Tool):
         be resumed.
         """
         result: Future[list[str]] = Future()
+        late = Failed(f"{self.name} took longer than {self.timeout:g} s")
 
         def settle(reply: str | Fault | Failed) -> None:
             with contextlib.suppress(InvalidStateError):  # the other one was first
@@ -109,7 +109,6 @@ class SchemaTool(Tool):
                     result.set_result(Failure([text]) if isinstance(reply, Failed) else [text])
 
         # Daemons, so that a call that hangs does not keep the program from ending.
-        late = Failed(f"{self.name} took longer than {self.timeout:g} s")
         timer = threading.Timer(self.timeout + self.grace, settle, [late])
         timer.daemon = True
         result.add_done_callback(lambda _: timer.cancel())
@@ -118,7 +117,8 @@ class SchemaTool(Tool):
         return result
 
     def _answer(self, argument: str) -> str | Fault | Failed:
-        named = re.match(rf'{{\s*"{re.escape(self.bare)}"\s*:', argument)
+        # an object is no text: a query that is JSON itself
+        named = re.match(rf'{{\s*"{re.escape(self.bare)}"\s*:(?!\s*{{)', argument)
         needed = argument or self.bare in self.schema["parameters"].get("required", ())
         bare = self.bare and needed and not named
         try:
@@ -151,10 +151,10 @@ class TypedFunction(SchemaTool):
             self.function, self._arguments = function, _make_reader(function)
             super().__init__(_describe(function, self._arguments))
         except Exception as e:  # of pydantic, and what evaluating an annotation raises
-            remedy = (
-                "a tool has JSON types and a docstring that describes every argument under Args:"
-            )
-            raise Fault(f"{where}: {first_line(e).rstrip('!.')}; {remedy}") from None
+            raise Fault(
+                f"{where}: {first_line(e).rstrip('!.')}; a tool has JSON types and a docstring that"
+                " describes every argument under Args:"
+            ) from None
         for word in (*WORDS, "timeout"):
             setattr(self, word, getattr(function, word, getattr(self, word)))
         if (
@@ -163,7 +163,7 @@ class TypedFunction(SchemaTool):
         ):
             raise Fault(f"{where}: its timeout is {self.timeout!r}; give a number of seconds")
 
-    def read_arguments(self, arguments: str) -> dict[str, Any]:
+    def read_arguments(self, arguments: str) -> Json:
         try:
             given = dict(self._arguments.validate_json(arguments))
         except ValidationError as e:  # without a link, and without repeating them
@@ -176,7 +176,7 @@ class TypedFunction(SchemaTool):
                 raise ValueError(f"{name}: it is one of {', '.join(map(json.dumps, p['enum']))}")
         return given
 
-    def call(self, arguments: dict[str, Any]) -> Any:
+    def call(self, arguments: Json) -> Any:
         return self.function(**arguments)
 
 
@@ -186,18 +186,17 @@ class _Schema(GenerateJsonSchema):
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
-    def nullable_schema(self, schema: Any) -> dict[str, Any]:
+    def nullable_schema(self, schema: Any) -> Json:
         return self.generate_inner(schema["schema"]) | {"nullable": True}
 
 
-def _describe(function: Callable[..., Any], reader: Any) -> dict[str, Any]:
+def _describe(function: Callable[..., Any], reader: Any) -> Json:
     """Returns a function's name, description and parameters. Raises TypeError where the docstring
     leaves out what the policy must know."""
     # here: it takes seconds, and few runs have such a tool
     from transformers.utils.chat_template_utils import parse_google_format_docstring
 
-    union = "primitive_type_array"
-    parameters = reader.json_schema(schema_generator=_Schema, union_format=union)
+    parameters = reader.json_schema(schema_generator=_Schema, union_format="primitive_type_array")
     for word in ("title", "additionalProperties"):
         parameters.pop(word, None)
     properties = parameters.setdefault("properties", {})

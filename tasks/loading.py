@@ -1,7 +1,5 @@
 """Makes the task that the flags name: its class, reward, tools and first instruction."""
 
-from __future__ import annotations
-
 import copy
 import unicodedata
 from collections import Counter
@@ -86,7 +84,8 @@ def add_tools(task: Task, spec: str) -> None:
 def choose_fitting(where: str, others: Sequence[Tool], found: Sequence[Tool | Fault]) -> list[Tool]:
     """Returns the tools that the policy can call beside others, and tells which are left out; a
     Fault is one of a server that cannot be offered. Raises Fault if none fits."""
-    fitting, faults = list[Tool](), list[Fault]()
+    fitting: list[Tool] = []
+    faults = []
     for tool in found:
         try:
             if isinstance(tool, Fault):
@@ -113,11 +112,11 @@ def choose_instruction(task: Task) -> str:
     author = next(kind for kind in type(task).__mro__ if "instruction" in vars(kind))
     own = author.__module__ != "tasks.search_qa" or "instruction" in vars(task)
     if file and not (own and file in [preset.get("instruction") for preset in PRESETS.values()]):
-        text = read_instruction("instruction", file)
+        text = read_instruction(file)
     return task.make_format().adapt_instruction(text)
 
 
-def read_instruction(knob: str, path: str) -> str:
+def read_instruction(path: str) -> str:
     """Returns the instruction in a file; Fault if it is empty, or holds what no revision of it may
     hold.
 
@@ -127,14 +126,14 @@ def read_instruction(knob: str, path: str) -> str:
     try:
         text = Path(path).read_text("utf-8-sig")
     except (OSError, ValueError) as e:
-        raise Fault(f"--{knob} {path}: cannot be read as UTF-8 ({e})") from None
+        raise Fault(f"--instruction {path}: cannot be read as UTF-8 ({e})") from None
     text = "\n".join(text.splitlines())
     text = "".join(c for c in text if unicodedata.category(c) != "Cf" or c in JOINERS).strip()
     if not text:
-        raise Fault(f"--{knob} {path}: the file is empty")
+        raise Fault(f"--instruction {path}: the file is empty")
     for c in text:
         if printable(c) != c:
-            raise Fault(f"--{knob} {path}: it holds the control character {c!r}; take it out")
+            raise Fault(f"--instruction {path}: it holds the control character {c!r}; take it out")
     return text
 
 

@@ -1,7 +1,5 @@
 """Rewards and metrics of trajectories, by the task, and their means."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
@@ -41,7 +39,7 @@ def read_rewards(
         raise Fault(
             f"{where} returned {returned} for {len(taus)} trajectories; return a list with a number for each"
         )
-    read = list[Any]()
+    read = []
     for tau, r in zip(taus, rewards, strict=True):
         absent = optional and r is None
         if not absent and not is_finite(r):
@@ -63,7 +61,8 @@ def compute_metrics(
     first: Any = names or rows[0]
     for tau, row in zip(taus, rows, strict=True):
         where = f"--task {task.cfg.task}: its metrics of question {tau.question.id}"
-        if not row or list(row) != list(first) or not all(map(is_finite, row.values())):
+        named = isinstance(row, Mapping) and row and list(row) == list(first)
+        if not named or not all(map(is_finite, row.values())):
             raise Fault(
                 f"{where} are {row}, the first {first}; return finite numbers of the same names for all"
             )

@@ -41,7 +41,7 @@ def find_plug(word: str) -> Any:
     for path in HERE.glob("*/plugs/__init__.py"):
         wing = path.parent.parent
         if not any(wing.rglob("config.json")):
-            plugs: dict[str, str] = importlib.import_module(f"{wing.name}.plugs").PLUGS
+            plugs = importlib.import_module(f"{wing.name}.plugs").PLUGS
             if word in plugs:
                 module, _, name = plugs[word].partition(":")
                 return getattr(importlib.import_module(module), name)

@@ -19,15 +19,7 @@ from plumbing.words import SIGNS, compose, split_words
 from tasks import Question
 
 # Without the metadata, which holds HotpotQA's passages: most of Search-R1's 356 MB.
-COLUMNS = (
-    "id",
-    "question",
-    "golden_answers",
-    "data_source",
-    "prompt",
-    "reward_model",
-    "extra_info",
-)
+COLUMNS = "id question golden_answers data_source prompt reward_model extra_info".split()
 JSON_TEXT = re.compile(r'\s*"?(\[[\s\\n]*["{]|\{[\s\\n]*")')  # an answer may be [0, 1]
 # as Python, numpy and DuckDB print lists and sets; an answer may be {"a": 1}, too
 PRINTED = re.compile(r"\[.*,.*\]|(array\()?[\[(\s]+['\"].*[\])]|\{'[^:]*\}", re.S)
@@ -42,7 +34,7 @@ def load_questions(path: str | Path, rows: bool = False) -> list[Question]:
     `{source}-{id}`. `rows`: the row of each, with all its columns, is its `data`, and it needs no
     gold answer.
     """
-    questions, notes = list[Question](), Counter[str]()
+    questions, notes = [], Counter[str]()
     for line, row in read_rows(path, None if rows else COLUMNS):
         try:
             question = _read_question(row, line, rows)
@@ -76,9 +68,12 @@ def read_rows(
     if not file.is_file():
         raise Fault(f"{path}: no such file; check the path")
     suffix = file.suffix.lower()
-    if suffix not in (".jsonl", ".parquet"):
+    if suffix == ".jsonl":
+        yield from read_json_lines(file)
+    elif suffix == ".parquet":
+        yield from read_parquet(file, columns)
+    else:
         raise Fault(f"{path}: neither .jsonl nor .parquet; write it as one of them")
-    yield from read_json_lines(file) if suffix == ".jsonl" else read_parquet(file, columns)
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
@@ -89,9 +84,9 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
             try:
                 yield line, decoded(raw)
             except ValueError as e:
-                what = f"invalid JSON ({getattr(e, 'msg', e)})"
                 raise Fault(
-                    f"{path}:{line}: {what}; write one JSON object a line, in UTF-8"
+                    f"{path}:{line}: invalid JSON ({getattr(e, 'msg', e)}); write one JSON object a line,"
+                    " in UTF-8"
                 ) from None
 
 
@@ -192,10 +187,13 @@ def _find_question(prompt: object) -> str | None:
     """Returns what follows the last `Question:` in the last user message, or in the string."""
     prompt = unpacked(prompt)
     if isinstance(prompt, Iterable) and not isinstance(prompt, str):
-        prompt = next(
-            (look_up(m, "content") for m in reversed(list(prompt)) if look_up(m, "role") == "user"),
-            None,
-        )
+        messages, prompt = prompt, None
+        for message in messages:
+            if look_up(message, "role") == "user":
+                prompt = look_up(message, "content")
+    if isinstance(prompt, list):  # content parts
+        texts = [look_up(part, "text") for part in prompt]
+        prompt = "\n".join(texts) if all(isinstance(text, str) for text in texts) else None
     # messages as Python prints them
     if not isinstance(prompt, str) or re.match(r"\s*(array\()?[\[(]\s*\{\s*'", prompt):
         return None

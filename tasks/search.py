@@ -1,8 +1,6 @@
 """The search tool: a client of Search-R1's POST /retrieve, and how a run finds out whether its
 server is any good."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -11,13 +9,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from config import TaskKnobs
+from config import Config
 from plumbing.batches import Batches
 from plumbing.client import Client
 from plumbing.faults import Fault, Outage, ToolDown
 from plumbing.outside import contents_of, without_secrets
+from plumbing.stop import count_ranks
 from tasks import Question
 from tasks.questions import holds_gold
 from tasks.tools import Tool
@@ -27,8 +26,6 @@ DEFAULT = "http://127.0.0.1:8000"
 DATA = Path("data")
 WIKI, INDEXES, E5 = "wiki-18.jsonl", ("e5_HNSW64.index", "e5_Flat.index"), "intfloat/e5-base-v2"
 MAX_PASSAGE = 100_000  # characters of a passage that are read and kept
-
-C = TypeVar("C", bound=TaskKnobs)
 
 
 class Search(Tool):
@@ -52,7 +49,7 @@ class Search(Tool):
         self.connect(url)
         self._batches = Batches(self._retrieve, 256)
 
-    def connect(self, url: str, revive: Callable[[], str] = lambda: "") -> None:
+    def connect(self, url: str, revive: Callable[[], str] = str) -> None:
         """Searches at other servers from now on."""
         self._client = self._client_of(url.split(","), revive=revive)
 
@@ -93,14 +90,14 @@ class Search(Tool):
             raise ToolDown(f"the search server gives no usable answer ({e})") from e
 
 
-def choose_source(cfg: C) -> C:
+def choose_source(cfg: Config) -> Config:
     """Returns `cfg` with what to search if it names neither --retriever nor --corpus; raises Fault
     if there is nothing.
 
     That is the server on port 8000 of this machine, if one answers there, else Search-R1's corpus
     and index in DATA. Nothing is searched that some node of a torchrun job cannot reach.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = count_ranks()
     nodes = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if nodes > 1 and (not cfg.retriever or re.search("//(127\\.|localhost)", cfg.retriever)):
         raise Fault(f"{nodes} nodes: give --retriever with an address that all of them can reach")
@@ -126,11 +123,16 @@ def probe(url: str, topk: int) -> BaseException | None:
 def find_index(corpus: str) -> str:
     """Returns the FAISS file of Search-R1's corpus, which is expected beside it; "" for any other
     corpus."""
-    beside = [Path(corpus).parent / name for name in INDEXES] if Path(corpus).name == WIKI else []
-    return next((str(path) for path in beside if path.is_file() and Path(corpus).is_file()), "")
+    passages = Path(corpus)
+    if passages.name == WIKI and passages.is_file():
+        for name in INDEXES:
+            path = passages.with_name(name)
+            if path.is_file():
+                return str(path)
+    return ""
 
 
-def start_server(cfg: TaskKnobs, serve: Callable[..., str]) -> tuple[str, Callable[[], str]]:
+def start_server(cfg: Config, serve: Callable[..., str]) -> tuple[str, Callable[[], str]]:
     """Returns the URLs of --retriever, which answers, or of a server over --corpus; and what
     restarts that."""
     if cfg.retriever:
@@ -140,16 +142,17 @@ def start_server(cfg: TaskKnobs, serve: Callable[..., str]) -> tuple[str, Callab
                 f"--retriever: {fault}; start it (at http://...), or serve --corpus with --retriever ''"
             )
         return cfg.retriever, lambda: ""
-    argv, index = (["-m", "retrieval.server", "--corpus", cfg.corpus], find_index(cfg.corpus))
+    argv = ["-m", "retrieval.server", "--corpus", cfg.corpus]
+    index = find_index(cfg.corpus)
+    if index:  # on the CPU: the GPUs are the policy's
+        argv += ["--index", index, "--encoder", E5, "--device", "cpu"]
     # A slow core makes BM25 of 1 MB of passages a second (docs/LOG.md), and reads 10.
     deadline = 60 + Path(cfg.corpus).stat().st_size / (1e7 if index else 1e6)
-    # the GPUs are the policy's
-    dense = ["--index", index, "--encoder", E5, "--device", "cpu"] if index else []
-    own = partial(serve, *argv, *dense, deadline=deadline)
+    own = partial(serve, *argv, deadline=deadline)
     return own(), own
 
 
-def describe(search: Search, cfg: TaskKnobs, questions: Sequence[Question]) -> str:
+def describe(search: Search, cfg: Config, questions: Sequence[Question]) -> str:
     """Returns where a run searches, and what that server finds for some questions, if there are
     any."""
     how = Path(find_index(cfg.corpus)).name or "BM25"
@@ -163,7 +166,8 @@ def try_search(search: Search, questions: Sequence[Question]) -> str:
     """Returns how fast and how well the server answers some questions, in words; Fault if it finds
     nothing at all."""
     start, n = time.perf_counter(), len(questions)
-    results = [future.result() for future in [search.submit(q.text) for q in questions]]
+    futures = [search.submit(q.text) for q in questions]
+    results = [future.result() for future in futures]
     seconds = time.perf_counter() - start
     if not any(text.strip() for passages in results for text in passages):
         raise Fault(

@@ -9,7 +9,7 @@ from tasks import Question, Task, Trajectory
 from tasks.questions import em, f1, load_questions
 from tasks.sampling import rng_of
 from tasks.search import Search, choose_source, describe, start_server
-from tasks.tools import Calculator, Tool
+from tasks.tools import Calculator
 
 SEARCH_R1 = (
     "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
@@ -35,7 +35,7 @@ class SearchQA(Task):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         self.search = Search("", cfg.topk, retries=cfg.search_retries)
-        tools: dict[str, Tool] = {"search": self.search, "calculator": Calculator()}
+        tools = {"search": self.search, "calculator": Calculator()}
         names = [] if cfg.tools == "none" else cfg.tools.split(",")
         if not set(names) <= set(tools) or (names and "search" not in names):
             raise Fault(
@@ -45,7 +45,7 @@ class SearchQA(Task):
         if not names:
             self.instruction = WITHOUT_SEARCH
 
-    def connect(self, address: str, revive: Callable[[], str] = lambda: "") -> None:
+    def connect(self, address: str, revive: Callable[[], str] = str) -> None:
         """Searches at these URLs, separated by commas."""
         self.search.connect(address, revive)
 
@@ -69,7 +69,7 @@ class SearchQA(Task):
     def questions(self, split: str) -> list[Question]:
         cfg = self.cfg
         flag = "train" if split == "valid" and not cfg.valid else split
-        file: str = getattr(cfg, flag)
+        file = getattr(cfg, flag)
         if not file:
             raise Fault(f"--{flag} is missing: give a .jsonl or .parquet file of questions")
         try:

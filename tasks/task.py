@@ -1,11 +1,9 @@
 """The task: what a subclass says, and what it may say."""
 
-from __future__ import annotations
-
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from config import Config
 from plumbing.faults import Fault
@@ -13,9 +11,6 @@ from tasks.formats import Tags
 from tasks.plugs import find_plug, import_named
 from tasks.tools import Tool
 from tasks.trajectories import Question, Trajectory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Message = dict[str, str]  # {"role": "system" or "user", "content": ...}
 
@@ -44,9 +39,9 @@ class Task(ABC):
         """Returns those of `tools` that a question's prompt shows."""
         return self.tools
 
-    def make_format(self, tokenizer: Tokenizer | None = None) -> Tags:
-        """Returns how calls, answers and results are written (--format), of which ids take the
-        policy's tokenizer. Raises Fault."""
+    def make_format(self, tokenizer: Any = None) -> Tags:
+        """Returns how calls, answers and results are written (--format); what reads or writes ids
+        needs the policy's tokenizer. Raises Fault."""
         name, kind = self.cfg.format, Tags
         if name != "tags":
             flag = f"--format {name}"

@@ -11,14 +11,11 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 import simpleeval
 
 from plumbing.faults import Fault
-
-if TYPE_CHECKING:
-    from tasks import Trajectory
+from tasks.trajectories import Trajectory
 
 simpleeval.MAX_POWER = 1000  # largest base and exponent, so that no calculation takes long
 ANSWER = "answer"  # the tag that ends a trajectory
@@ -55,14 +52,14 @@ class Tool(ABC):
         """Requests that have failed so far."""
         return 0
 
-    def of(self, tau: "Trajectory") -> "Tool":
+    def of(self, tau: Trajectory) -> "Tool":
         """Returns the tool as an episode has it, for one that reads or changes `tau.state`."""
         return self
 
     @abstractmethod
     def submit(self, argument: str) -> "Future[list[str]]":
-        """Returns a Future of the result, a list of texts or a Failure. It raises ToolDown if there
-        is no result."""
+        """Returns a Future of the result, a list of texts or a Failure, which raises ToolDown if
+        there is none."""
 
     def usage(self) -> str:
         """Returns how to call it, for every prompt; "": an instruction says it."""
@@ -122,15 +119,10 @@ def check_words(where: str, tools: Sequence[Tool]) -> None:
         }
         for word in WORDS:
             if not right[word]:
-                rule = "tags are letters, digits, - and _, no digit first; think, answer and others' tags are reserved"
                 raise Fault(
-                    f"{where}: its tool <{tool.tag}> has the {word} {getattr(tool, word)!r}; {rule}"
+                    f"{where}: its tool <{tool.tag}> has the {word} {getattr(tool, word)!r}; tags are letters,"
+                    " digits, - and _, no digit first; think, answer and others' tags are reserved"
                 )
-
-
-def list_stop_strings(tools: Sequence[Tool]) -> tuple[str, ...]:
-    """Returns the strings that end a turn: the closing tags of the tools and of the answer."""
-    return tuple(f"</{tag}>" for tag in [*(tool.tag for tool in tools), ANSWER])
 
 
 def explain_invalid_action(tools: Sequence[Tool]) -> str:
@@ -138,16 +130,6 @@ def explain_invalid_action(tools: Sequence[Tool]) -> str:
     nouns = " nor ".join([*(tool.noun for tool in tools), "an answer"])
     calls = ", ".join(f"<{tool.tag}> {tool.argument} </{tool.tag}>" for tool in tools)
     return f"\n\nThat was neither {nouns}. Write {calls} or <{ANSWER}> answer </{ANSWER}>.\n\n"
-
-
-def find_call(text: str, tools: Sequence[Tool]) -> tuple[Tool, str] | None:
-    """Returns the tool that a turn calls first, and the argument; None if no call is complete."""
-    first, call = len(text), None
-    for tool in tools:
-        match = re.search(rf"<{tool.tag}>((?:(?!<{tool.tag}>).)*?)</{tool.tag}>", text, re.S)
-        if match and match.start() < first:
-            first, call = match.start(), (tool, match[1].strip())
-    return call
 
 
 def find_answer(response: str) -> str | None:

@@ -41,7 +41,7 @@ class Job:
     instruction: int | None  # its id in the population; None for a text that is in none
     text: str  # the instruction itself
     question: Question
-    group: int  # the draw it belongs to; trajectories of one group are compared (Eq. 3)
+    group: int  # trajectories of one group are compared (Eq. 3)
 
 
 @dataclass

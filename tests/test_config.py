@@ -208,11 +208,11 @@ def test_a_resumed_run_keeps_its_own_learning_rate(tmp_path, lr):
 def test_an_instruction_is_read_from_its_file(tmp_path):
     path = tmp_path / "i.txt"
     path.write_text("\n Be brief. \n")
-    assert read_instruction("instruction", str(path)) == "Be brief."
+    assert read_instruction(str(path)) == "Be brief."
     for content, says in ((b" \n", "the file is empty"), (b"\xff\xfe", "cannot be read as UTF-8")):
         path.write_bytes(content)
         with pytest.raises(Fault, match=f"--instruction {path}: {says}"):
-            read_instruction("instruction", str(path))
+            read_instruction(str(path))
 
 
 def test_a_configuration_cannot_be_changed_afterwards():
@@ -411,6 +411,8 @@ def test_values_at_the_edge_of_the_possible_are_taken(argv):
 
 def test_every_rank_must_have_a_trajectory_to_train_on(refuses, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
+    assert parse_flags(["--batch", "3", "--mini", "3", "--G", "2"]).mini == 3  # a cluster's
+    monkeypatch.setenv("RANK", "0")
     assert "8 ranks for 6 trajectories an update" in refuses(
         "--batch", "3", "--mini", "3", "--G", "2"
     )

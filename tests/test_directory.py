@@ -119,6 +119,14 @@ def rewind(run: RunDirectory) -> tuple[int, list[str]]:
     return state["t"], notes
 
 
+def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_over(run):
+    shutil.rmtree(run.path / "checkpoints")
+    notes = list[str]()
+    assert run.rewind(notes.append) is None and not run.rows("metrics")
+    assert len(notes) == 1 and "starts over" in notes[0]
+    assert run.rewind(notes.append) is None and len(notes) == 1  # a new one has nothing to lose
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 

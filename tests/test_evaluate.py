@@ -404,6 +404,10 @@ def test_a_metric_cannot_take_the_name_of_another_figure(tmp_path, monkeypatch, 
 # ---- asking
 
 
+def alike(taus):
+    return [0.0 for _ in taus]
+
+
 def test_asking_plays_the_run_s_task_and_scores_what_it_knows(finished, retriever):
     known = load_questions(WORLD / "test.jsonl")[0]
     own = ["--run", finished, "--retriever", retriever]
@@ -412,8 +416,10 @@ def test_asking_plays_the_run_s_task_and_scores_what_it_knows(finished, retrieve
     [prediction] = re.findall("^  answer  (.*)$", text, re.M)
     assert f"  scored  em {em(prediction, known.golds):g}," in text
     assert run(*own, known.id, main=ask.main)[0] == text
-    text, fault = run(*own, "What is the color of the sky", main=ask.main)
-    assert not fault and "scored" not in text and "  answer  " in text
+    for flags in [], ["--reward", f"{__name__}:alike"]:
+        text, fault = run(*own, *flags, "What is the", "color of the sky", main=ask.main)
+        assert not fault and "color of the sky?" in text
+        assert "scored" not in text and "  answer  " in text
 
 
 def test_asking_a_game_from_the_keyboard(finished, tmp_path, monkeypatch):
@@ -516,6 +522,7 @@ def test_each_fault_is_one_line_that_says_what_to_do(
     ):
         _, fault = run("--run", *flags, main=ask.main)
         assert words in fault.splitlines()[-1] and "Traceback" not in fault, fault
+    assert "name a run with --run" in run(finished, "x", main=ask.main)[1]
     text, fault = run("--run", finished, "--corpus", WORLD / "corpus.jsonl", " ", main=ask.main)
     assert not fault and text.endswith("the question is empty\n")
 
@@ -679,7 +686,7 @@ def test_words_come_back_whole_and_answers_that_are_no_chat_end_the_evaluation(s
         while True:
             list(
                 engine.generate(
-                    {0: words("hello")["input_ids"]} if not engine.turns.running else {}, 5, 0.0
+                    {0: words("hello")["input_ids"]} if not engine.running else {}, 5, 0.0
                 )
             )
     engine.close()
@@ -771,6 +778,11 @@ TOO_LONG = [
     (500, "Context size has been exceeded."),
     (500, "Input is too large to process. Either enable context shift or increase context length."),
     (200, "the request exceeds the available context size. try increasing the context size"),
+    # gateways wrap what a provider refuses
+    (500, "AnthropicException - prompt is too long: 209303 tokens > 200000 maximum"),
+    (500, "input length and `max_tokens` exceed context limit: 174167 + 64000 > 200000"),
+    (500, "Input length (700001 tokens) exceeds the maximum allowed length (536826 tokens)."),
+    (400, "PromptTooLongException"),
     (422, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 128. Given: 129"),
 ]
 FILTERED = [
@@ -820,7 +832,9 @@ def test_a_turn_that_was_cut_at_a_limit_neither_calls_nor_answers(servers, text,
     engine.close()
 
 
-@pytest.mark.parametrize("message", [{"content": "I"}, {"content": None, "refusal": "I cannot."}])
+@pytest.mark.parametrize(
+    "message", [{"content": "<answer> I"}, {"content": None, "refusal": "I cannot."}]
+)
 def test_a_reply_that_was_filtered_ends_its_conversation(servers, message):
     ended = "stop" if message.get("refusal") else "content_filter"
     filtered = {"choices": [{"message": message, "finish_reason": ended}]}
@@ -954,6 +968,11 @@ def test_compare_two_greedy_runs(tmp_path):
     )
     assert row["difference over questions, 95 %"].startswith("+0.350 [")
     assert row["p"] == "0.039"  # McNemar's: 8 that only one has right, 1 that only the other has
+    # the questions are paired by their ids, not by their places in a file
+    results = tmp_path / "new" / "results.jsonl"
+    rows = results.read_text().splitlines(keepends=True)
+    results.write_text("".join(rows[8:] + rows[:8]))
+    assert cells_of(compare([a, b])) == [row]
     # one seed says nothing of others
     assert row["p over seeds"] == row["difference over seeds, 95 %"] == ""
     [same] = cells_of(compare([a, a]))

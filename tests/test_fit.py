@@ -30,7 +30,7 @@ from models.packing import Packing
 from rollout import rollout
 from tasks import Job, Question
 from tasks.search_qa import SearchQA
-from training.fit import activations, decide, estimate, find_flags, kv_bytes
+from training.fit import Place, activations, decide, estimate, find_flags, kv_bytes
 
 ROOT = Path(__file__).parent.parent
 P3, P7 = 3_085_938_688, 7_615_616_512
@@ -173,7 +173,7 @@ def test_vllm_has_the_rows_of_whole_groups_up_to_those_that_its_engine_is_given(
     for cuda, rows, tokens in ((True, 512, 16384), (False, None, None)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
         given = vllm_engine.settings("m", max_len=9, dtype="bfloat16", memory=0.5)
-        assert (given["max_num_seqs"], given["max_num_batched_tokens"]) == (rows, tokens)
+        assert given.get("max_num_seqs") == rows and given.get("max_num_batched_tokens") == tokens
 
 
 class LongTurns:
@@ -231,7 +231,7 @@ def test_the_command_prints_the_table_and_refuses_what_cannot_fit(capsys):
     argv = ["--model", "qwen2.5-7b", "--dry_run"]
     inspo.main([*argv, "8xh100"])
     stdout, stderr = capsys.readouterr()
-    _, fitted = decide(CFG7, B7, "vllm", 8, 80, 989e12)
+    _, fitted = decide(CFG7, Place(B7, "vllm", 8, 80), 989e12)
     assert stderr == "" and stdout.startswith(f"{fitted.table()}\n") and "hours" in stdout
     assert "91.4 GB of disk" in stdout  # 7.616e9 x 12 bytes
     with pytest.raises(SystemExit) as end:
@@ -279,7 +279,7 @@ def test_every_recommended_setting_saves_memory():
 
 
 def decided(cfg, config, gpus, gpu_mem, card="h100"):
-    return decide(cfg, config, "vllm", gpus, gpu_mem, 1e12 * CARDS[card][1])[0]
+    return decide(cfg, Place(config, "vllm", gpus, gpu_mem), 1e12 * CARDS[card][1])[0]
 
 
 @pytest.mark.slow
@@ -372,7 +372,7 @@ def test_the_flags_that_a_refusal_names_are_few_and_make_it_fit(argv, flags):
 
     cfg = parse_flags(argv)
     assert estimate(cfg, *place(cfg)).fault()
-    said = find_flags(cfg, *place(cfg))
+    said = find_flags(cfg, Place(*place(cfg)))
     if flags is None:
         assert said == "take more GPUs"
         return

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -32,11 +32,12 @@ from journal.rows import count_useless
 from models.model import load_tokenizer
 from plumbing.faults import Fault, ToolDown
 from tasks import Job
+from tasks.formats import Tags
 from tasks.functions import MAX_RESULT, TypedFunction
 from tasks.game import Game
 from tasks.loading import choose_instruction, load_task
 from tasks.search_qa import SearchQA
-from tasks.tools import Failure, check_words, list_stop_strings
+from tasks.tools import Failure, check_words
 
 
 def forecast(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> dict[str, object]:
@@ -78,7 +79,14 @@ def test_arguments_are_a_json_object_and_results_that_are_no_text_are_json(argum
     [text] = answered(forecast, argument)
     assert json.loads(text) == result and "\\u" not in text
     # a text alone needs no JSON
-    for text in (argument, '"hi"', "{text: hi}", '{"texts": "hi"}', '["text"]'):
+    for text in (
+        argument,
+        '"hi"',
+        "{text: hi}",
+        '{"texts": "hi"}',
+        '["text"]',
+        '{"text": {"a": 1}}',
+    ):
         assert answered(shout, text) == [text.upper()]
     assert answered(shout, '{"text": "hi"}') == ["HI"]
     assert answered(shout, '{"text": 3}')[0].startswith("wrong arguments of shout: text: ")
@@ -511,7 +519,8 @@ def test_what_json_has_no_word_for_is_null_and_a_result_that_is_no_json_is_refus
 
 def test_the_words_of_a_tool_come_from_its_function():
     weather, loud = (TypedFunction(f, "") for f in (forecast, shout))
-    assert list_stop_strings([weather, loud]) == ("</forecast>", "</shout>", "</answer>")
+    form = Tags(SimpleNamespace(tools=[weather, loud]))
+    assert form.stop_strings() == ("</forecast>", "</shout>", "</answer>")
     check_words("--tools x", [weather, loud])
     assert (loud.argument, loud.plural, loud.result_tag) == ("text", "shout_calls", "result")
     assert weather.argument == '{"city": ..., "days": ..., "unit": ...}'

@@ -16,11 +16,15 @@ from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, plain, printable
 from reflect import Call
 from tasks import Question, Trajectory, Turn
-from tasks.formats import encode, encode_observation
+from tasks.formats import Action, encode
 from tasks.search_qa import SEARCH_R1, SearchQA
 
 TASK = SearchQA(Config(tools="search,calculator"))
 SEARCH, TAGS = TASK.tools[0], TASK.make_format().reserved_tags()
+
+
+def encode_observation(tokenizer, result, limit):
+    return TASK.make_format(tokenizer).encode_result(Action("", tool=SEARCH), result, limit)
 
 
 def prompt(tokenizer, instruction, question):
@@ -82,7 +86,7 @@ def test_no_outside_text_becomes_a_control_token(name):
     def check(instruction, question, passage, limit):
         ids = prompt(tokenizer, instruction, question)
         assert [i for i in ids if i in forbidden] == scaffold
-        ids = encode_observation(tokenizer, SEARCH, [passage, passage], limit, TAGS)
+        ids = encode_observation(tokenizer, [passage, passage], limit)
         assert not forbidden & set(ids)
         end = encode(tokenizer, "</information>\n\n")
         assert ids[-len(end) :] == end and len(ids) <= max(limit, len(end))
@@ -118,7 +122,7 @@ def test_harmless_text_keeps_its_tokens(name):
     text = f"\n\n<information>{SEARCH.show(passages)}</information>\n\n"
     end = encode(tokenizer, "</information>\n\n")
     expected = encode(tokenizer, text[: -len("</information>\n\n")]) + end
-    assert encode_observation(tokenizer, SEARCH, passages, 10_000, TAGS) == expected
+    assert encode_observation(tokenizer, passages, 10_000) == expected
     question = "Who wrote “Emma” (the novel) & when?"
     message = {"role": "user", "content": f"{SEARCH_R1}\n\nQuestion: {question}\n"}
     whole = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
@@ -130,10 +134,7 @@ def test_the_texts_of_the_world_keep_their_tokens():
     rows = [json.loads(line) for line in (WORLD / "corpus.jsonl").open()]
     for row in random.Random(0).sample(rows, 200):
         expected = encode(tokenizer, f"\n\n<information>{SEARCH.show([row['contents']])}")
-        assert (
-            encode_observation(tokenizer, SEARCH, [row["contents"]], 10_000, TAGS)[: len(expected)]
-            == expected
-        )
+        assert encode_observation(tokenizer, [row["contents"]], 10_000)[: len(expected)] == expected
     instruction = (WORLD / "instruction.txt").read_text().strip()
     tags = encode(
         tokenizer, "<think></think><search></search><information></information><answer></answer>"
@@ -152,9 +153,9 @@ def test_a_passage_of_megabytes_is_cut_before_it_is_tokenized():
             seen.append(len(text))
             return tokenizer(text, **kwargs)
 
-    ids = encode_observation(Watched(), SEARCH, ["word " * 10**6] * 3, 100, TAGS)
+    ids = encode_observation(Watched(), ["word " * 10**6] * 3, 100)
     assert len(ids) == 100 and max(seen) < 20_000
-    assert ids == encode_observation(tokenizer, SEARCH, ["word " * 5000], 100, TAGS)
+    assert ids == encode_observation(tokenizer, ["word " * 5000], 100)
 
 
 # ---- arrival

@@ -70,7 +70,7 @@ def game(path: Path) -> Path:
     rows = [renamed(row) for row in read_lines(path / "metrics.jsonl")]
     for row in filter(lambda row: "w" in row, rows):
         row |= {"reward": 4 * row["reward"] - 1, "w": {j: 4 * x - 1 for j, x in row["w"].items()}}
-    rows[0]["metrics"] = ["won", "fuel"]
+    rows[0] |= {"metrics": ["won", "fuel"], "tools": ["moves"]}
     write(path, "metrics.jsonl", *rows)
     summary = json.loads((path / "summary.json").read_text())
     summary["held_out"] = {name: renamed(row) for name, row in summary["held_out"].items()}
@@ -331,8 +331,13 @@ GOOD = {
 GOOD |= {"search/faults": 0, "loss": 0.1, "grad_norm": 1.0}
 
 
+def named(name: str, config: dict | None = None, steps: list[dict] | None = None) -> Run:
+    """Returns what a run has written so far: its configuration and its steps."""
+    return Run(Path(name), config or {}, steps or [], [], [], {}, 0.0, [])
+
+
 def run_of(*rows: dict) -> Run:
-    return Run(Path("x"), {"T": 20}, [{"t": t} | row for t, row in enumerate(rows, 1)])
+    return named("x", {"T": 20}, [{"t": t} | row for t, row in enumerate(rows, 1)])
 
 
 FALLS = [
@@ -468,12 +473,12 @@ def test_a_run_of_another_task_is_shown_by_its_own_metric(tmp_path):
     (path / "summary.json").unlink()
     unfinished = read_run(path)
     assert unfinished.metrics == ["won", "fuel"] and unfinished.tools == ["moves"]
-    assert Run(path).metrics == ["em"]
+    assert named("x").metrics == ["em"]
 
 
 def test_runs_that_differ_by_their_seed_are_one_group():
     def run(name, **config):
-        return Run(Path(name), {"lr": 0.1, "mode": "inspo"} | config)
+        return named(name, {"lr": 0.1, "mode": "inspo"} | config)
 
     content = {"golds of test": "12", "weights": "34"}
     others = content | {"golds of test": "56"}
@@ -486,7 +491,7 @@ def test_runs_that_differ_by_their_seed_are_one_group():
         {"label": "b", "runs": [1], "unlike": ["golds of test"]},
         {"label": "c", "runs": [2], "unlike": ["mode"]},
     ]
-    assert [g["label"] for g in group_runs([Run(Path("a")), Run(Path("b"))])] == ["a", "b"]
+    assert [g["label"] for g in group_runs([named("a"), named("b")])] == ["a", "b"]
     assert collect_curves(run_of({"reward": 1.0, "w": {}}, {"kl": float("inf")})) == {
         "t": [1, 2],
         "series": {"reward": [1.0, None]},

@@ -215,20 +215,24 @@ def test_rows_of_search_r1(tmp_path):
         {"role": "assistant", "content": "Question: or this?"},
         {"role": "user", "content": instruction + "who wrote Hamlet\n"},
     ]
+    parts = [{"type": "text", "text": text} for text in ("In short.", "Question: what is apart?")]
     path = write(
         tmp_path / "q.jsonl",
         search_r1(chat, ["Shakespeare"], extra_info={"index": 0, "split": "train"}),
         search_r1("Question: who painted it", "Vermeer", question=None, golden_answers=None),
         search_r1([{"role": "user", "content": "what is plain?"}], ["this"], id="c"),
+        search_r1([{"role": "user", "content": parts}], ["this"], id="d"),
     )
     assert load_questions(path) == [
         Question("0", "who wrote Hamlet?", ("Shakespeare",), "nq"),
         Question("nq-2", "who painted it?", ("Vermeer",), "nq"),
         Question("c", "what is plain?", ("this",), "nq"),
+        Question("d", "what is apart?", ("this",), "nq"),
     ]
 
 
 CHAT = [{"role": "user", "content": "Question: who wrote it"}]
+SEEN = [{"type": "text", "text": "Question: who?"}, {"type": "image", "image": "a.png"}]
 
 
 @pytest.mark.parametrize(
@@ -354,6 +358,7 @@ DEEP = '{"question": "Who?", "golden_answers": ' + '{"target":' * 700 + '"X"' + 
         (ROW | {"question": None}, "no question; fill `question`, or `prompt`"),
         (ROW | {"question": " \n"}, "no question; fill"),
         (search_r1([{"role": "system", "content": "Question: who?"}], "x"), "no question; fill"),
+        (search_r1([{"role": "user", "content": SEEN}], "x"), "no question; fill"),
         (ROW | {"golden_answers": None}, "no gold answer; fill `golden_answers` or"),
         (ROW | {"golden_answers": " "}, "no gold answer; fill"),
         (

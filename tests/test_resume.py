@@ -485,9 +485,7 @@ class Deaths(Calls):
 def deaths_of(tmp_path, monkeypatch, **kind) -> Deaths:
     """Returns the Deaths of runs in which no clock and no thread makes a difference."""
     monkeypatch.setattr("report.write_page", lambda runs, out: out)
-    monkeypatch.setattr(
-        "journal.log.time", SimpleNamespace(perf_counter=lambda: 0.0, time=lambda: 0.0)
-    )
+    monkeypatch.setattr("journal.log.perf_counter", lambda: 0.0)
     monkeypatch.setattr("journal.log.versions", dict)
     monkeypatch.setattr("journal.directory.describe_run", lambda *_: {})
     monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 8)

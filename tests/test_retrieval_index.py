@@ -308,6 +308,13 @@ def test_a_text_is_cut_to_what_the_encoder_has_positions_for(bert, tmp_path, con
     assert encoder.max_length == limit and encoder.passages(["a river " * 100]).shape == (1, 24)
 
 
+def test_a_text_without_a_token_is_near_to_nothing(bert):
+    """A tokenizer without special tokens makes none of a blank."""
+    vectors = Encoder(bert).passages(["", "a river"])
+    assert not vectors[0].any() and np.allclose(np.linalg.norm(vectors[1]), 1)
+    assert not Encoder(bert).passages([""]).any()
+
+
 def test_a_model_that_is_not_an_encoder_is_refused(tmp_path):
     for config, kind in ((T5Config(), "t5"), (LlamaConfig(), "llama")):
         config.save_pretrained(tmp_path / kind)

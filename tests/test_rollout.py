@@ -16,7 +16,7 @@ from engines.torch_engine import TorchEngine
 from plumbing.faults import ToolDown
 from rollout import rollout
 from tasks import Job, Question, Task, Turn
-from tasks.formats import encode_observation
+from tasks.formats import Action
 from tasks.game import Game
 from tasks.search_qa import SEARCH_R1
 from tasks.tools import Calculator, Tool, explain_invalid_action
@@ -74,6 +74,11 @@ class Plain(Task):
 
     def reward(self, taus):
         return [0.0] * len(taus)
+
+
+def encode_observation(tokenizer, documents, limit):
+    form, search = Plain(Found()).make_format(tokenizer), Action("", tool=Found())
+    return form.encode_result(search, documents, limit)
 
 
 def roll(
@@ -134,7 +139,7 @@ def test_the_mask_is_1_on_exactly_the_sampled_tokens(tokenizer, played):
     )
     parts = [  # (ids, sampled?)
         (Plain(Found()).make_format(tokenizer).encode_prompt("Answer.", ASKED), 0),
-        (sampled[0], 1), (encode_observation(tokenizer, Found(), DOCUMENTS, 500), 0),
+        (sampled[0], 1), (encode_observation(tokenizer, DOCUMENTS, 500), 0),
         (sampled[1], 1), (tokenizer(INVALID)["input_ids"], 0),
         (sampled[2], 1),
     ]  # fmt: skip
@@ -237,11 +242,11 @@ def test_a_long_observation_is_cut_inside_its_tag(policy):
     tokenizer = policy[1]
     documents = ['"Paris"\nThe capital of France.', '"Rome"\n' + "A city with a river. " * 30]
     text = f"\n\n<information>{Found().show(documents)}</information>\n\n"
-    whole = encode_observation(tokenizer, Found(), documents, 10_000)
+    whole = encode_observation(tokenizer, documents, 10_000)
     assert tokenizer.decode(whole).split() == tokenizer.decode(tokenizer(text)["input_ids"]).split()
     end = tokenizer("</information>\n\n", add_special_tokens=False)["input_ids"]
     for limit in [*range(1, len(whole), 7), len(whole) - 1, len(whole), len(whole) + 1]:
-        ids = encode_observation(tokenizer, Found(), documents, limit)
+        ids = encode_observation(tokenizer, documents, limit)
         assert len(ids) == max(len(end), min(limit, len(whole)))
         assert ids[-len(end) :] == end and ids[: -len(end)] == whole[: len(ids) - len(end)]
 

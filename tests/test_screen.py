@@ -32,7 +32,7 @@ def test_without_a_terminal_lines_are_plain(capsys):
     assert capsys.readouterr().out.splitlines() == [
         "a note\\x1b[2J",
         *(
-            f"step {t:3d}  reward 0.25  searches 1.50  KL 0.0100  |P| 4  best w 0.40  3.5 s/step"
+            f"step {t:3d}  reward 0.25  searches 1.50  KL 0.0100  best w 0.40  3.5 s/step"
             for t in (5, 10)
         ),
     ]

@@ -171,7 +171,7 @@ def test_a_flag_whose_plug_in_is_not_here_says_so(monkeypatch):
 
 
 def test_a_task_s_own_instruction_beats_a_preset_s_and_not_a_flag_s(game, tmp_path):
-    preset = read_instruction("instruction", PRESETS["world"]["instruction"])
+    preset = read_instruction(PRESETS["world"]["instruction"])
     (tmp_path / "mine.txt").write_text("Win.")
     flags = ["--task", "my_game:Instructed", "--instruction", str(tmp_path / "mine.txt")]
     assert choose_instruction(load_task(parse_flags(flags[:2]))) == "Play."
@@ -461,6 +461,8 @@ def test_metrics_are_floats_under_the_names_that_the_task_gives():
         ),
         ([{"wins": 1.0}, {"wins": math.nan}], "question 1 are {'wins': nan}, the first"),
         ([{"wins": "yes"}, {"wins": "no"}], "question 0 are {'wins': 'yes'}, the first"),
+        ([[1.0], [0.0]], "question 0 are [1.0], the first"),
+        ([0.5, 0.5], "question 0 are 0.5, the first"),
         (
             [{"loss": 1.0}, {"loss": 0.0}],
             "loss: that is measured in every run; give it another name",
@@ -567,7 +569,7 @@ class Said(Task):
         return [0.0] * len(taus)
 
 
-WORLD = read_instruction("instruction", PRESETS["world"]["instruction"])
+WORLD = read_instruction(PRESETS["world"]["instruction"])
 FOREIGN = "Quarks zwitschern xylophon. "
 
 

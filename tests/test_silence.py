@@ -78,13 +78,13 @@ def test_invisible_characters_are_taken_out_and_line_ends_of_all_kinds_are_line_
     tmp_path, text, clean
 ):
     (tmp_path / "i.txt").write_bytes(text.encode())
-    assert read_instruction("instruction", str(tmp_path / "i.txt")) == clean
+    assert read_instruction(str(tmp_path / "i.txt")) == clean
 
 
 def test_control_characters_of_an_instruction_are_refused_at_the_start(tmp_path):
     (tmp_path / "i.txt").write_text("Search \x1b[31mfirst.")
     with pytest.raises(Fault, match=r"--instruction .*i\.txt: .*x1b"):
-        read_instruction("instruction", str(tmp_path / "i.txt"))
+        read_instruction(str(tmp_path / "i.txt"))
 
 
 # ---- thoughts of a reasoning model
@@ -186,7 +186,7 @@ def test_signs_are_counted_apart_and_one_with_its_cause_is_not_told(rows, told, 
     silence = Silence()
     for row in rows:
         silence.hear(row)
-    ended = [text for _, text in silence.lasting()]
+    ended = [text for _, _, text in silence.lasting()]
     assert [
         (t, next(x for x in (NONE, SAME, TOOL, DONE) if x in text)) for t, text in heard(rows)
     ] == told

@@ -243,6 +243,7 @@ def test_servers_of_vllm_are_not_left_out_without_a_word():
 def test_two_nodes_need_a_search_server_that_both_can_reach(monkeypatch, url):
     cfg = parse_flags(["--mode", "static", "--retriever", url])
     SearchQA(cfg).check()
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(

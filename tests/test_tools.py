@@ -25,8 +25,6 @@ from tasks.tools import (
     check_words,
     explain_invalid_action,
     find_answer,
-    find_call,
-    list_stop_strings,
 )
 
 SEARCH, CALCULATOR = Search("http://127.0.0.1:9", topk=3), Calculator()  # nobody listens there
@@ -35,13 +33,27 @@ SEARCH, CALCULATOR = Search("http://127.0.0.1:9", topk=3), Calculator()  # nobod
 # ---- what derives from the tools in use
 
 
+def tags_of(tools):
+    return Tags(SimpleNamespace(tools=tools))
+
+
 def words_of(*tools):
-    return Tags(SimpleNamespace(tools=tools)).reserved_tags()
+    return tags_of(tools).reserved_tags()
+
+
+def find_call(text, tools):
+    """Returns the tool that a turn calls first, and the argument; None if no call is complete."""
+    action = tags_of(tools).parse_turn(text)
+    return (action.tool, action.argument) if action.tool else None
 
 
 def test_tags_and_messages_name_every_tool():
-    assert list_stop_strings([SEARCH]) == ("</search>", "</answer>")
-    assert list_stop_strings([SEARCH, CALCULATOR]) == ("</search>", "</calculate>", "</answer>")
+    assert tags_of([SEARCH]).stop_strings() == ("</search>", "</answer>")
+    assert tags_of([SEARCH, CALCULATOR]).stop_strings() == (
+        "</search>",
+        "</calculate>",
+        "</answer>",
+    )
     assert words_of() == ("think", "answer")
     assert words_of(SEARCH, CALCULATOR) == (
         "think",
@@ -99,7 +111,7 @@ def test_a_tool_of_ones_own_is_five_words_and_a_function():
             return {"Rome": "12:00"}[city]
 
     clock = Clock()
-    assert list_stop_strings([clock]) == ("</clock>", "</answer>")
+    assert tags_of([clock]).stop_strings() == ("</clock>", "</answer>")
     message = explain_invalid_action([clock])
     assert (
         "neither a look at the clock nor an answer. Write <clock> city </clock> or <ans" in message

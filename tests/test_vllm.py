@@ -660,16 +660,12 @@ def test_a_server_that_stays_away_ends_the_run_with_one_line(
 def test_the_version_is_checked_without_importing_it(monkeypatch):
     check_vllm()
     assert vllm_version()
-    monkeypatch.setattr(vllm_engine, "version", lambda package: "0.31.0")
+    monkeypatch.setattr(vllm_engine, "versions", lambda: {"vllm": "0.31.0"})
     with pytest.raises(
         Fault, match=r"vLLM 0\.32, found 0\.31\.0: pip install vllm==0\.32\.0 .*--engine torch"
     ):
         check_vllm()
-
-    def missing(package):
-        raise vllm_engine.PackageNotFoundError(package)
-
-    monkeypatch.setattr(vllm_engine, "version", missing)
+    monkeypatch.setattr(vllm_engine, "versions", dict)
     with pytest.raises(Fault, match="found none: pip install"):
         check_vllm()
     assert not vllm_version()

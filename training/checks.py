@@ -1,11 +1,10 @@
 """What can be known before a run starts: the device, the memory it needs, whether a prompt leaves
 room for a turn."""
 
-import dataclasses
 import importlib.util
-import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ from models.model import load_config, load_tokenizer, skeleton
 from plumbing.faults import Fault
 from plumbing.outside import printable, without_secrets
 from plumbing.status import status
+from plumbing.stop import count_ranks
 from tasks import Task
 from tasks.formats import encode
 from training.duration import describe_time, flops_of
-from training.fit import decide, find_flags, shapes
+from training.fit import Place, decide, find_flags, shapes
 
 WIDE = 896  # hidden units of a model whose step takes a CPU hours: the 0.5B's
 CPU_TOKENS = 1024  # of a micro-batch there, unless --micro_tokens says otherwise
@@ -32,12 +32,12 @@ def print_memory(cfg: Config) -> None:
     too little memory."""
     gpus, card, memory = read_cards(cfg.dry_run) or (0, "", 0)
     config, engine = shapes(cfg.model), "torch" if cfg.engine == "torch" else "vllm"
-    place = config, engine, gpus, memory
-    fitted, fit = decide(cfg, *place, flops_of(card))
+    place = Place(config, engine, gpus, memory)
+    fitted, fit = decide(cfg, place, flops_of(card))
     status("")
     print(fit.table(), flush=True)
-    if fault := fit.fault():
-        raise Fault(f"{fault}; {find_flags(cfg, *place)}")
+    if fit.fault():
+        raise Fault(f"{fit.fault()}; {find_flags(cfg, place)}")
     size, most = disk(cfg, config)
     print(
         f"\n{describe_time(fitted, config, gpus, card)}\n"
@@ -55,13 +55,12 @@ def disk(cfg: Config, config: Any) -> tuple[float, float]:
     of its own in it.
     """
     model = lora.add(skeleton(config, torch.bfloat16), cfg.lora_rank, cfg.lora_alpha)
-    head = model.get_output_embeddings().weight
-    tied = head.requires_grad and head is model.get_input_embeddings().weight
-    weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    size = (3 * weights + tied * head.numel()) * 4 / 1e9
+    named = model.state_dict(keep_vars=True).values()
+    weights = sum(p.numel() for p in named if p.requires_grad)
+    size = (weights + 2 * model.num_parameters(only_trainable=True)) * 4 / 1e9
     ever = -(-cfg.T // min(cfg.save_every, cfg.eval_every or cfg.save_every)) + 1
     kept = min(cfg.keep + 1 + (cfg.eval_every > 0), ever)
-    return size, kept * size + sum(p.numel() for p in model.parameters()) * 4 / 1e9
+    return size, kept * size + model.num_parameters() * 4 / 1e9
 
 
 def check_disk(cfg: Config) -> None:
@@ -83,13 +82,10 @@ def check_disk(cfg: Config) -> None:
 
 def find_doubts(task: Task, tokenizer: Any) -> Iterator[str]:
     """Yields what is probably a mistake in what the policy is to read."""
-    questions = task.questions("train")[:64]
-    prompt = str(task.make_format().messages(task.instruction, questions[0]))
-    untold = [
-        tag
-        for end in task.make_format().stop_strings()
-        if (tag := end.replace("/", "")) not in prompt
-    ]
+    questions, form = task.questions("train")[:64], task.make_format()
+    prompt = str(form.messages(task.instruction, questions[0]))
+    tags = [end.replace("/", "") for end in form.stop_strings()]
+    untold = [tag for tag in tags if tag not in prompt]
     if untold:
         yield f"no prompt mentions {', '.join(untold)}, and nothing else is read: let the instruction name the tags"
     for what, text in (
@@ -97,7 +93,8 @@ def find_doubts(task: Task, tokenizer: Any) -> Iterator[str]:
         ("questions", " ".join(q.text for q in questions)),
     ):
         ids = encode(tokenizer, text)
-        if (unknown := ids.count(tokenizer.unk_token_id)) > len(ids) / 3:
+        unknown = ids.count(tokenizer.unk_token_id)
+        if unknown > len(ids) / 3:
             yield f"{unknown / len(ids):.0%} of the tokens of the {what} are unknown to --model {task.cfg.model}"
 
 
@@ -128,24 +125,23 @@ def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
         )
     if device == "cpu" and cfg.micro_tokens == Config.micro_tokens and not is_wide(cfg.model):
         # a CPU has room for their activations
-        cfg = dataclasses.replace(cfg, micro_tokens=CPU_TOKENS, recompute=max(0, cfg.recompute))
+        cfg = replace(cfg, micro_tokens=CPU_TOKENS, recompute=max(0, cfg.recompute))
     if device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
         # torch's layers keep more than Liger's
-        used = dataclasses.replace(
+        used = replace(
             cfg, fused_layers=cfg.fused_layers * bool(importlib.util.find_spec("liger_kernel"))
         )
-        gpus = int(os.environ.get("WORLD_SIZE", 1))
-        place = shapes(cfg.model), engine, gpus, memory
-        used, fit = decide(used, *place, flops_of(torch.cuda.get_device_name()))
-        if fault := fit.fault():
-            raise Fault(f"{fault}; {find_flags(used, *place)}")
+        place = Place(shapes(cfg.model), engine, count_ranks(), memory)
+        used, fit = decide(used, place, flops_of(torch.cuda.get_device_name()))
+        if fit.fault():
+            raise Fault(f"{fit.fault()}; {find_flags(used, place)}")
         if cfg.gather < 0 and not used.gather:
             print(f"note: {fit.notes[-1]}", flush=True)
-        cfg = dataclasses.replace(
+        cfg = replace(
             cfg, recompute=used.recompute, micro_tokens=used.micro_tokens, gather=used.gather
         )
-    load_config(cfg.model, cfg.max_prompt + cfg.max_response)
+    load_config(cfg.model, cfg.longest)
     tokenizer = load_tokenizer(cfg.model, task.make_format().stop_strings())
     shortest = min(
         len(task.make_format(tokenizer).encode_prompt(task.instruction, q))
@@ -159,4 +155,4 @@ def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
     for doubt in find_doubts(task, tokenizer):
         print(printable(f"note: {doubt}"), flush=True)
     check_disk(cfg)
-    return dataclasses.replace(cfg, engine=engine, recompute=abs(cfg.recompute)), why
+    return replace(cfg, engine=engine, recompute=abs(cfg.recompute)), why

@@ -48,8 +48,7 @@ def update_seconds(cfg: Config, model: Any, gpus: int, flops: float) -> float:
     passes = 4 - bool(cfg.lora_rank) + bool(cfg.recompute) + bool(cfg.beta) - cfg.mini / cfg.batch
     tokens = cfg.mini * cfg.G * sum(trajectory(cfg)) / gpus
     micro_batches = math.ceil(tokens / cfg.micro_tokens)
-    weights = sum(p.numel() for p in model.parameters())
-    card = 2 * passes * weights * tokens / micro_batches / (REACHED * flops)
+    card = 2 * passes * model.num_parameters() * tokens / micro_batches / (REACHED * flops)
     host = len(blocks(model)) * (HOST_GATHERED[cfg.recompute > 0] if cfg.gather == 1 else HOST)
     return cfg.batch / cfg.mini * micro_batches * max(card, host)
 
@@ -57,8 +56,7 @@ def update_seconds(cfg: Config, model: Any, gpus: int, flops: float) -> float:
 def rollout_seconds(cfg: Config, model: Any, gpus: int, flops: float) -> float:
     """Returns the seconds of a step's rollouts with vLLM on every GPU."""
     rows, (sampled, read) = math.ceil(cfg.batch / gpus) * cfg.G, trajectory(cfg)
-    weights = sum(p.numel() for p in model.parameters())
-    return rows * (2 * weights * read / (REACHED * flops) + ROW * sampled)
+    return rows * (2 * model.num_parameters() * read / (REACHED * flops) + ROW * sampled)
 
 
 def describe_time(cfg: Config, config: Any, gpus: int, card: str) -> str:

@@ -8,7 +8,7 @@ activations and gradients besides that state, while vLLM sleeps. The larger of t
 import itertools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,6 +47,15 @@ def shapes(model: str) -> Any:
     from transformers import Qwen2Config
 
     return Qwen2Config(**KNOWN[model])
+
+
+class Place(NamedTuple):
+    """What is to be trained, and on what."""
+
+    config: Any  # Hugging Face's, of the model
+    engine: str
+    gpus: int
+    gpu_mem: float  # GB (1e9 bytes) of each
 
 
 @dataclass
@@ -138,7 +147,7 @@ def of_state(cfg: Config, model: Any, gpus: int) -> list[Part]:
     """Returns what a rank holds all the time; FSDP2 pads dim 0 of what it cuts."""
     count = {True: 0, False: 0}  # trained, frozen
     for p in model.parameters():
-        count[p.requires_grad] += math.ceil(len(p) / gpus) * (p.numel() // len(p))
+        count[p.requires_grad] += math.ceil(len(p) / gpus) * p[0].numel()
     size, share = model.dtype.itemsize, count[True]
     frozen, trained = size * count[False], "adapters" if cfg.lora_rank else "policy"
     parts = [
@@ -156,13 +165,13 @@ def of_update(cfg: Config, model: Any, gpus: int) -> tuple[str, list[Part]]:
     """Returns when the update needs most, and what it needs then."""
     # A turn may start at max_prompt and be followed by its observation. A trajectory longer than
     # micro_tokens is packed alone.
-    tokens = max(cfg.micro_tokens, cfg.max_prompt + cfg.max_response + cfg.max_observation)
+    tokens = max(cfg.micro_tokens, cfg.longest + cfg.max_observation)
     kept, in_block = activations(model.to(model.dtype), tokens, cfg.recompute, cfg.fused_layers)
 
     # Parameters of a block, of the root (embedding, last norm and head) and of the head, and how
     # many of them have a gradient.
     V, H = model.get_output_embeddings().weight.shape
-    root = sum(p.numel() for p in model.parameters())
+    root = model.num_parameters()
     block, d_block = 0, 0
     for each in blocks(model):
         size = sum(p.numel() for p in each.parameters())
@@ -198,7 +207,7 @@ def of_gathering(cfg: Config, model: Any, gpus: int) -> Part:
     """Returns what --gather 1 adds: the weights that are not gathered anyway, those of the reference
     and whole gradients, where these are not shares of one rank."""
     per_block = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = model.num_parameters(only_trainable=True)
     gathered = sum(per_block) - 2 * max(per_block)
     if cfg.beta and not cfg.lora_rank and (gpus > 1 or cfg.offload_reference):
         gathered += parameters(model)
@@ -210,7 +219,7 @@ def of_torch_engine(cfg: Config, model: Any) -> list[Part]:
     # Remaining rows are copied before the old cache is freed. A logit's probability is summed in
     # float64, out of place.
     size = model.dtype.itemsize
-    cache = 2 * kv_bytes(model.config, size) * (cfg.max_prompt + cfg.max_response)
+    cache = 2 * kv_bytes(model.config, size) * cfg.longest
     logits, served = 21 * len(model.get_output_embeddings().weight), size * parameters(model)
     return [
         Part("torch engine (weights)", served, served),
@@ -238,7 +247,7 @@ def add_vllm(fit: Fit, cfg: Config, model: Any, gpus: int, share: float) -> None
         Part("vLLM (KV cache)", 0, room),
         Part("vLLM (CUDA graphs, an allowance; also while asleep)", graphs, graphs),
     ]
-    kv, row = kv_bytes(model.config, size), cfg.max_prompt + cfg.max_response  # the longest row
+    kv, row = kv_bytes(model.config, size), cfg.longest  # the longest row
     if room < kv * row:
         fit.starved = (
             f"{fit.title} do not fit: the {share / 1e9:.1f} GB of vLLM have no room for its weights"
@@ -253,20 +262,19 @@ def add_vllm(fit: Fit, cfg: Config, model: Any, gpus: int, share: float) -> None
     )
 
 
-def decide(
-    cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float, flops: float
-) -> tuple[Config, Fit]:
+def decide(cfg: Config, place: Place, flops: float) -> tuple[Config, Fit]:
     """Returns `cfg` with --recompute and --gather -1 decided, and its estimate, as computed for a
     card of that many FLOP/s."""
-    best, model = replace(cfg, recompute=abs(cfg.recompute)), skeleton(config)
-    fit = estimate(best, config, engine, gpus, gpu_mem)
+    best = replace(cfg, recompute=abs(cfg.recompute))
+    model, gpus = skeleton(place.config), place.gpus
+    fit = estimate(best, *place)
 
     # Activations are kept where there is room, if need be in smaller micro-batches, and the update
     # takes no more time so.
     longest = update_seconds(best, model, gpus, flops)
     for halvings in range(3 if cfg.recompute < 0 else 0):
         kept = replace(cfg, recompute=0, micro_tokens=cfg.micro_tokens >> halvings)
-        room = estimate(kept, config, engine, gpus, gpu_mem)
+        room = estimate(kept, *place)
         if room.is_sure() and update_seconds(kept, model, gpus, flops) <= longest:
             best, fit = kept, room
             break
@@ -274,7 +282,7 @@ def decide(
     # Weights are gathered once an update where there is room.
     if cfg.gather < 0:
         kept = replace(best, gather=1)
-        room = estimate(kept, config, engine, gpus, gpu_mem)
+        room = estimate(kept, *place)
         if room.is_sure():
             return kept, room
         fit.notes.append(
@@ -284,7 +292,7 @@ def decide(
     return replace(best, gather=max(cfg.gather, 0)), fit
 
 
-def find_flags(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -> str:
+def find_flags(cfg: Config, place: Place) -> str:
     """Says with which flags it fits: less memory for the engine, then smaller micro-batches, the
     reference in CPU memory, adapters."""
     ways: list[dict[str, Any]] = [{}, {"offload_reference": True}, {"lora_rank": 32}]
@@ -292,17 +300,19 @@ def find_flags(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float)
         tokens = cfg.micro_tokens >> halvings
         tried = replace(cfg, recompute=cfg.recompute or 1, micro_tokens=tokens, **way)
         tried = replace(tried, gather=min(cfg.gather, 0))
-        fit = estimate(tried, config, engine, gpus, gpu_mem)
+        fit = estimate(tried, *place)
         if fit.update > fit.usable:  # whatever the engine takes
             continue
         over = fit.rollout - fit.usable
-        if engine == "torch" and over > 0:
+        if place.engine == "torch" and over > 0:
             rows = fit.parts[-1].rollout + fit.parts[-2].rollout
             tried = replace(tried, max_rows=max(1, int(cfg.max_rows * (1 - over / rows))))
         elif over > 0 or fit.starved:
             free = fit.usable - sum(part.rollout for part in fit.parts[:-4])  # less vLLM's
-            tried = replace(tried, vllm_memory=max(1, math.floor(20 * free / gpu_mem / 1e9)) / 20)
-        if not estimate(tried, config, engine, gpus, gpu_mem).fault():
+            tried = replace(
+                tried, vllm_memory=max(1, math.floor(20 * free / place.gpu_mem / 1e9)) / 20
+            )
+        if not estimate(tried, *place).fault():
             changed = sorted(vars(tried).items() - vars(cfg).items())
             flags = " ".join(f"--{name} {value}" for name, value in changed)
             return f"it fits with {flags}".replace(" True", "")
@@ -324,7 +334,7 @@ def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[fl
     fused = fused and config.model_type in FAMILIES
     swiglu = fused and getattr(config, "hidden_act", "") == "silu"
     weights = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
-    saved: dict[Any, int] = {}  # storage, or a module that saves less -> bytes
+    saved = {}  # storage, or a module that saves less -> bytes
     ends = [0]  # bytes saved up to the end of each block
 
     def keep(t: torch.Tensor) -> torch.Tensor:
@@ -367,9 +377,9 @@ def attention_of_shapes(_: Any, q: Any, k: Any, v: Any, *__: Any, **___: Any) ->
     return torch.cat([out], dim=2).transpose(1, 2), None
 
 
-def kv_bytes(config: Any, size: int = 2) -> int:
+def kv_bytes(config: Any, size: int = 2) -> Any:
     """Returns the bytes of one token's keys and values, of `size` bytes each."""
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * size * config.num_hidden_layers * heads * dim)
+    return 2 * size * config.num_hidden_layers * heads * dim

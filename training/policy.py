@@ -43,6 +43,7 @@ from models.model import (
 )
 from plumbing import checkpoint, stop
 from plumbing.faults import DiskFault, Diverged, Fault
+from plumbing.files import Row
 from plumbing.status import status
 from population import Instruction
 from rollout import rollout
@@ -77,6 +78,7 @@ def on_all_ranks(
         @functools.wraps(method)
         def run(self: Policy, /, *args: S.args, **kwargs: S.kwargs) -> R:
             began = time.perf_counter()
+            # several ranks are out of step until all have answered
             self.in_step = self.ranks.size == 1
             if self.ranks.rank == 0:
                 self.ranks.broadcast((run, args, kwargs))
@@ -128,7 +130,7 @@ def load_first_policy(cfg: Config, ranks: Ranks) -> Any:
     """Returns the policy before training, whole and on the CPU, on rank 0; None on the others."""
     if ranks.rank:
         return None
-    model = load_model(cfg.model, cfg.max_prompt + cfg.max_response)
+    model = load_model(cfg.model, cfg.longest)
     return lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
 
 
@@ -147,33 +149,37 @@ def shard_models(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
     """
     config, compute = load_config(cfg.model), getattr(torch, ranks.dtype)
     kept = compute if cfg.lora_rank else torch.float32  # frozen weights take no small steps
-    models = [lora.add(skeleton(config, kept), cfg.lora_rank, cfg.lora_alpha)]
-    if cfg.beta and not cfg.lora_rank:
-        models.append(skeleton(config, compute))
+    trained = lora.add(skeleton(config, kept), cfg.lora_rank, cfg.lora_alpha)
+    frozen = skeleton(config, compute) if cfg.beta and not cfg.lora_rank else None
+
     # only updates are computed with these layers: their batches are one row
     if ranks.device == "cuda":
-        fused = [fuse(model) if cfg.fused_layers else "none (--fused_layers 0)" for model in models]
+        fused = "none (--fused_layers 0)"
+        if cfg.fused_layers:
+            fused = fuse(trained)
+            if frozen:
+                fuse(frozen)
         if ranks.rank == 0:
-            print(f"fused layers: {fused[0]}", flush=True)
-    trained, *frozen = models
+            print(f"fused layers: {fused}", flush=True)
+
     gather, offload = cfg.gather == 1, cfg.offload_reference
-    trained = shard(trained, ranks.device, compute=compute, gather=gather)
-    trained = fill(trained, first, choose_dither_seed(cfg, ranks))
-    frozen = [
-        shard(model, ranks.device, frozen=True, offload=offload, gather=gather) for model in frozen
-    ]
-    return trained, fill(frozen[0], first) if frozen else None
+    shard(trained, ranks.device, compute=compute, gather=gather)
+    fill(trained, first, choose_dither_seed(cfg, ranks))
+    if frozen:
+        shard(frozen, ranks.device, frozen=True, offload=offload, gather=gather)
+        fill(frozen, first)
+    return trained, frozen
 
 
 def make_vllm(policy: Policy) -> Engine:
     """Returns vLLM in this process, or a client of the servers that --vllm names."""
-    cfg, max_len = policy.cfg, policy.cfg.max_prompt + policy.cfg.max_response
+    cfg = policy.cfg
     if cfg.vllm == "colocate":
         return VllmEngine(
             cfg.model,
             policy.tokenizer,
             policy.stop_strings,
-            max_len=max_len,
+            max_len=cfg.longest,
             dtype=policy.ranks.dtype,
             memory=cfg.vllm_memory,
             rows=math.ceil(max(cfg.batch * cfg.G, cfg.eval_n) / policy.ranks.size),
@@ -181,7 +187,7 @@ def make_vllm(policy: Policy) -> Engine:
     from engines.vllm_server import VllmServer
 
     return VllmServer(
-        cfg.vllm, policy.tokenizer, policy.stop_strings, model=cfg.model, max_len=max_len
+        cfg.vllm, policy.tokenizer, policy.stop_strings, model=cfg.model, max_len=cfg.longest
     )
 
 
@@ -227,7 +233,7 @@ class Policy:
             vars(first).pop("forward_packed", None)
         self.engine = make_vllm(self) if cfg.engine == "vllm" else make_torch_engine(self, first)
         self.t = 0  # the last step whose update has begun; -1: the weights are those of no step
-        self.seconds: dict[str, float] = {}  # of each method's last call, and "tools"
+        self.seconds: Row = {}  # of each method's last call, and "tools"
         self.in_step = True  # whether all ranks wait for the next call
         # called with purpose, ended and all trajectories of a rollout under way
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None
@@ -242,7 +248,8 @@ class Policy:
         self, t: int, purpose: str, jobs: Sequence[Job], temperature: float | None = None
     ) -> dict[int, Trajectory]:
         """Plays this rank's share of the jobs; on rank 0 returns all trajectories, in the jobs' order.
-        `purpose` tells the random draws of one step apart.
+        `purpose` tells the random draws of one step apart; those to "evaluate" come back without
+        tokens, but for a sample.
 
         A rank plays whole groups, which compute their prompt once.
         """
@@ -275,7 +282,7 @@ class Policy:
             for tau in played:
                 self.check_state(tau)
 
-        # an evaluation has thousands of trajectories, of which only a sample is stored
+        # an evaluation has thousands of trajectories, of which a sample is stored
         taus = dict(zip(mine, played, strict=True))
         if purpose == "evaluate":
             stored = space_evenly(len(jobs), STORED)
@@ -304,7 +311,7 @@ class Policy:
         return taus
 
     @on_all_ranks(of_rank_0)
-    def update(self, t: int, taus: Sequence[Trajectory]) -> dict[str, float]:
+    def update(self, t: int, taus: Sequence[Trajectory]) -> Row:
         """Takes step t of GRPO on the rewarded trajectories (Eq. 2); returns the metrics of the
         whole batch.
 
@@ -334,7 +341,7 @@ class Policy:
             )
         return metrics
 
-    def measure_speed(self, taus: Sequence[Trajectory]) -> dict[str, float]:
+    def measure_speed(self, taus: Sequence[Trajectory]) -> Row:
         """Returns columns about the speed of the step that was taken with these trajectories.
 
         Tokens are those that all ranks sampled per second of the rollouts, and those that they
@@ -360,7 +367,7 @@ class Policy:
             "search/faults": self.count_faults(),
         }
 
-    def compute_mfu(self, tokens_per_s: float) -> dict[str, float]:
+    def compute_mfu(self, tokens_per_s: float) -> Row:
         """Returns the share of the cards' peak that an update of so many tokens a second takes; {}
         for a card whose peak is not known.
 
@@ -388,9 +395,10 @@ class Policy:
 
     def sleep(self) -> None:
         """Makes room for training: the engine's weights and cache wait until the next rollout."""
-        if self.synced:  # or it sleeps already
-            self.synced = self.shared  # asleep, an engine's own copy of the weights is gone
-            self.engine.sleep()
+        if not self.synced:
+            return  # asleep already
+        self.synced = self.shared  # an engine's own copy of the weights goes
+        self.engine.sleep()
 
     @on_all_ranks(of_rank_0)
     def save(self, path: Path) -> None:
@@ -473,10 +481,10 @@ class Policy:
     def describe(self) -> str:
         """Returns in words what is trained, and on what."""
         model, ranks = self.learner.model, self.ranks
-        words = f"{sum(p.numel() for p in model.parameters()) / 1e6:,.2f}M parameters, "
+        words = f"{model.num_parameters() / 1e6:,.2f}M parameters, "
         if self.cfg.lora_rank:
-            trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
-            words += f"{trained:,.2f}M of {lora.coverage(model)}, "
+            trained = model.num_parameters(only_trainable=True)
+            words += f"{trained / 1e6:,.2f}M of {lora.coverage(model)}, "
         if ranks.size > 1:
             words += f"{ranks.size} x "
         return f"{words}{ranks.device}, {ranks.dtype}"
@@ -499,9 +507,11 @@ def follow(ranks: Ranks, task: Task, learner: type[Learner] | None = None) -> No
     task.connect(address)
     policy = Policy(cfg, ranks, task, learner)
     try:
-        while call := ranks.broadcast():
+        call = ranks.broadcast()
+        while call:
             method, args, kwargs = call
             method(policy, *args, **kwargs)
+            call = ranks.broadcast()
     finally:
         policy.writer.shutdown()  # a fault costs no checkpoint that is being written
     policy.close()

@@ -41,7 +41,7 @@ class Ranks:
         `dtype`, even for one process. Rank 0's holds for all: processors of several kinds would
         choose differently.
         """
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.rank, self.size = int(os.environ.get("RANK", 0)), stop.count_ranks()
         self.device, self.dtype = device, dtype
         self.grouped = self.size > 1 or device == "cuda" or dtype != "float32"
         self.saves: Any = None  # the group of the threads that write checkpoints
@@ -108,11 +108,11 @@ class Ranks:
                 self.leave()  # the caller may train again
                 raise
             if isinstance(e, Fault) or (isinstance(e, Stopped) and not self.rank):
-                tell_torchrun(text := printable(str(e)))
+                text = printable(str(e))
+                tell_torchrun(text)
                 print(text, file=sys.stderr)
-            elif not (
-                self.rank and stop.requested()
-            ):  # torchrun ends the others by a signal: their faults say nothing
+            elif not self.rank or not stop.requested():
+                # else torchrun ends this rank by a signal: its fault says nothing
                 traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()

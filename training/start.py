@@ -16,12 +16,11 @@ What is missing is told before anything is loaded, in the order in which it can 
 
 import importlib
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from config import PRESETS, Config, check_settings, configure, find_endpoint
+from config import PRESETS, Config, Settings, check_settings, configure, find_endpoint
 from plumbing.faults import together
 from plumbing.hub import check_model
 from plumbing.status import status
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def prepare(
-    given: Config | None, settings: Mapping[str, Any]
+    given: Config | None, settings: Settings
 ) -> "tuple[float, Config, Config, str, Task, Ranks] | None":
     """Checks all that a run needs, on rank 0, and joins the ranks. Raises Fault.
 

@@ -105,7 +105,7 @@ def write_instruction(
     rng: random.Random, clauses, fillers: int = 0, wordings: str = "taught", frame: str = ""
 ) -> str:
     """Returns an instruction with these clauses; `wordings` is "taught", "unseen" or "any"."""
-    sentences = [*rng.sample(FILLERS, fillers)]
+    sentences = rng.sample(FILLERS, fillers)
     for name in clauses:
         c = CLAUSES[name]
         pool = {"taught": c.taught, "unseen": c.unseen, "any": c.taught + c.unseen}[wordings]

@@ -106,20 +106,20 @@ def find_frame(instruction: str) -> str:
     for sentence in KNOWN_SENTENCES:
         rest = rest.replace(sentence, " ")
     rest = " ".join(rest.split())
-    if not set(re.findall(r"</?\w+>", rest)) - KNOWN_TAGS:
+    if KNOWN_TAGS.issuperset(re.findall(r"</?\w+>", rest)):
         return ""
     own = [frame for frame in FRAMES if frame in instruction]
     return " ".join([*own[:1], rest])
 
 
-def revise(rng: random.Random, clauses: list[str], add: list[str], frame: str = "") -> str:
+def revise(rng: random.Random, clauses: list[str], add: list[str], frame: str) -> str:
     """Returns an instruction with these clauses and the added ones, which replace those that they
     contradict."""
     slots = {CLAUSES[c].slot for c in add}
     kept = [c for c in clauses if CLAUSES[c].slot not in slots]
-    fillers = rng.randint(0, 1)
+    n = rng.randint(0, 1)
     wordings = "any" if rng.random() < 0.3 else "taught"
-    return write_instruction(rng, kept + add, fillers, wordings, frame)
+    return write_instruction(rng, kept + add, n, wordings, frame)
 
 
 def reply_to(prompt: str, seed: int, guess: bool = False) -> str:

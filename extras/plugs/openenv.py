@@ -10,7 +10,6 @@ import contextlib
 import copy
 import gc
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.pool import ThreadPool
@@ -22,6 +21,7 @@ from extras.plugs.mcp import RETRIES, CheckedTool, make_tools
 from plumbing.client import Client, back_off
 from plumbing.faults import Fault, ToolDown, first_line
 from plumbing.outside import at, decoded, without_secrets
+from plumbing.stop import count_ranks
 from tasks import Question, Trajectory
 from tasks.functions import Failed
 from tasks.loading import choose_fitting
@@ -187,7 +187,7 @@ class OpenEnvTask(EnvironmentTask):
         return len(self.idle)
 
     def connect(self, address: int) -> None:
-        self.at_once = max(1, address // int(os.environ.get("WORLD_SIZE", 1)))
+        self.at_once = max(1, address // count_ranks())
 
     def reset(self, question: Question) -> Any:
         """Begins an episode, over a new connection where those at hand are lost. Raises ToolDown."""

@@ -14,6 +14,7 @@ import asyncio
 import copy
 import inspect
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -35,17 +36,25 @@ UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 # what TRL's trainer gives besides the columns; the last two fill tables that are not kept here
 TRL = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
-# one for all of a user's coroutines, whose clients and locks belong to the loop that first used them
-LOOP = asyncio.new_event_loop()
+# of all of a user's coroutines, whose clients and locks belong to the loop that first used them
+LOOP: asyncio.AbstractEventLoop
 
 
-def run_loop() -> None:
+def run_loop(loop: asyncio.AbstractEventLoop) -> None:
     while True:
         with suppress(SystemExit, KeyboardInterrupt):  # of a coroutine: only its caller gets it
-            LOOP.run_forever()
+            loop.run_forever()
 
 
-Thread(target=run_loop, daemon=True).start()
+def start_loop() -> None:
+    """Starts LOOP; a fork has none of the threads."""
+    global LOOP
+    LOOP = asyncio.new_event_loop()
+    Thread(target=run_loop, args=[LOOP], daemon=True).start()
+
+
+start_loop()
+os.register_at_fork(after_in_child=start_loop)
 
 
 class Score(NamedTuple):

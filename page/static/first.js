@@ -1,4 +1,4 @@
-// The first screen: did it learn, which instruction won and why, what did it cost, what went wrong.
+// The first screen: did it learn, which instruction won and why, what did it cost, what stands out.
 
 const CORNERS = ["first policy", "trained policy"];
 
@@ -129,12 +129,12 @@ function troubleCard(run) {
   const list = run.warnings.map((warning) => {
     const panel = warning.panel && document.getElementById(`panel-${warning.panel}`) ? warning.panel : null;
     const jump = () => document.getElementById(`panel-${panel}`).scrollIntoView({ block: "center" });
-    const show = warning.panel === "tree" ? h("a", { href: "#instructions" }, "see") : panel && h("button", { class: "link", onclick: jump }, "see the curve");
+    const show = warning.panel === "tree" ? h("a", { href: "#instructions" }, "see the instructions") : panel && h("button", { class: "link", onclick: jump }, "see the curve");
     return h("li", {}, warning.text, " ", show);
   });
   const quiet = "Nothing that this page looks for: entropy, answers, groups all alike, engine against trainer, tools, reward, held-out score.";
   const missing = run.missing.map((text) => h("li", { class: "muted" }, text));
-  return card(list.length ? "trouble warned" : "trouble", "What went wrong?",
+  return card(list.length ? "trouble warned" : "trouble", "What stands out?",
     list.length ? h("ul", { class: "warnings" }, list) : h("p", {}, quiet),
     missing.length ? [h("h3", {}, "Missing from this page"), h("ul", { class: "warnings" }, missing)] : null,
     pairLink(run));

@@ -38,7 +38,6 @@ from tasks import Job, Question
 from tasks.metrics import set_rewards
 from tasks.questions import load_questions
 from tasks.search_qa import SearchQA
-from tasks.tools import list_stop_strings
 
 ROOT = Path(__file__).parents[2]
 WORLD = ROOT / "world" / "files"
@@ -63,7 +62,7 @@ def task(tmp_path_factory):
 def played(task, world):
     """Rollouts of the world's policy, 40 questions under two instructions, rewarded."""
     model, tokenizer = world
-    engine = TorchEngine(model, tokenizer, list_stop_strings(task.tools))
+    engine = TorchEngine(model, tokenizer, task.make_format().stop_strings())
     jobs = [
         Job(0, text, q, k)
         for text in (GOOD, task.instruction)

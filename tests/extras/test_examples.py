@@ -26,7 +26,6 @@ from plumbing.files import read_jsonl
 from tasks import Question, Trajectory
 from tasks.loading import load_task
 from tasks.questions import load_questions
-from tasks.tools import list_stop_strings
 
 FILES = HERE / "extras" / "examples"
 PAGE = (HERE / "docs" / "forks.md").read_text()
@@ -191,10 +190,10 @@ def test_a_new_tool_is_explained_called_and_refused_where_its_tag_cannot_be_writ
         '\n<count> text </count>: Counts the words of a text.\n  text: {"type": "string", "description": "The words"}'
         in message["content"]
     )
-    assert list_stop_strings(task.tools) == ("</search>", "</count>", "</answer>")
+    assert task.make_format().stop_strings() == ("</search>", "</count>", "</answer>")
     assert task.tools[1].submit("one two three").result(60) == ["3"]
     with pytest.raises(Fault, match="cannot write </count>"):
-        load_tokenizer(str(WORLD / "policy"), list_stop_strings(task.tools))
+        load_tokenizer(str(WORLD / "policy"), task.make_format().stop_strings())
 
 
 def test_a_base_model_without_a_template_is_refused(base_path, tmp_path):

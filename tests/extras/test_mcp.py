@@ -20,7 +20,7 @@ from config import Config
 from plumbing.faults import Fault, ToolDown
 from tasks import Question
 from tasks.loading import load_task
-from tasks.tools import Failure, list_stop_strings
+from tasks.tools import Failure
 
 pytest.importorskip(
     "mcp", reason="the MCP SDK is not installed here: pip install mcp jsonschema-rs"
@@ -283,7 +283,7 @@ print(tools["end"].submit("").result(60), tools["fail"].submit("no").result(60))
 def test_a_task_has_the_server_s_tools_beside_its_own():
     task = load_task(Config(tools=f"search,mcp:{COMMAND}"))
     assert {tool.tag for tool in task.tools} == {"search"} | NAMES
-    assert "</add>" in list_stop_strings(task.tools)
+    assert "</add>" in task.make_format().stop_strings()
     [message] = task.make_format().messages("Answer.", Question("q", "What is it?"))
     assert "<add> " in message["content"] and "Adds two numbers." in message["content"]
     with pytest.raises(Fault, match="its tool <add> has the tag 'add'; "):

@@ -181,6 +181,7 @@ def wait_until(true):
 
 
 def test_several_ranks_share_the_sessions(vault, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     task, _ = task_at(vault)
     assert (task.at_once, len(task.idle)) == (1, 1)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config import FACTS, HERE, PRESETS, SMOLLM_HUB, Config
 from extras.real import model
 from plumbing.faults import Fault
-from tasks.formats import encode_observation
+from tasks.formats import Action
 from tasks.questions import em, load_questions
 from tasks.search_qa import SearchQA
 
@@ -180,8 +180,7 @@ def test_the_real_model_answers(tmp_path):
     # as the original's tokenizer has it: spaces before a digit are one token
     assert tokenizer.tokenize("in  1990") == ["in", "ĠĠ", "1", "9", "9", "0"]
     cfg = Config(**PRESETS["smollm2-135m"])
-    search = SearchQA(cfg).search
-    longest = max(
-        len(encode_observation(tokenizer, search, [row["contents"]], 500)) for row in CORPUS
-    )
+    task = SearchQA(cfg)
+    form, search = task.make_format(tokenizer), Action("", tool=task.search)
+    longest = max(len(form.encode_result(search, [row["contents"]], 500)) for row in CORPUS)
     assert longest <= cfg.max_observation  # no fact is cut

@@ -41,7 +41,6 @@ from tasks import Job, Question
 from tasks.formats import encode
 from tasks.questions import em
 from tasks.search_qa import SearchQA
-from tasks.tools import list_stop_strings
 
 pytestmark = [
     pytest.mark.real,
@@ -94,7 +93,7 @@ class Shown(SearchQA):
 
 
 TASK = Shown(CFG)
-STOP = list_stop_strings(TASK.tools)
+STOP = TASK.make_format().stop_strings()
 
 
 @pytest.fixture(scope="module")

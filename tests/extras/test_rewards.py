@@ -5,6 +5,8 @@ import dataclasses
 import gzip
 import importlib
 import json
+import os
+import subprocess
 import sys
 
 import pyarrow as pa
@@ -13,7 +15,7 @@ import pytest
 from found_search import Found
 from hermes_like import qwen
 from scripted import Says
-from test_rollout import ANSWER, ASKED, roll
+from test_rollout import ANSWER, ASKED, ROOT, roll
 from test_seam import refused
 
 from config import Config
@@ -149,6 +151,28 @@ def test_each_form_scores_and_several_are_summed_by_weight(grades, spec, rewards
         set_rewards(task, played)
         assert [tau.reward for tau in played] == rewards
         assert [tau.failed for tau in played] == failed
+
+
+FORKED = """
+import asyncio, multiprocessing
+from extras.plugs.rewards import wait_for
+
+
+def forked():
+    return wait_for(asyncio.sleep(0, 2))
+
+assert wait_for(asyncio.sleep(0, 1)) == 1
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    print(pool.apply_async(forked).get(60))
+"""
+
+
+def test_a_fork_waits_for_coroutines_too(tmp_path):
+    """It has none of the threads, so that a loop of its parent's never runs."""
+    (tmp_path / "forked.py").write_text(FORKED)
+    program = [sys.executable, "forked.py"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.check_output(program, cwd=tmp_path, env=env, timeout=120) == b"2\n"
 
 
 def test_a_trajectory_without_a_reward_moves_nothing(grades, capsys):

@@ -25,7 +25,6 @@ from tasks import Question
 from tasks.questions import em, load_questions
 from tasks.search import Search
 from tasks.search_qa import SearchQA
-from tasks.tools import list_stop_strings
 
 ROOT = Path(__file__).parents[2]
 EMMA = Question("q0", "Who wrote Emma?", ("Jane Austen",), "nq", 1)
@@ -261,7 +260,7 @@ def test_the_flags_of_the_methods_that_train(tmp_path):
             0,
         )
     assert grpo.beta == parse_flags(flags).beta
-    assert list_stop_strings(SearchQA(grpo).tools) == ("</answer>",)
+    assert SearchQA(grpo).make_format().stop_strings() == ("</answer>",)
     assert (tmp_path / "run.instruction.txt").read_text().strip() == IN_WORLD.direct
 
 

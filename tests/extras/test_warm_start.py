@@ -16,7 +16,6 @@ from rollout import rollout
 from tasks import Job, Question, Trajectory
 from tasks.questions import load_questions
 from tasks.search_qa import SearchQA
-from tasks.tools import list_stop_strings
 from world.clauses import BEST, START, write_instruction
 
 
@@ -53,7 +52,7 @@ def test_the_rebuilt_policy_follows_its_instruction_and_lacks_one_skill(tmp_path
         cfg = Config(**PRESETS["world"])
         task = SearchQA(cfg)
         task.connect(child.url)
-        engine = TorchEngine(model, tokenizer, list_stop_strings(task.tools))
+        engine = TorchEngine(model, tokenizer, task.make_format().stop_strings())
 
         def play(
             clauses: list[str], questions: list[Question], temperature: float = 0.0

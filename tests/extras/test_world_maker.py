@@ -21,7 +21,7 @@ from extras.world.warm_start import tiny_policy, write_files
 from plumbing.replies import read_blocks as parse_reply
 from reflect import find_flaw, fold_words, reflection_prompt
 from tasks import Question
-from tasks.formats import encode_observation, find_lost_tag
+from tasks.formats import Action, find_lost_tag
 from tasks.questions import em
 from tasks.tools import explain_invalid_action, find_answer
 from world.clauses import (
@@ -178,7 +178,8 @@ def test_the_tokenizer_knows_every_text_of_the_world(tokenizer, full_world):
 def test_demonstrations_show_results_exactly_as_a_run_does(tokenizer, full_world):
     for passages in (full_world.search("director of the film"), full_world.passages[:1], []):
         ids = tokenizer(observation(passages), add_special_tokens=False)["input_ids"]
-        assert ids == encode_observation(tokenizer, SEARCH, passages, limit=10_000)
+        search = Action("", tool=SEARCH)
+        assert ids == TASK.make_format(tokenizer).encode_result(search, passages, limit=10_000)
 
 
 def test_decoding_restores_a_trajectory_up_to_case_and_spaces(tokenizer, full_world):

@@ -49,7 +49,7 @@ from models.model import skeleton  # noqa: E402
 from tasks import Question, Trajectory  # noqa: E402
 from tasks.formats import Tags  # noqa: E402
 from training.duration import flops_of  # noqa: E402
-from training.fit import decide, shapes  # noqa: E402
+from training.fit import Place, decide, shapes  # noqa: E402
 
 OURS = {str(path) for part in ("*.py", "[!t]*/*.py", "training/*.py") for path in HERE.glob(part)}
 LENGTH, PROMPT, TURN = 2272, 449, 161  # tokens of every trajectory
@@ -330,7 +330,7 @@ def main():
         cfg, dtype=choose.dtype_of(cfg, "cuda"), engine=choose.choose_engine(cfg, "cuda")[0]
     )
     _, card, memory = config.read_cards(cfg.dry_run)
-    cfg, fit = decide(cfg, shapes(cfg.model), cfg.engine, ranks, memory, flops_of(card))
+    cfg, fit = decide(cfg, Place(shapes(cfg.model), cfg.engine, ranks, memory), flops_of(card))
     # trajectories in one full micro-batch of every rank
     full = 2 * ranks * (cfg.micro_tokens // PAIR)
     cfg = replace(cfg, G=2, mini=full)  # two of these in a mini-batch
