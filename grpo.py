@@ -149,7 +149,7 @@ class Learner:
 
     surrogate: Callable[..., Tensor] = staticmethod(clipped_surrogate)
     # mean nats per token, engine to trainer
-    MAX_GAP: ClassVar[Row] = {"float32": 1e-3, "bfloat16": 0.1}
+    MAX_GAP: ClassVar[dict[str, float]] = {"float32": 1e-3, "bfloat16": 0.1}
 
     def __init__(self, model: Any, reference: Any, cfg: GRPOKnobs, max_gap: float = math.inf):
         """`max_gap`: mean nats per token by which engine and trainer may differ."""

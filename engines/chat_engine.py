@@ -123,7 +123,7 @@ class ChatEngine(RemoteEngine):
         EngineFault."""
         try:
             reply = self.client.chat(body, read_reply)
-            stop = "refused" * reply.refused
+            stop = "refused" if reply.refused else ""
         except RequestFailed as e:
             if e.transient or not self.serves(body):
                 raise EngineFault(str(e)) from None

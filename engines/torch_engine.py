@@ -215,7 +215,7 @@ class TorchEngine:
         lengths = self._tensor(list(map(len, prompts)))
         longest = max(map(len, prompts))
         self.cache = RowCache(torch.zeros_like(lengths))
-        h = self._extend([0] * len(prompts), list(map(list, prompts)))[prompt_of]
+        h = self._extend([0] * len(prompts), prompts)[prompt_of]
 
         # groups of one size, one after the other, share a prompt's row, unless what they add may
         # be longer
@@ -225,12 +225,12 @@ class TorchEngine:
         self.cache = self.cache.copy(prompt_of[::M], longest + M * room, lengths[prompt_of[::M]], M)
         return h
 
-    def _extend(self, starts: list[int], new: list[list[int]]) -> Tensor:
+    def _extend(self, starts: list[int], new: list) -> Tensor:
         """Runs the `new` tokens of each row, the first at position `starts`; returns the last
         hidden states, (B, H)."""
         width = max(map(len, new))
         # Later tokens overwrite the padding in the cache.
-        ids = self._tensor([row + [row[-1]] * (width - len(row)) for row in new])
+        ids = self._tensor([[*row] + [row[-1]] * (width - len(row)) for row in new])
         positions = self._tensor(starts)[:, None] + torch.arange(width, device=self.device)
         h = self._forward(self.cache, ids, positions)
         ends = self._tensor([len(row) - 1 for row in new])

@@ -5,9 +5,9 @@ holds for these trained policies on other questions, an interval over seeds for 
 on these questions.
 """
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
+from math import hypot, inf, isfinite, isinf, nan, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +39,7 @@ class Interval(NamedTuple):
         """
         style = style if style.endswith("f") else style + ".3f"
         mean, low, high = (f"{x:{style}}" for x in self[:3])
-        known = math.isfinite(self.low) and self.low < self.high
+        known = isfinite(self.low) and self.low < self.high
         return f"{mean} [{low}, {high}]" if known else mean
 
     def within(self, least: float, most: float) -> "Interval":
@@ -49,7 +49,7 @@ class Interval(NamedTuple):
         Nothing is cut where it is infinite, or where the mean shows that those are not the bounds
         (percentages, say).
         """
-        if math.isinf(self.low) or not least <= self.mean <= most:
+        if isinf(self.low) or not least <= self.mean <= most:
             return self
         return self._replace(low=max(self.low, least), high=min(self.high, most))
 
@@ -100,9 +100,9 @@ def compare_pairs(a: Values, b: Values) -> Difference:
         p = stats.binomtest(only_a, unlike).pvalue if unlike else 1.0
         more, less = (only_a + 1) / (n + 2), (only_b + 1) / (n + 2)
         centre = more - less
-        se = math.sqrt((more + less - centre**2) / (n + 2))
+        se = sqrt((more + less - centre**2) / (n + 2))
         found = Interval(mean, centre - Z * se, centre + Z * se, se, n).within(-1, 1)
-        return Difference(found, p, find_visible(se, math.inf))
+        return Difference(found, p, find_visible(se, inf))
 
     # other values; NaN for a single question
     se = _se(d)
@@ -110,7 +110,7 @@ def compare_pairs(a: Values, b: Values) -> Difference:
         p = stats.ttest_1samp(d, 0).pvalue
         return Difference(estimate_over_seeds(d), p, find_visible(se, n - 1))
     p = min(1.0, 2 * 0.5**n) if mean else 1.0
-    return Difference(_interval(mean, math.nan, 0, n), p, math.inf)
+    return Difference(_interval(mean, nan, 0, n), p, inf)
 
 
 def compare_seeds(a: Values, b: Values) -> Difference:
@@ -121,10 +121,10 @@ def compare_seeds(a: Values, b: Values) -> Difference:
     """
     x, y = _array(a), _array(b)
     mean = round(x.mean() - y.mean(), DIGITS)
-    se = math.hypot(_se(x), _se(y))
+    se = hypot(_se(x), _se(y))
     n = len(x) + len(y)
     if not se > 0:  # NaN for a single run
-        return Difference(_interval(mean, math.nan, 0, n), math.nan, math.inf)
+        return Difference(_interval(mean, nan, 0, n), nan, inf)
     with warnings.catch_warnings():
         # seeds that end alike on one side: Welch's test can take it
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -140,9 +140,9 @@ def average_intervals(parts: Sequence[Interval]) -> Interval:
     """
     k = len(parts)
     mean = sum(part.mean for part in parts) / k
-    low = mean - math.hypot(*(part.mean - part.low for part in parts)) / k
-    high = mean + math.hypot(*(part.high - part.mean for part in parts)) / k
-    se = math.hypot(*(part.se for part in parts)) / k
+    low = mean - hypot(*(part.mean - part.low for part in parts)) / k
+    high = mean + hypot(*(part.high - part.mean for part in parts)) / k
+    se = hypot(*(part.se for part in parts)) / k
     return Interval(mean, low, high, se, sum(part.n for part in parts))
 
 
@@ -150,7 +150,7 @@ def average_differences(parts: Sequence[Difference]) -> Difference:
     """The macro average of differences, by the normal distribution."""
     whole = average_intervals([part.interval for part in parts])
     p = 2 * stats.norm.sf(abs(whole.mean) / whole.se)
-    return Difference(whole, p, find_visible(whole.se, math.inf))
+    return Difference(whole, p, find_visible(whole.se, inf))
 
 
 def adjust_p_values(differences: Mapping[Any, Difference]) -> dict[Any, float]:
@@ -174,7 +174,7 @@ def find_visible(se: float, df: float) -> float:
     error.
     """
     t = stats.t.ppf((1 + LEVEL) / 2, df)
-    return special.nctdtrinc(df, 1 - POWER, t) * se if se > 0 else math.inf
+    return special.nctdtrinc(df, 1 - POWER, t) * se if se > 0 else inf
 
 
 def right_or_wrong(*x: Array) -> bool:
@@ -189,11 +189,11 @@ def _array(x: Values) -> Array:
 def _se(x: Array) -> float:
     """The standard error of the mean: NaN for a single value, 0 for equal ones."""
     if len(x) == 1:
-        return math.nan
+        return nan
     return stats.sem(x) if np.ptp(x) else 0.0
 
 
 def _interval(mean: float, se: float, df: float, n: int) -> Interval:
     """Student's interval; infinite without a standard error."""
-    half = stats.t.ppf((1 + LEVEL) / 2, df) * se if df > 0 else math.inf
+    half = stats.t.ppf((1 + LEVEL) / 2, df) * se if df > 0 else inf
     return Interval(mean, mean - half, mean + half, se, n)

@@ -98,12 +98,13 @@ class RunDirectory:
             stack.callback(run.close)
             if not cfg.out:
                 run.path = _unused(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{cfg.mode}")
-            run.path.mkdir(parents=True, exist_ok=True)
-            run.others = set(run.path.iterdir())
-            foreign = [name for name in OWN if run.path / name in run.others]
+            path = run.path
+            path.mkdir(parents=True, exist_ok=True)
+            run.others = set(path.iterdir())
+            foreign = [name for name in OWN if path / name in run.others]
             if foreign and not run.record:
                 raise Fault(
-                    f"{run.path} has {foreign[0]!r}, which a run would replace: choose another --out"
+                    f"{path} has {foreign[0]!r}, which a run would replace: choose another --out"
                 )
             run.lock()
 
@@ -115,18 +116,18 @@ class RunDirectory:
             }
             if cfg.resume:
                 run.compare(record)
-            elif (run.path / "config.json").exists():
-                raise Fault(holds_a_run(str(run.path)))
+            elif (path / "config.json").exists():
+                raise Fault(holds_a_run(str(path)))
             else:
                 run.id = secrets.token_hex(4)
                 run.write("config.json", json.dumps(record | {"id": run.id}, indent=1))
 
             # the folders that a run fills
-            remember_run(run.path)
+            remember_run(path)
             for folder in ("checkpoints", "trajectories"):
-                with writing(run.path / folder):
-                    (run.path / folder).mkdir(exist_ok=True)
-            for left in (run.path / "checkpoints").glob(".*.tmp"):  # of a process that was killed
+                with writing(path / folder):
+                    (path / folder).mkdir(exist_ok=True)
+            for left in (path / "checkpoints").glob(".*.tmp"):  # of a process that was killed
                 remove(left)
             stack.pop_all()
         return run

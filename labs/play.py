@@ -22,7 +22,6 @@ from tasks.metrics import set_rewards
 from tasks.sampling import rng_of
 from tasks.search import Search
 from tasks.search_qa import SearchQA
-from tasks.tools import list_stop_strings
 
 
 def config(**knobs: Any) -> Config:
@@ -67,7 +66,7 @@ class Player:
     calls them."""
 
     def __init__(self, cfg: Config, task: Task):
-        self.cfg, self.task, ends = cfg, task, list_stop_strings(task.tools)
+        self.cfg, self.task, ends = cfg, task, task.make_format().stop_strings()
         self.model, self.tokenizer = load_policy(cfg.model, ends)
         self.engine = TorchEngine(self.model, self.tokenizer, ends, cfg.max_rows)
         self.learner = Learner(self.model, copy.deepcopy(self.model), cfg)

@@ -9,33 +9,24 @@ one row, as `forward_packed` makes them: in a batch with one token a row, as gen
 """
 
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from models.packing import Packing, attend
 
-
-class Family(NamedTuple):
-    """How the layers of one of transformers' families compute."""
-
-    prefix: str  # of the names of its classes
-    offset: float = 0.0  # RMSNorm multiplies by offset + weight
-    casting: str = "llama"  # RMSNorm rounds before it multiplies by the weight; gemma: after
-    # nothing else reads the gradient of a norm's output, so that it may be overwritten
-    own_gradient: bool = True
-
-
-FAMILIES = {  # config.model_type -> Family; the tests compare each with transformers
-    "qwen2": Family("Qwen2"),
-    "qwen3": Family("Qwen3"),
-    "llama": Family("Llama"),
-    "mistral": Family("Mistral"),
-    "granite": Family("Granite"),
-    # a norm's output joins the residual stream
-    "gemma3_text": Family("Gemma3", 1.0, "gemma", own_gradient=False),
+FAMILIES = {  # config.model_type -> prefix of its classes; the tests compare each with transformers
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "granite": "Granite",
+    "gemma3_text": "Gemma3",
 }
+# How RMSNorm computes: it multiplies by offset + weight, rounds before that (llama) or after it
+# (gemma), and may overwrite the gradient of its output. Gemma's joins the residual stream.
+PLAIN, GEMMA = (0.0, "llama", True), (1.0, "gemma", False)
 
 
 def fuse(model: Any) -> str:
@@ -47,15 +38,13 @@ def fuse(model: Any) -> str:
     except ImportError:
         return "none (liger-kernel is not installed)"
     config = model.config
-    family = FAMILIES.get(config.model_type)
-    if family is None:
+    prefix = FAMILIES.get(config.model_type)
+    if prefix is None:
         return f"none ({config.model_type} is not among {', '.join(FAMILIES)})"
 
     def norm(self: Any, x: Tensor) -> Tensor:
         eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
-        return RMSNorm.apply(
-            x, self.weight, eps, family.offset, family.casting, family.own_gradient
-        )
+        return RMSNorm.apply(x, self.weight, eps, *(GEMMA if prefix == "Gemma3" else PLAIN))
 
     def mlp(self: Any, x: Tensor) -> Tensor:
         rows = x.squeeze(0)
@@ -64,7 +53,7 @@ def fuse(model: Any) -> str:
 
     replaced = {}
     for module in model.modules():
-        kind = type(module).__name__.removeprefix(family.prefix)
+        kind = type(module).__name__.removeprefix(prefix)
         if kind == "RMSNorm":
             replaced["RMSNorm"] = module.forward = MethodType(norm, module)
         elif kind == "MLP" and getattr(config, "hidden_act", "") in ("silu", "swish"):

@@ -68,10 +68,8 @@ def load(state: dict[str, Any], path: Path, alone: bool) -> None:
         # first: torch would log what is raised there, twice, with a traceback
         reader.read_metadata()
         dcp.load(state, storage_reader=reader, planner=_Planner(), no_dist=alone)
-    except (
-        Exception,
-        CheckpointException,
-    ) as e:  # a damaged pickle raises anything; torch's is no Exception
+    # a damaged pickle raises anything; torch's is no Exception
+    except (Exception, CheckpointException) as e:
         raise CheckpointFault(f"{path} cannot be loaded ({reason(e)})") from None
 
 

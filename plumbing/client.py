@@ -145,7 +145,9 @@ class Client:
                     raise RequestFailed(said)
                 self.faults += 1
                 self.urls = [*self.urls[1:], self.urls[0]]
-        raise RequestFailed(said + f", {round + 1} times" * (round > 0), True)
+        if round:
+            said += f", {round + 1} times"
+        raise RequestFailed(said, True)
 
     def chat(self, body: dict[str, Any], read: Callable[[Any], T], retries: int | None = None) -> T:
         """As `ask` of a chat endpoint, without the options that its model has refused."""

@@ -99,7 +99,8 @@ def escape_markup(text: str, pattern: re.Pattern[str]) -> str:
 
     Any other text is returned unchanged, so its tokens are those it always had.
     """
-    if (folded := plain(text)) != text and pattern.search(folded):
+    folded = plain(text)
+    if pattern.search(folded):
         text = folded  # a tokenizer may fold it likewise before it looks for its tokens
     while pattern.search(text):
         text = pattern.sub(lambda m: f"{m[0][0]} {m[0][1:]}" if len(m[0]) > 1 else "", text)

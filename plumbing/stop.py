@@ -128,6 +128,12 @@ def _handle_by(handler: Any) -> dict[signal.Signals, Any]:
     return old
 
 
+def _release() -> None:
+    """Lets a fork, such as a reward's worker, be terminated whatever it is doing."""
+    if signal.getsignal(signal.SIGTERM) in (_request, EARLY):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _is_ours(program: str | None) -> bool:
     """Returns whether a program, None in a notebook, is one of PROGRAMS or in a package of this
     project. A bench starts others, and ends them by itself."""
@@ -146,3 +152,4 @@ def _is_ours(program: str | None) -> bool:
 EARLY = signal.SIG_DFL if "RANK" in os.environ else _exit
 if _is_ours(getattr(sys.modules["__main__"], "__file__", None)):
     _handle_by(EARLY)
+os.register_at_fork(after_in_child=_release)

@@ -40,18 +40,17 @@ class BM25:
 
     def search(self, queries: list[str], k: int) -> list[Hits]:
         """Returns for each query the k best rows with score > 0; ties in corpus order."""
-        return [self._search(split_words(query), k) for query in queries]
-
-    def _search(self, words: list[str], k: int) -> Hits:
-        vocabulary = self.index.vocab_dict
-        tokens = [vocabulary[word] for word in words if word in vocabulary]
-        # Rounded to fp32, so that scores that are equal on paper tie, in whatever order their terms
-        # were added.
-        scores = self.index.get_scores_from_ids(tokens).astype(np.float32)  # (passages,)
-        k = min(k, len(scores))
-        # bm25s's own top-k (argpartition) orders ties arbitrarily; a stable sort of all passages is
-        # slow.
-        threshold = np.partition(scores, -k)[-k]
-        hits = np.flatnonzero((scores >= threshold) & (scores > 0))
-        hits = hits[np.argsort(-scores[hits], kind="stable")[:k]]
-        return list(zip(hits.tolist(), scores[hits].tolist(), strict=True))
+        vocabulary, found = self.index.vocab_dict, []
+        for query in queries:
+            tokens = [vocabulary[word] for word in split_words(query) if word in vocabulary]
+            # Rounded to fp32, so that scores that are equal on paper tie, in whatever order their
+            # terms were added.
+            scores = self.index.get_scores_from_ids(tokens).astype(np.float32)  # (passages,)
+            k = min(k, len(scores))
+            # bm25s's own top-k (argpartition) orders ties arbitrarily; a stable sort of all passages
+            # is slow.
+            threshold = np.partition(scores, -k)[-k]
+            hits = np.flatnonzero((scores >= threshold) & (scores > 0))
+            hits = hits[np.argsort(-scores[hits], kind="stable")[:k]]
+            found.append(list(zip(hits.tolist(), scores[hits].tolist(), strict=True)))
+        return found

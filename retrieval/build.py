@@ -150,10 +150,8 @@ def build_index(
         os.replace(partial, out)
     except stop.Stopped:
         raise Fault(f"\nstopped; the same command resumes with the vectors in {partial}") from None
-    except (
-        OSError,
-        RuntimeError,
-    ) as e:  # RuntimeError: FAISS's, as of a --type that it does not know
+    # RuntimeError: FAISS's, as of a --type that it does not know
+    except (OSError, RuntimeError) as e:
         where = f"{partial}, --type {kind}" if encoders else partial
         raise Fault(f"{where}: {e}; the same command resumes with what is there") from None
 

@@ -62,6 +62,7 @@ class Encoder:
     def __init__(self, model: str, family: str = "", max_length: int = 256, device: str = ""):
         self.name = model
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        on_gpu = self.device.startswith("cuda")
         logging.disable_progress_bar()
         logging.set_verbosity_error()  # the pooler's weights are often absent, and unused here
         try:
@@ -76,7 +77,7 @@ class Encoder:
                 self.pooling = "cls" if published == "cls" else "mean"
             # the model as it was published
             self._tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-            dtype = torch.float16 if self.device.startswith("cuda") else torch.float32
+            dtype = torch.float16 if on_gpu else torch.float32
             loaded = AutoModel.from_pretrained(model, dtype=dtype, trust_remote_code=False)
             self._model = loaded.to(self.device).eval()
             # RoBERTa's positions follow it
@@ -101,7 +102,7 @@ class Encoder:
                 "name its --family"
             )
         self.dimension = config.hidden_size
-        self._rows = 128 if self.device.startswith("cuda") else 16  # texts in a forward pass
+        self._rows = 128 if on_gpu else 16  # texts in a forward pass
 
     def queries(self, texts: list[str]) -> np.ndarray:
         """The vectors of queries, (N, d) fp32."""

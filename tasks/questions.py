@@ -220,8 +220,15 @@ def f1(prediction: str | None, golds: Iterable[str]) -> float:
     """Returns the best token F1 over the golds, in [0, 1]; reported beside EM."""
     if prediction is None or not prediction.strip():
         return 0.0
-    tokens = _tokens(prediction)
-    return max((_token_f1(tokens, _tokens(gold)) for gold in golds), default=0.0)
+    best, a = 0.0, _tokens(prediction)
+    for gold in golds:
+        b = _tokens(gold)
+        if a and b:
+            score = 2 * sum((Counter(a) & Counter(b)).values()) / (len(a) + len(b))
+        else:
+            score = float(a == b)
+        best = max(best, score)
+    return best
 
 
 def holds_gold(passages: Iterable[str], golds: Iterable[str]) -> bool:
@@ -237,9 +244,3 @@ def _tokens(text: str) -> list[str]:
     for token in normalize(compose(text)).split():
         tokens += split_words(token) if OTHER_SCRIPTS.search(token) else [token]
     return tokens
-
-
-def _token_f1(a: list[str], b: list[str]) -> float:
-    if not a or not b:
-        return float(a == b)
-    return 2 * sum((Counter(a) & Counter(b)).values()) / (len(a) + len(b))

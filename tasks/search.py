@@ -132,16 +132,16 @@ def find_index(corpus: str) -> str:
     return ""
 
 
-def start_server(cfg: Config, serve: Callable[..., str]) -> tuple[str, Callable[[], str]]:
-    """Returns the URLs of --retriever, which answers, or of a server over --corpus; and what
-    restarts that."""
+def start_server(cfg: Config, serve: Callable[..., str]) -> tuple[str, Callable[[], str], str]:
+    """Returns the URLs of --retriever, which answers, or of a server over --corpus; what restarts
+    that; and where a run searches, in words."""
     if cfg.retriever:
         fault = probe(cfg.retriever, cfg.topk)
         if fault:
             raise Fault(
                 f"--retriever: {fault}; start it (at http://...), or serve --corpus with --retriever ''"
             )
-        return cfg.retriever, lambda: ""
+        return cfg.retriever, str, without_secrets(cfg.retriever)  # there is nothing to restart
     argv = ["-m", "retrieval.server", "--corpus", cfg.corpus]
     index = find_index(cfg.corpus)
     if index:  # on the CPU: the GPUs are the policy's
@@ -149,17 +149,8 @@ def start_server(cfg: Config, serve: Callable[..., str]) -> tuple[str, Callable[
     # A slow core makes BM25 of 1 MB of passages a second (docs/LOG.md), and reads 10.
     deadline = 60 + Path(cfg.corpus).stat().st_size / (1e7 if index else 1e6)
     own = partial(serve, *argv, deadline=deadline)
-    return own(), own
-
-
-def describe(search: Search, cfg: Config, questions: Sequence[Question]) -> str:
-    """Returns where a run searches, and what that server finds for some questions, if there are
-    any."""
-    how = Path(find_index(cfg.corpus)).name or "BM25"
-    where = f"{search.urls[0]} ({how} over {cfg.corpus}, started by this run)"
-    if cfg.retriever:
-        where = without_secrets(cfg.retriever)
-    return f"{where}\n        {try_search(search, questions)}" if questions else where
+    url, how = own(), Path(index).name or "BM25"
+    return url, own, f"{url} ({how} over {cfg.corpus}, started by this run)"
 
 
 def try_search(search: Search, questions: Sequence[Question]) -> str:

@@ -8,7 +8,7 @@ from plumbing.hub import find_on_disk
 from tasks import Question, Task, Trajectory
 from tasks.questions import em, f1, load_questions
 from tasks.sampling import rng_of
-from tasks.search import Search, choose_source, describe, start_server
+from tasks.search import Search, choose_source, start_server, try_search
 from tasks.tools import Calculator
 
 SEARCH_R1 = (
@@ -20,9 +20,9 @@ SEARCH_R1 = (
 )
 
 WITHOUT_SEARCH = (  # whatever other tools there are: every prompt describes those
-    SEARCH_R1.partition(" After reasoning")[0]
-    + " If you find no further external knowledge needed, you can"
-    + SEARCH_R1.partition("needed, you can")[2]
+    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
+    "information. If you find no further external knowledge needed, you can directly provide the answer inside "
+    "<answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>."
 )
 
 
@@ -59,12 +59,13 @@ class SearchQA(Task):
     def start(self, serve: Callable[..., str]) -> str:
         if self.search not in self.tools:
             return super().start(serve) or "tools: none"
-        self.connect(*start_server(self.cfg, serve))
+        url, revive, where = start_server(self.cfg, serve)
+        self.connect(url, revive)
         # an evaluation needs none
         questions = self.questions("train")[:64] if find_on_disk(self.cfg.train) else []
-        return (
-            f"search: {describe(self.search, self.cfg, questions)}\n{super().start(serve)}".strip()
-        )
+        if questions:
+            where += f"\n        {try_search(self.search, questions)}"
+        return f"search: {where}\n{super().start(serve)}".strip()
 
     def questions(self, split: str) -> list[Question]:
         cfg = self.cfg

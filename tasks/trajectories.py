@@ -114,7 +114,13 @@ class Trajectory:
     def record(self) -> Row:
         """Returns a row for `trajectories/`: everything but the token arrays."""
         q = self.question
-        row: Row = {"question": q.id, "question_text": q.text, "source": q.source, "golds": q.golds}
-        row |= {name: getattr(self, name) for name in RECORDED}
-        row |= {"action_tokens": sum(self.mask), "tokens": len(self.ids)}
-        return row | {"turns": [asdict(turn) for turn in self.turns]}
+        return {
+            "question": q.id,
+            "question_text": q.text,
+            "source": q.source,
+            "golds": q.golds,
+            **{name: getattr(self, name) for name in RECORDED},
+            "action_tokens": sum(self.mask),
+            "tokens": len(self.ids),
+            "turns": [asdict(turn) for turn in self.turns],
+        }

@@ -27,6 +27,7 @@ from grpo import Learner
 from journal.directory import RunDirectory
 from plumbing import stop, threads
 from plumbing.faults import Fault
+from plumbing.files import read_jsonl
 from population import Population
 from reflect import Optimizer
 from tasks import Question, Task, Trajectory
@@ -64,6 +65,15 @@ class Made(Echo):
     def __init__(self, prize):
         Task.__init__(self)
         self.prize = prize
+
+
+def test_what_an_evaluation_in_training_finds_is_shown(tmp_path, capsys):
+    result = inspo.train(task=Echo, **TINY | dict(T=2, eval_every=1), out=str(tmp_path / "run"))
+    lines = capsys.readouterr().out.splitlines()
+    [row] = [row for row in read_jsonl(result.path / "metrics.jsonl") if "valid/reward" in row]
+    for split in ("valid", "test"):
+        [line] = [line for line in lines if line.startswith(split)]
+        assert line.endswith(f" {row[f'{split}/reward']:.3f}")
 
 
 INTERRUPTED = """

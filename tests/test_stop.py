@@ -158,6 +158,36 @@ def test_where_it_may_a_request_ends_a_wait_at_once(listening):
     assert time.time() - began < 60 and sender.wait(60) == 0
 
 
+WORKER = """
+import multiprocessing, time
+from plumbing import stop
+
+def stubborn(started):
+    while True:
+        try:
+            started.set()
+            time.sleep(60)
+        except BaseException:  # as code that a model wrote may
+            pass
+
+context = multiprocessing.get_context("fork")
+started = context.Event()
+with stop.listening(), stop.may_stop():
+    worker = context.Process(target=stubborn, args=[started], daemon=True)
+    worker.start()
+    started.wait()
+    worker.terminate()
+    worker.join(60)
+    print(worker.exitcode)
+    worker.kill()
+"""
+
+
+def test_a_worker_that_a_reward_forks_can_be_terminated():
+    program = [sys.executable, "-c", WORKER]
+    assert subprocess.check_output(program, cwd=ROOT, env=ENV, timeout=180) == b"-15\n"
+
+
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_request_inside_a_del_is_granted_a_moment_later(listening):
     class Closes:

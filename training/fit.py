@@ -338,8 +338,9 @@ def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[fl
     ends = [0]  # bytes saved up to the end of each block
 
     def keep(t: torch.Tensor) -> torch.Tensor:
-        if t.untyped_storage()._cdata not in weights:
-            saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        storage = t.untyped_storage()
+        if storage._cdata not in weights:
+            saved[storage._cdata] = storage.nbytes()
         return t
 
     def watch(module: Any, _: Any, out: Any) -> None:

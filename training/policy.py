@@ -56,6 +56,7 @@ from training.ranks import Ranks
 S = ParamSpec("S")
 A = TypeVar("A")
 R = TypeVar("R")
+Digests = dict[str, str]  # of a checkpoint's files, by name
 
 WATCHED = 10  # trajectories of a step, rounded up to whole groups, whose tokens the run stores
 # what saves GPU memory in an update, and in a rollout
@@ -233,12 +234,12 @@ class Policy:
             vars(first).pop("forward_packed", None)
         self.engine = make_vllm(self) if cfg.engine == "vllm" else make_torch_engine(self, first)
         self.t = 0  # the last step whose update has begun; -1: the weights are those of no step
-        self.seconds: Row = {}  # of each method's last call, and "tools"
+        self.seconds: dict[str, float] = {}  # of each method's last call, and "tools"
         self.in_step = True  # whether all ranks wait for the next call
         # called with purpose, ended and all trajectories of a rollout under way
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None
         self.writer = ranks.thread()  # of checkpoints
-        self.written: Future[dict[str, str]]  # the last one
+        self.written: Future[Digests]  # the last one
         self.shared = getattr(self.engine, "model", None) is model
         self.synced = self.shared  # the engine has the policy's present weights
         self.sync()
@@ -424,15 +425,15 @@ class Policy:
         if not copied:
             wait([self.written])
 
-    def write_share(self, state: dict[str, Any], path: Path) -> dict[str, str]:
+    def write_share(self, state: dict[str, Any], path: Path) -> Digests:
         """Writes this rank's shares; on rank 0 it returns the digests of all files and raises a
         fault of any rank."""
-        answer: dict[str, str] | Exception
+        answer: Digests | Exception
         try:
             answer = checkpoint.save(state, path, self.ranks.rank, self.ranks.saves)
         except Exception as e:  # rank 0 waits for an answer
             answer = e
-        digests: dict[str, str] = {}
+        digests: Digests = {}
         for share in self.ranks.gather(answer, self.ranks.saves):
             if isinstance(share, Exception):
                 raise share

@@ -18,6 +18,7 @@ from plumbing.faults import one_line
 from plumbing.servers import listen, serve_app
 from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, read_clauses, write_instruction
 
+Reasons = dict[str, str]  # clause -> why an instruction needs it
 HARM = ("memory", "verbose", "terse", "early", "whole")
 KNOWN_TAGS = set(re.findall(r"</?\w+>", FRAMES[0]))
 # what its questions end in
@@ -44,7 +45,7 @@ def read_actions(actions: str) -> tuple[list[str], str, str]:
     return find_inside("search", actions), results, answers[-1]
 
 
-def diagnose(response: str) -> dict[str, str]:
+def diagnose(response: str) -> Reasons:
     """Returns {clause: reason to add it}, read from one failed response (question, actions and
     results as text)."""
     question, _, actions = response.partition("?")
@@ -72,7 +73,7 @@ def diagnose(response: str) -> dict[str, str]:
     return lacking
 
 
-def diagnose_by_gold(response: str, golds: str) -> dict[str, str]:
+def diagnose_by_gold(response: str, golds: str) -> Reasons:
     """The same for questions that are not the world's: what was asked, found and said, with the
     right answers."""
     question, _, actions = response.partition("\n")
@@ -173,12 +174,10 @@ def propose(
     return "Here are other wordings of the prompt.", candidates
 
 
-def analyze(
-    failures: list[tuple[str, str]], clauses: list[str]
-) -> tuple[dict[str, str], list[str]]:
+def analyze(failures: list[tuple[str, str]], clauses: list[str]) -> tuple[Reasons, list[str]]:
     """Returns the reasons to add clauses, by clause, and a vote for a clause from every failure
     that shows its lack."""
-    reasons: dict[str, str] = {}
+    reasons: Reasons = {}
     votes: list[str] = []
     for response, golds in failures:
         ours = OF_THE_WORLD.search(response.partition("?")[0])
