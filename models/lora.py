@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.linear import Linear, linear
 from plumbing.faults import Fault
 
 LOSS = """\
@@ -28,7 +28,7 @@ adds B (A x) to W x in bfloat16 instead, as peft and vLLM do, loses most of a sm
 """
 
 
-class LoRALinear(nn.Linear):
+class LoRALinear(Linear):
     """A linear layer with adapters; `add` turns a plain one into it."""
 
     lora_A: Tensor  # (rank, in)
@@ -39,7 +39,7 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.off:
-            return F.linear(x, self.weight, self.bias)
+            return super().forward(x)
         return Product.apply(
             x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale, self.dither
         )
@@ -62,12 +62,12 @@ class Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, W, A, B)
         ctx.scale, ctx.dither = scale, dither
-        return F.linear(x, merge(W, A, B, scale, dither), bias)
+        return linear(x, merge(W, A, B, scale, dither), bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, W, A, B = ctx.saved_tensors
-        dx = dy @ merge(W, A, B, ctx.scale, ctx.dither)
+        dx = linear(dy, merge(W, A, B, ctx.scale, ctx.dither).T)
         rows, d_rows = x.flatten(0, -2), ctx.scale * dy.flatten(0, -2)
         dA, dB = (d_rows @ B).T @ rows, d_rows.T @ (rows @ A.T)
         return dx, None, None, dA, dB, None, None
@@ -96,7 +96,11 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> A
     if not rank:
         return model
     head = model.get_output_embeddings()
-    linear = [layer for layer in model.modules() if type(layer) is nn.Linear and layer is not head]
+    linear = [
+        layer
+        for layer in model.modules()
+        if type(layer) in (nn.Linear, Linear) and layer is not head
+    ]
     widest = max((max(layer.weight.shape) for layer in linear), default=0)
     if rank > widest:
         remedy = "choose a lower rank" if widest else "train all its weights"

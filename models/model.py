@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kernels import grpo_head, head_logits, token_logprobs
 from models import lora
+from models.linear import speed_up
 from models.packing import Packing, packed_attention
 from plumbing.chat import apply_template, turn_ends
 from plumbing.faults import Fault, first_line
@@ -156,6 +157,7 @@ def load_model(path: str, longest: int = 0) -> Any:
     # them, so that resumed runs are bit-identical.
     for p in model.parameters():
         p.data = p.data.clone()
+    speed_up(model)
     model.forward_packed = MethodType(forward_packed, model)
     _check_forward(path, model, longest)
     return model
@@ -347,6 +349,7 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
                 setattr(module, name, buffer.float())
     for module in precise_modules(model):
         module.float()
+    speed_up(model)
     return model
 
 

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from models.linear import ROWS, prefer_onednn
+
 
 def send(x: Tensor, device: torch.device | str) -> Tensor:
     """Copies a tensor from the CPU to the device. The host does not wait: a GPU's stream keeps the
@@ -309,6 +311,13 @@ def pack(batch: Sequence[Any], device: torch.device) -> tuple[Tensor, Packing, T
             if sampled:
                 places.append(origin + k - 1)
                 targets.append(tau.ids[k])
+
+    # a sequence that nobody reads fills the row up
+    filler = -len(ids) % ROWS if device.type == "cpu" and prefer_onednn() else 0
+    if filler:
+        ids += [0] * filler
+        lengths.append(filler)
+        parents.append(-1)
 
     # a batch without trajectories, which other ranks may have, is one token without an action
     packing = Packing(lengths or [1], parents, device)
