@@ -8,6 +8,7 @@ python ask.py --run runs/NAME ID         # one of the held-out questions, which 
 import argparse
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +55,7 @@ def show(tau: Any) -> None:
 
 
 def ask(args: argparse.Namespace) -> None:
-    if args.question and Path(args.question[0]).is_dir():
+    if args.question and os.path.isdir(args.question[0]):  # Path raises where it is too long
         raise Fault(f"{args.question[0]} is a directory: name a run with --run")
     run = args.run or newest_run()
     if not Path(run).is_dir():

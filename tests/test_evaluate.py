@@ -420,6 +420,9 @@ def test_asking_plays_the_run_s_task_and_scores_what_it_knows(finished, retrieve
         text, fault = run(*own, *flags, "What is the", "color of the sky", main=ask.main)
         assert not fault and "color of the sky?" in text
         assert "scored" not in text and "  answer  " in text
+    # longer than a file's name can be
+    text, fault = run(*own, "Who wrote the book of the color of the sky and " * 9, main=ask.main)
+    assert not fault and "color of the sky" in text
 
 
 def test_asking_a_game_from_the_keyboard(finished, tmp_path, monkeypatch):
