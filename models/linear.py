@@ -21,7 +21,7 @@ def prefer_onednn() -> bool:
     """Returns whether oneDNN multiplies float32 faster than MKL on this machine."""
     cpu = torch.cpu.get_capabilities()
     amd = str(cpu.get("cpu_name", "")).startswith("AMD")
-    return amd and cpu.get("avx512_f", False)
+    return amd and cpu.get("avx512_f", False) and torch.backends.mkldnn.is_available()
 
 
 class Linear(nn.Linear):

@@ -9,9 +9,9 @@ from torch import nn
 
 from config import PRESETS
 from models import linear as module
-from models import packing
+from models import lora, packing
 from models.linear import ROWS, Linear, linear, prefer_onednn, speed_up
-from models.model import load_model
+from models.model import load_config, load_model, skeleton
 from models.packing import pack
 from tasks import Question, Trajectory
 
@@ -19,13 +19,13 @@ from tasks import Question, Trajectory
 @pytest.fixture(params=[False, True], ids=["MKL", "oneDNN"])
 def onednn(request, monkeypatch):
     """Whether float32 rows go to oneDNN, whatever this machine's CPU."""
-    if request.param and not torch.backends.mkldnn.is_available():
-        pytest.skip("this torch has no oneDNN")
     prefer(request.param, monkeypatch)
     return request.param
 
 
 def prefer(it: bool, monkeypatch):
+    if it and not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
     for where in (module, packing):
         monkeypatch.setattr(where, "prefer_onednn", lambda: it)
 
@@ -63,7 +63,10 @@ def test_weights_that_are_frozen_get_no_gradient(monkeypatch):
 
 
 def test_a_row_is_filled_up_where_onednn_computes_and_scores_stay(monkeypatch):
-    model = load_model(PRESETS["world"]["model"])
+    path = PRESETS["world"]["model"]
+    model = load_model(path)
+    for each in model, skeleton(load_config(path)):  # training alone, then sharded
+        assert {type(part) for part in each.modules() if isinstance(part, nn.Linear)} == {Linear}
     taus = []
     for k in range(5):  # two groups
         tau = Trajectory(0, Question("q", "Who?", ("x",), ""), k // 3, [], 70)
@@ -96,16 +99,44 @@ def test_a_row_is_filled_up_where_onednn_computes_and_scores_stay(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cpu", "preferred"),
+    ("cpu", "built", "preferred"),
     [
-        ({"cpu_name": "AMD EPYC", "avx512_f": True}, True),
-        ({"cpu_name": "AMD EPYC", "avx512_f": False}, False),
-        ({"cpu_name": "Intel(R) Xeon(R)", "avx512_f": True}, False),
-        ({}, False),
+        ({"cpu_name": "AMD EPYC", "avx512_f": True}, True, True),
+        ({"cpu_name": "AMD EPYC", "avx512_f": True}, False, False),
+        ({"cpu_name": "AMD EPYC", "avx512_f": False}, True, False),
+        ({"cpu_name": "Intel(R) Xeon(R)", "avx512_f": True}, True, False),
+        ({}, True, False),
     ],
 )
-def test_onednn_is_preferred_on_amd_with_avx512(cpu, preferred, monkeypatch):
+def test_onednn_is_preferred_on_amd_with_avx512(cpu, built, preferred, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: built)
     prefer_onednn.cache_clear()
     assert prefer_onednn() == preferred
     prefer_onednn.cache_clear()
+
+
+def test_a_layer_with_adapters_is_multiplied_by_onednn_too(monkeypatch):
+    prefer(True, monkeypatch)
+    asked = []
+
+    def multiply(*args):
+        asked.append(args[0].shape)
+        return by_onednn(*args)
+
+    by_onednn = module.multiply
+    monkeypatch.setattr(module, "multiply", multiply)
+    torch.manual_seed(0)
+    shapes = (1, ROWS, 24), (40, 24), (40,), (4, 24), (40, 4)
+    x, W, bias, A, B = map(torch.randn, shapes)
+    trained = [tensor.requires_grad_() for tensor in (x, A, B)]
+    wide = [tensor.detach().double().requires_grad_() for tensor in trained]
+    out = lora.Product.apply(x, W, bias, A, B, 0.5, torch.zeros(64, dtype=torch.int32))
+    want = wide[0] @ (W.double() + 0.5 * wide[2] @ wide[1]).T + bias
+    torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-5)
+    dy = torch.randn_like(out)
+    out.backward(dy)
+    want.backward(dy.double())
+    assert asked == [x.shape, dy.shape]
+    for mine, theirs in zip(trained, wide, strict=True):
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, atol=1e-3, rtol=1e-4)
