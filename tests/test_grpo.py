@@ -589,6 +589,15 @@ def test_micro_batches_keep_to_their_size_and_lose_nothing(micro_tokens, ranks):
     assert micro_batches([], 10, ranks) == []
 
 
+@pytest.mark.parametrize("micro_tokens", [200, 500])
+def test_a_prompt_that_comes_back_counts_in_its_new_micro_batch(micro_tokens):
+    taus = batch_of(6)
+    taus += taus  # questions that are drawn again
+    for batch in micro_batches(taus, micro_tokens):
+        size = tokens_of([taus[k] for k in batch])
+        assert size <= micro_tokens or len(batch) == 1
+
+
 def test_the_learning_rate_rises_peaks_and_falls():
     rates = [lr_at(t, Config(lr=3e-4, T=10, warmup=0.3)) for t in range(1, 11)]
     assert rates[:3] == pytest.approx([1e-4, 2e-4, 3e-4])
