@@ -173,6 +173,7 @@ def test_a_run_leaves_what_it_promises(whole):
         ["searches"],
     )
     first = read_jsonl(out / "metrics.jsonl")[0]
+    assert first["tools"] == summary["tools"]  # for whoever reads it before the end
     assert first.items() >= {f"test/{k}": v for k, v in summary["start"].items()}.items()
     rows = summary["held_out"]
     assert (
