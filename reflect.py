@@ -30,7 +30,7 @@ CONTROL = re.compile(
 )
 # texts of question and response, each with its golds
 Failures = Sequence[tuple[str, tuple[str, ...]]]
-ESCAPED = re.compile(r'\\[n"]')
+ESCAPED = re.compile(r'\\n(?![a-z])|\\"')  # no LaTeX, such as \nu
 RESULT = re.compile(r"<information>(.*?)</information>", re.S)
 
 # App. E, word for word; {n} stands for its N. (The paraphrase prompt has "6" there, which is N_P -

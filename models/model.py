@@ -486,7 +486,8 @@ def fill(model: Any, source: Any, seed: int | None = None) -> Any:
         if sharded:
             full = distribute_tensor(
                 full, target.device_mesh, target.placements, src_data_rank=None
-            )
+            ).to_local()
+            target = target.to_local()
         target.copy_(full)
     return model
 

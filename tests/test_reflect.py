@@ -443,6 +443,7 @@ def test_a_candidate_that_speaks_for_somebody_else_is_rejected(addition, fault):
         "<information> five words of any kind </information>",
         "For example <answer>...</answer>.", "The question: is it answered?", "Zoë • “quoted” – 漢字 می\u200cخواهم\tx",
         "Line one.\r\nLine two.", "<search> one entity </search>", "if a < b | c > d",
+        r"Write $\nu \neq 0$.",
     ],
 )  # fmt: skip
 def test_what_an_instruction_says_about_the_format_is_welcome(harmless):
