@@ -575,9 +575,9 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
     own = program_of(kind)
     if resume and program != own:
         raise Fault(f"--resume: {run} was started by {program}, not {own}: resume it with that")
-    names = {f.name for f in fields(kind)}
+    names = [f.name for f in fields(kind)]
     differing = [name for name in content if name not in names and program == own]
-    differing += sorted(names - content.keys())
+    differing += [name for name in names if name not in content]
     if differing:
         raise Fault(
             f"{path} is of another version of {program} (commit {commit}; only one of the two has --{differing[0]}):"
@@ -597,8 +597,8 @@ def validate(cfg: Config) -> str:
     """Returns what makes a configuration impossible, in one line; "" if nothing does."""
     fault = out_of_range(cfg, vars(cfg))
     for concern in reversed(type(cfg).__mro__):
-        if not fault and hasattr(concern, "find_fault"):
-            fault = concern.find_fault(cfg)
+        if not fault and "find_fault" in vars(concern):  # not inherited, to be asked twice
+            fault = vars(concern)["find_fault"](cfg)
     return fault
 
 

@@ -4,6 +4,7 @@ import torch
 
 from config import Config, EngineKnobs
 from engines.vllm_engine import check_vllm, vllm_version
+from models.linear import amd_has
 from models.model import load_config
 from plumbing.faults import Fault, first_line
 
@@ -49,9 +50,7 @@ def dtype_of(cfg: Config, device: str) -> str:
         return cfg.dtype
     if device == "cuda":
         return "float32" if too_old else "bfloat16"
-    cpu = torch.cpu.get_capabilities()
-    amd = str(cpu.get("cpu_name", "")).startswith("AMD")
-    fast = cpu.get("amx_bf16", False) or (amd and cpu.get("avx512_bf16", False))
+    fast = torch.cpu.get_capabilities().get("amx_bf16", False) or amd_has("avx512_bf16")
     if fast and load_config(cfg.model).get_text_config().hidden_size >= NARROW:
         return "bfloat16"
     return "float32"

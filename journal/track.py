@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ class Tracker:
             if name == "tensorboard":
                 from torch.utils.tensorboard import SummaryWriter
 
-                self.api: Any = SummaryWriter
-                self.folder = path / name
+                self.api: Any = partial(SummaryWriter, path / name)
                 self.writer: Any = None
             elif name:
                 # trackio has wandb's interface, but knows a run by its name
@@ -49,7 +49,7 @@ class Tracker:
     def send(self, row: Row, t: int) -> None:
         if self.name == "tensorboard":
             if self.writer is None:  # hides later steps of a process that was killed
-                self.writer = self.api(self.folder, purge_step=t)
+                self.writer = self.api(purge_step=t)
             for name, x in row.items():
                 add = self.writer.add_text if isinstance(x, str) else self.writer.add_scalar
                 add(name, x, t)

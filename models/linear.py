@@ -16,12 +16,16 @@ from torch import Tensor, nn
 ROWS = 64
 
 
+def amd_has(feature: str) -> bool:
+    """Returns whether this machine's CPU is one of AMD's with a feature, by torch's name."""
+    cpu = torch.cpu.get_capabilities()
+    return str(cpu.get("cpu_name", "")).startswith("AMD") and cpu.get(feature, False)
+
+
 @functools.cache
 def prefer_onednn() -> bool:
     """Returns whether oneDNN multiplies float32 faster than MKL on this machine."""
-    cpu = torch.cpu.get_capabilities()
-    amd = str(cpu.get("cpu_name", "")).startswith("AMD")
-    return amd and cpu.get("avx512_f", False) and torch.backends.mkldnn.is_available()
+    return amd_has("avx512_f") and torch.backends.mkldnn.is_available()
 
 
 class Linear(nn.Linear):

@@ -96,12 +96,12 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> A
     if not rank:
         return model
     head = model.get_output_embeddings()
-    linear = [
+    plain = [
         layer
         for layer in model.modules()
         if type(layer) in (nn.Linear, Linear) and layer is not head
     ]
-    widest = max((max(layer.weight.shape) for layer in linear), default=0)
+    widest = max((max(layer.weight.shape) for layer in plain), default=0)
     if rank > widest:
         remedy = "choose a lower rank" if widest else "train all its weights"
         raise Fault(
@@ -109,7 +109,7 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> A
         )
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
-    for layer in linear:
+    for layer in plain:
         (n_out, n_in), device = layer.weight.shape, layer.weight.device
         A = nn.init.kaiming_uniform_(torch.empty(rank, n_in), a=5**0.5, generator=generator)
         dither = torch.randint(2**16, (n_out + n_in,), generator=generator, dtype=torch.int32)

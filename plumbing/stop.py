@@ -30,8 +30,10 @@ def leads() -> bool:
 
 
 def count_ranks() -> int:
-    """Returns how many processes torchrun has started; without a RANK, WORLD_SIZE is a cluster's."""
-    return int(os.environ.get("RANK") and os.environ.get("WORLD_SIZE") or 1)
+    """Returns how many processes torchrun has started, 1 without it."""
+    if not os.environ.get("RANK"):  # a WORLD_SIZE alone is a cluster's
+        return 1
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 class Stopped(SystemExit):

@@ -69,6 +69,7 @@ class Encoder:
             config = AutoConfig.from_pretrained(model, trust_remote_code=False)
             if config.is_encoder_decoder or type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
                 raise ValueError(f"a {config.model_type} is not a BERT-type encoder")
+            self.dimension = config.hidden_size
             query, passage, published = read_published(model)
             self.family = family or ("own" if query or passage else infer_family(model))
             self.query_prefix, self.passage_prefix, self.pooling = FAMILIES[self.family]
@@ -101,7 +102,6 @@ class Encoder:
                 f"--encoder {model}: it pools by {published}, a model of family {self.family} by {self.pooling}; "
                 "name its --family"
             )
-        self.dimension = config.hidden_size
         self._rows = 128 if on_gpu else 16  # texts in a forward pass
 
     def queries(self, texts: list[str]) -> np.ndarray:
@@ -127,7 +127,7 @@ class Encoder:
             texts, truncation=True, max_length=self.max_length, padding=True, return_tensors="pt"
         ).to(self.device)
         if not padded["attention_mask"].any():  # no text has a token
-            return np.zeros((len(texts), self._model.config.hidden_size), np.float32)
+            return np.zeros((len(texts), self.dimension), np.float32)
         hidden = self._model(**padded).last_hidden_state.float()  # (B, T, d)
         if self.pooling == "cls":
             pooled = hidden[:, 0]  # (B, d)

@@ -58,8 +58,8 @@ class Tool(ABC):
 
     @abstractmethod
     def submit(self, argument: str) -> "Future[list[str]]":
-        """Returns a Future of the result, a list of texts or a Failure, which raises ToolDown if
-        there is none."""
+        """Returns a Future of the result, a list of texts or a Failure. It raises ToolDown if there
+        is no result."""
 
     def usage(self) -> str:
         """Returns how to call it, for every prompt; "": an instruction says it."""
