@@ -22,7 +22,7 @@ from engines import FinishedTurn
 from plumbing.faults import Fault, OptimizerDown, ToolDown
 from plumbing.outside import printable
 from reflect import MAX_REPLY, Optimizer, fold_words, read_candidates, read_paid_calls
-from retrieval.corpus import Corpus
+from retrieval_server import Corpus
 from rollout import rollout
 from tasks import Job, Question
 from tasks.formats import encode, find_lost_tag

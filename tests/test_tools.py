@@ -453,7 +453,7 @@ def test_before_a_retry_the_server_is_revived_and_its_new_url_used(serve):
 def test_a_server_that_cannot_be_revived_is_search_down():
     def revive():
         # as plumbing.servers.Servers does
-        raise Outage("retrieval.server stopped while starting: no memory")
+        raise Outage("retrieval_server stopped while starting: no memory")
 
     search = Search("", topk=3)
     search.connect("http://127.0.0.1:9", revive)

@@ -45,11 +45,8 @@ ROOMS = {  # files; names of tests/test_*.py
     "checkpoint": (["plumbing/checkpoint.py"], "directory resume"),
     "directory": (["journal/directory.py", "journal/checkpoints.py"], "directory algorithm resume"),
     "retrieval": (
-        [
-            f"retrieval/{name}.py"
-            for name in ("bm25", "build", "corpus", "encoder", "index", "server")
-        ],
-        "retrieval_corpus retrieval_index retrieval_server retrieval_serving",
+        ["retrieval_server.py"],
+        "retrieval_server retrieval_dense",
     ),
 }
 PLUMBING = {"main", "train", "describe", "how_to_resume"}  # arguments, and lines for a reader
