@@ -161,7 +161,9 @@ def test_a_model_that_cannot_be_loaded_is_named(shallow, tmp_path):
 
 def test_no_code_of_a_folder_is_run(shallow, tmp_path):
     folder = shutil.copytree(shallow, tmp_path / "m")
-    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: pass\n")
+    (folder / "own.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: pass\n"
+    )
     for name, changes in [
         ("modules.json", [{"idx": 0, "name": "0", "path": "", "type": "own.Own"}]),
         ("config.json", {"model_type": "unheard", "auto_map": {"AutoConfig": "own.Own"}}),

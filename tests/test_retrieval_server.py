@@ -29,7 +29,6 @@ import retrieval_server
 from plumbing.faults import Fault
 from plumbing.servers import Child, listen
 from retrieval_server import BM25, Corpus
-from tasks.search import Search
 
 ROOT = Path(__file__).parents[1]
 SERVER = ["-m", "retrieval_server"]
@@ -555,26 +554,3 @@ def test_a_child_that_is_never_ready_is_stopped(tmp_path):
         Child([str(script)], tmp_path / "log", deadline=0.5)
     left = [" ".join(child.cmdline()) for child in psutil.Process().children()]
     assert not [command for command in left if str(script) in command]
-
-
-def test_killing_one_of_two_servers_costs_the_client_nothing(tmp_path):
-    corpus = Corpus(make_corpus(tmp_path / "c", 400))
-    index = BM25.build(corpus.texts())
-    with (
-        Child([*SERVER, "--corpus", corpus.path], tmp_path / "log") as killed,
-        serving(index, corpus) as url,
-    ):
-        search = Search(f"{killed.url},{url}", topk=3)
-        queries = list(corpus.texts())
-        futures = []
-        for k, query in enumerate(queries):
-            futures.append(search.submit(query))
-            if k == 150:
-                futures[60].result(60)
-                os.kill(killed._process.pid, signal.SIGKILL)
-            time.sleep(0.001)
-        for query, future in zip(queries, futures, strict=True):
-            assert future.result(60) == [
-                corpus[row]["contents"] for row, _ in index.search([query], 3)[0]
-            ]
-        assert search.faults >= 1 and search.urls[0] == url
