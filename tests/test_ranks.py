@@ -289,11 +289,6 @@ def test_every_trajectory_is_there_once_in_the_order_of_the_jobs(whole):
     with gzip.open(whole[0] / "trajectories" / "step-000003.jsonl.gz", "rt") as f:
         rows = [json.loads(line) for line in f]
     assert [row["group"] for row in rows] == [0, 0, 1, 1]
-    for row in rows:  # what either rank has noted of its tokens is its own
-        data = row["token_data"]
-        assert data["n"] == row["action_tokens"] == len(data["logp"])
-        # they are stored with four digits
-        assert data["logp"] == pytest.approx(data["engine"], rel=2e-3, abs=1e-3)
     for file in (whole[0] / "trajectories").glob("test-*"):
         with gzip.open(file, "rt") as f:
             assert [bool(json.loads(line)["response"]) for line in f] == [True] * 3
