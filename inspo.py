@@ -286,20 +286,6 @@ def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: 
         log.add_result("first policy, I_star", policy.evaluate(T, I_star, "test"))
 
 
-def list_custom_parts(learner: Any, population: Any, evolution: Any, algorithm: Any) -> list[Any]:
-    """Returns the parts of a run that are not the usual ones, which its record names. Raises Fault
-    for a class that is none of its kind."""
-    import grpo
-
-    parts = learner, population, evolution
-    kinds = grpo.Learner, Population, Evolution
-    for part, kind in zip(parts, kinds, strict=True):
-        if isinstance(part, type) and not issubclass(part, kind):
-            raise Fault(f"{kind.__name__.lower()}: {part} does not extend {kind.__name__}")
-    usual = (None, *kinds, inspo)
-    return [part for part in (*parts, algorithm) if part not in usual]
-
-
 class Result(NamedTuple):
     """What a run leaves: its directory, the best instruction, and summary.json."""
 
@@ -340,8 +326,7 @@ def train(
             follow(ranks, task, learner)
             return None
         with stop.may_stop():
-            parts = list_custom_parts(learner, population, evolution, algorithm)
-            run = stack.enter_context(RunDirectory.opened(cfg, task, *parts))
+            run = stack.enter_context(RunDirectory.opened(cfg))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
             optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))

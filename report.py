@@ -9,7 +9,6 @@ The directory page/ has its parts: what is read, what is concluded, and the HTML
 as files.
 """
 
-from plumbing import stop  # noqa: F401  isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 from pathlib import Path
 

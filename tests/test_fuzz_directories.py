@@ -71,7 +71,7 @@ def save(run: RunDirectory, t: int, weights: dict) -> None:
 def whole(tmp_path_factory):
     """A run's directory with everything that a resumed run reads, three checkpoints of it."""
     path = tmp_path_factory.mktemp("fuzz") / "r"
-    run = RunDirectory.open(Config(out=str(path), keep=3), "x")
+    run = RunDirectory.open(Config(out=str(path), keep=3))
     for t in range(10):
         row = {
             "reward": 0.5,
@@ -144,7 +144,7 @@ def resume(path: Path) -> int | None:
     """What a resumed run reads, in its order; returns the step that it would resume from, None for
     the start."""
     read_config(path)
-    run = RunDirectory.open(Config(out=str(path), resume=True, keep=3), "x")
+    run = RunDirectory.open(Config(out=str(path), resume=True, keep=3))
     try:
         found = run.rewind(lambda text: None)
         if not found:
@@ -210,7 +210,7 @@ def test_a_damaged_run_is_exported_right_or_refused(tmp_path, capsys):
     """A run of the world that has not trained: its checkpoint holds the weights of
     world/files/policy."""
     model, path = load_model(str(WORLD / "policy")), tmp_path / "whole"
-    run = RunDirectory.open(Config(out=str(path), model=str(WORLD / "policy"), lr=0.0), "x")
+    run = RunDirectory.open(Config(out=str(path), model=str(WORLD / "policy"), lr=0.0))
     weights = {"model": dict(model.state_dict())}
     save(run, 3, weights)
     run.close()
