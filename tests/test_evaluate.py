@@ -162,23 +162,15 @@ def test_a_run_is_measured_under_its_I_star_and_another_instruction_can_replace_
         read_jsonl(tmp_path / x / "results.jsonl") for x in ("own", "same", "first", "other")
     )
     assert own == same != first == other
-    # a run that was made anew with other knobs
-    rewrite(mine / "config.json", '"max_turns": 4', '"max_turns": 2')
-    assert (
-        "was started with max_turns 4, not 2: choose another --out"
-        in run(*flags, "--out", tmp_path / "own")[1]
-    )
 
 
 def test_other_questions_go_into_a_folder_of_their_own(retriever, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for data in (["test"], ["valid"], ["test", "valid"], ["test"]):
-        said, fault = run("world", "--n", 2, "--retriever", retriever, "--data", *data)
-        assert not fault
+    for data in (["test"], ["valid"], ["test", "valid"]):
+        assert not run("world", "--n", 2, "--retriever", retriever, "--data", *data)[1]
     folders = [path.name for path in (tmp_path / "runs" / "evaluation").iterdir()]
     stem = "world-search_r1"
     assert sorted(folders) == [stem, f"{stem}-test-valid", f"{stem}-valid"]
-    assert "2 of 2 rows are from an earlier call" in said
 
 
 # ---- at the command line
@@ -425,13 +417,6 @@ def test_each_fault_is_one_line_that_says_what_to_do(
             fault
         )
     assert "give WHAT to evaluate" in run()[1]
-    # a run that was stopped: its summary.json would say that it has finished
-    before = sorted(finished.rglob("*"))
-    _, fault = run("world", "--n", 2, "--out", finished)
-    assert fault == f"evaluate.py: --out {finished} holds a run: choose another"
-    assert sorted(finished.rglob("*")) == before
-    _, fault = run("world", "--data", "world", "valid", "--n", 7, "--out", whole[0])
-    assert fault == f"evaluate.py: {whole[0]} was started with n 6, not 7: choose another --out"
     shutil.copytree(finished, tmp_path / "lost", ignore=shutil.ignore_patterns("policy"))
     for flags, words in (
         ([tmp_path, "x"], f"{tmp_path} holds no finished run"),
@@ -942,7 +927,6 @@ def test_compare_refuses_other_questions_metrics_and_what_has_not_finished(tmp_p
         ([1, None], {}),
         ([1, 0], {"metrics": []}),
         ([1, 0], {"metrics": ["f1"]}),
-        ([1, 0], {"setting": {"task": "x"}}),
         ([1, 0], {"setting": []}),
         ([1, 0], {"benchmarks": {"nq": {"questions": 3}}}),  # one in progress
     ],

@@ -150,12 +150,6 @@ REFUSED = {
     "a word of two": (dict(batch_size=8), "batch_size: .*nearest is batch "),
     "half of a name": (dict(optimizer="x"), "optimizer: .*nearest is optimizer_model "),
     "a name and a word": (dict(model_name="x"), "model_name: .*nearest is model "),
-    "a learner of another kind": (dict(learner=Population), "learner: .*Population.* Learner"),
-    "a population of another kind": (
-        dict(population=Learner),
-        "population: .*Learner.* Population",
-    ),
-    "an evolution of another kind": (dict(evolution=Echo), "evolution: .*Echo.* Evolution"),
     "a preset": (dict(preset="wrld"), "preset 'wrld': choose world, "),
     "text for a number": (dict(T="4"), "T: give a value of type int, not str"),
     "a fraction": (dict(T=2.5), "T: give a value of type int, not float"),
