@@ -131,7 +131,10 @@ class Log:
         self.row |= row
 
     def add_evaluation(self, split: str, taus: Sequence[Trajectory]) -> None:
-        """Adds an evaluation of the policy in training to the step's row, and shows its first metric."""
+        """Adds an evaluation of the policy in training to the step's row, and shows its first metric;
+        one of no questions has no columns."""
+        if not taus:
+            return
         scores, main = compute_metrics(self.task, taus, self.metrics), self.metrics[0]
         means = make_evaluation_row(self.task, taus, scores)
         self.screen.note(f"{split} questions, best instruction: {label(main)} {means[main]:.3f}")
