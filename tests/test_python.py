@@ -4,6 +4,7 @@ another."""
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
