@@ -72,7 +72,7 @@ class Log:
         for row in self.run.rows("metrics"):
             self.silence.hear(row)
 
-    def introduce(self, why: str, tools: str, optimizer: str) -> None:
+    def introduce(self, why: str, tools: str, optimizer: str, parts: str) -> None:
         """Prints what is about to be trained, and with what."""
         cfg, task = self.cfg, self.task
         train, test = task.questions("train"), take_subset(task.questions("test"), cfg.eval_n)
@@ -82,6 +82,7 @@ class Log:
         lines = [
             f"{cfg.mode}: {preset_of(cfg.model)} ({policy}) on {asked}",
             tools,
+            parts,
             f"optimizer: {optimizer}",
             f"{steps}; everything goes to {self.run.path}",
         ]
