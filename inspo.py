@@ -288,7 +288,8 @@ def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: 
 
 
 def describe_custom_parts(learner: Any, population: Any, evolution: Any, algorithm: Any) -> str:
-    """Returns a line about the parts of a run that are not the usual ones. Raises Fault for a class that is none of its kind, or overrides nothing."""
+    """Returns a line about the parts of a run that are not the usual ones. Raises Fault for a class
+    that is none of its kind, or overrides nothing."""
     import grpo
 
     parts = learner, population, evolution
