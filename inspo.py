@@ -214,12 +214,7 @@ class Evolution:
     def ask(self, I_parent: Instruction, prompt: str, golds: list[str], n: int) -> list[str]:
         """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that
         shows these golds."""
-        try:
-            call = self.optimizer.ask(prompt, f"t{self.t} r{self.round}")
-        except OptimizerDown as e:
-            if e.call:  # what could not be read was billed, too
-                self.note(I_parent, call=vars(e.call))
-            raise
+        call = self.optimizer.ask(prompt, f"t{self.t} r{self.round}")
         # noted before it is read, since it was billed; a call of an earlier process is there already
         if not call.paid_before:
             self.note(I_parent, call=vars(call))

@@ -71,8 +71,6 @@ class Diverged(Fault):
 class OptimizerDown(Outage):
     """The LLM-based optimizer gave no usable reply; training continues without it."""
 
-    call: Any = None  # what its replies have cost nevertheless
-
 
 def tell_torchrun(text: str) -> None:
     """Has torchrun, which prints 30 lines of its own when a process fails, end them with this
