@@ -52,15 +52,15 @@ def conclude(means: Row, n: int, metric: str, spread: Row) -> str:
     # is it more than chance?
     noise = 2 * math.hypot(spread[end], spread[START]) / math.sqrt(n)
     if noise and abs(gain) <= noise:
-        return f"{gained}: nothing gained that {asked} could show (two standard errors are {noise:.2f})."
+        return f"{gained}: within noise on {asked} (±{noise:.2f})."
     right_or_wrong = all(
         math.isclose(spread[x] ** 2, means[x] * (1 - means[x]), abs_tol=1e-9) for x in (START, end)
     )
     if n < SIGNS or (right_or_wrong and round(abs(gain) * n) < SIGNS):
-        shown = f"nothing gained that {asked} could show"
+        shown = f"within noise on {asked}"
         if right_or_wrong and means[end] == 1:
             shown = f"{asked} and all solved, but no gain is shown"
-        return f"{gained}: {shown} (a sign test takes {SIGNS} that change)."
+        return f"{gained}: {shown} (at least {SIGNS} answers must change to be significant)."
 
     # whose is it?
     if end == TRAINED:
@@ -104,8 +104,8 @@ def tell_vain(summary: Row) -> str:
     if summary.get("evolved") is not False or summary["mode"] == "static":
         return ""
     n = summary["ledger"]["evolutions"]
-    changed = f"{many(n, 'evolution')} changed no instruction" if n else "no evolution took place"
-    return f"{changed}: this is no result of --mode {summary['mode']} (evolved: false in summary.json)."
+    changed = f"{many(n, 'evolution')} changed no instruction" if n else "no evolution happened"
+    return f"{changed}: do not report this as --mode {summary['mode']} (evolved: false in summary.json)."
 
 
 def tell_speed(steps: Sequence[Row]) -> str:

@@ -32,14 +32,11 @@ def conclusion_of(means: dict[str, float], n: int) -> str:
         ((0.00, 0.30, 0.13, 0.70), "add up"),
         ((0.08, 0.25, 0.91, 0.93), "search over instructions"),
         ((0.10, 0.80, 0.20, 0.85), "training would"),
-        (
-            (0.30, 0.30, 0.30, 0.37),
-            "nothing gained that 300 questions could show (two standard errors are 0.08)",
-        ),
+        ((0.30, 0.30, 0.30, 0.37), "EM +0.07: within noise on 300 questions (±0.08)"),
         ((0.50, 0.40, 0.40, 0.30), "EM -0.20: the run has done harm"),
         ((0.01, 0.20), "EM +0.19 under the first instruction"),
-        ((0.20, 0.21), "nothing gained"),
-        ((0.00, 0.00, 0.00, 0.00), "EM +0.00: nothing gained"),
+        ((0.20, 0.21), "within noise"),
+        ((0.00, 0.00, 0.00, 0.00), "EM +0.00: within noise"),
     ],
 )
 def test_a_run_ends_with_whose_gain_it_is(scores, says):
@@ -54,7 +51,7 @@ def test_a_few_questions_show_no_gain_however_clear(n):
     assert "EM +1.00" in said and "all solved, but no gain is shown" in said
     assert "training would have been enough" in conclusion_of(means, 6)
     means = dict(zip(ROWS, (0.0, 0.05, 0.0, 0.05), strict=True))
-    assert "nothing gained" in conclusion_of(means, 100) and "training would" in conclusion_of(
+    assert "within noise" in conclusion_of(means, 100) and "training would" in conclusion_of(
         means, 120
     )
 
@@ -67,7 +64,7 @@ def test_a_few_questions_show_no_gain_however_clear(n):
             1.5,
             "won +3.50; the policy alone has +1.00, the instruction alone +0.50: the pair",
         ),
-        ((-1.0, 0.0, -0.5, 2.5), 30.0, "won +3.50: nothing gained that 300 questions could show"),
+        ((-1.0, 0.0, -0.5, 2.5), 30.0, "won +3.50: within noise on 300 questions"),
         ((0.30, 0.30, 0.30, 0.37), 0.1, "worth more"),  # nothing without the spread
         ((2.0, 1.0), 0.1, "won -1.00 under"),
     ],
