@@ -14,14 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from evaluation.agents import PLAYED, SERVED, load_agent
-from evaluation.command import add_player_flags, parse_player_flags
+from evaluate import add_player_flags, load_agent, read_player_flags
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.outside import printable
 from plumbing.threads import choose_threads, use_threads
-
-KNOBS = (*PLAYED, *SERVED)  # of the run's, that may be given anew
 
 
 def newest_run() -> str:
@@ -59,10 +56,9 @@ def ask(args: argparse.Namespace) -> None:
     run = args.run or newest_run()
     if not Path(run).is_dir():
         raise Fault(f"--run {run}: no such directory")
-    given = {name: getattr(args, name) for name in KNOBS if getattr(args, name) is not None}
 
     # the agent
-    with load_agent(run, temperature=args.temperature, seed=args.seed, **given) as agent:
+    with load_agent(run, **read_player_flags(args)) as agent:
         print(printable(f"{Path(run).resolve().name}\n\n{agent.instruction}"))
 
         # a question after the other
@@ -88,8 +84,8 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("question", nargs="*", help="without one, questions are read from the keyboard")
     add("--run", default="", help="a finished run, or a checkpoint of it [the newest in runs/]")
-    add_player_flags(parser, KNOBS, ("seed", "temperature"))
-    args = parse_player_flags(parser, argv)
+    add_player_flags(parser)
+    args = parser.parse_args(argv)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a file may be in another encoding
     with one_line("ask.py"), stop.listening(), stop.may_stop():

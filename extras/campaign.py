@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from config import HERE
-from evaluation.measure import format_table
-from evaluation.statistics import adjust_p_values, compare_seeds, estimate_over_seeds
 from extras.bench.harness import parser_of, train_command
+from extras.compare import adjust_p_values, compare_seeds, estimate_over_seeds, format_table
 from plumbing.faults import Fault, one_line
 from plumbing.files import read_jsonl
 from plumbing.outside import decoded

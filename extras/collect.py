@@ -20,32 +20,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from config import read_config
+from config import Config, read_config
 from engines.chat_engine import Words
-from evaluation.agents import (
-    PLAYED,
-    SERVED,
-    Method,
-    Subject,
-    find_subject,
-    instruction_of,
-    open_agent,
-)
-from evaluation.command import add_player_flags
+from evaluate import KNOBS, add_player_flags, load_agent, read_player_flags
 from extras.bench.harness import parser_of
 from extras.cold_start import conversation, cut_at_stop
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.files import read_jsonl
 from plumbing.outside import escape_markup, match_markup
+from plumbing.trust import check_origin
 from tasks import Question, Task
-from tasks.loading import load_task
-from tasks.metrics import set_rewards
+from tasks.loading import load_task, read_instruction
 from tasks.questions import read_json_lines
 from tasks.sampling import rng_of, take_subset
 
 CHUNK = 64  # questions that are played together
-KNOBS = (*PLAYED, *SERVED, "train")
+OWN = (*KNOBS, "train")  # settings that may be given anew
 Row = dict[str, Any]
 # with its instruction, and what Trajectory.record says of it
 Played = tuple[Task, str, Question, Row]
@@ -87,9 +78,11 @@ def possible(row: Row, task: Task) -> bool:
     return False
 
 
-def read(run: Path, args: argparse.Namespace) -> Iterator[Played]:
+def read(run: Path, settings: Row) -> Iterator[Played]:
     """Yields a run's training rollouts, the latest first."""
-    task = load_task(Subject(run.name, "", read_config(run), run=run).configure(vars(args), KNOBS))
+    cfg: Config = read_config(run)
+    check_origin(run, {name: getattr(cfg, name) for name in OWN}, settings)
+    task = load_task(dataclasses.replace(cfg, **settings))
     questions = {q.id: q for q in task.questions("train")}
     texts = {
         I["id"]: I["text"] for event in read_jsonl(run / "population.jsonl") for I in event["P"]
@@ -103,18 +96,17 @@ def read(run: Path, args: argparse.Namespace) -> Iterator[Played]:
 def play(args: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[Played]:
     """Yields what WHAT plays of the training questions, without those that are `done` under its
     instruction."""
-    chosen = find_subject(args.what, args.served_model)
-    task = load_task(chosen.configure(vars(args), KNOBS))
-    instruction = instruction_of(chosen, task, Method(), args.instruction)
-    chunk = take_subset(task.questions("train"), args.n, args.seed)
-    left = [q for q in chunk if (instruction, q.id) not in done]
-    with open_agent(chosen, task, instruction, args.temperature, args.seed) as player:
-        print(player.tools or f"task: {task.cfg.task}", flush=True)
+    text = read_instruction(args.instruction) if args.instruction else ""
+    settings: Row = {"engine": "auto"} | read_player_flags(args, OWN)
+    with load_agent(args.what, instruction=text, **settings) as agent:
+        task, instruction = agent.task, agent.instruction
+        every = take_subset(task.questions("train"), args.n, args.seed)
+        left = [q for q in every if (instruction, q.id) not in done]
         for first in range(0, len(left), CHUNK):
             chunk = left[first : first + CHUNK]
-            seed = int(rng_of(args.seed, len(done), chunk[0].id).integers(2**31))
-            taus = dataclasses.replace(player, seed=seed).play(chunk)
-            set_rewards(task, taus)
+            agent.seed = int(rng_of(args.seed, len(done), chunk[0].id).integers(2**31))
+            taus = agent.play(chunk)
+            agent.score(taus)
             yield from ((task, instruction, tau.question, tau.record()) for tau in taus)
 
 
@@ -133,7 +125,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--n", type=int, default=0, help="questions to play, a fixed sample by --seed; 0: all"
     )
-    add_player_flags(parser, KNOBS)
+    parser.add_argument("--instruction", default="", help="file (I_star, else the task's first)")
+    add_player_flags(parser, OWN)
     args = parser.parse_args(argv)
     with one_line("extras/collect.py"), stop.listening(), stop.may_stop():
         # before anything is played, and perhaps paid for
@@ -143,9 +136,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         done = {(row["instruction"], row["id"]) for _, row in rows}
         is_run = (Path(args.what) / "trajectories").is_dir()
         new = left_out = 0
-        for task, instruction, q, played in (
-            read(Path(args.what), args) if is_run else play(args, done)
-        ):
+        settings = {k: x for k, x in read_player_flags(args, OWN).items() if k in OWN}
+        source = read(Path(args.what), settings) if is_run else play(args, done)
+        for task, instruction, q, played in source:
             row = row_of(task, instruction, q, played)
             good = played["reward"] >= (task.passing_reward if args.least is None else args.least)
             whole = (

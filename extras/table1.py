@@ -17,20 +17,19 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from config import STATIC, Config, knob, parse_flags
 from engines import FinishedTurn
-from evaluation import command
-from evaluation.agents import METHODS, Agent, Method
+from evaluate import Agent, find_subject, make_parser, run
 from extras.bench.harness import play_turns
 from extras.prompts import Prompt, wording
 from plumbing import stop
 from plumbing.chat import apply_template
-from plumbing.faults import one_line
-from tasks import Question, Trajectory, Turn
+from plumbing.faults import Fault, one_line
+from tasks import Question, Task, Trajectory, Turn
 from tasks.formats import encode
 from tasks.search_qa import SearchQA
 from tasks.tools import find_answer
@@ -41,22 +40,21 @@ Documents = list[str]
 ONE_HOP = ("nq", "triviaqa", "popqa")  # sources whose questions need one fact
 
 
-class Player:
-    """An agent as the methods need it: their prompts, single turns, searches by the method instead
-    of the policy."""
+class Player(Agent):
+    """An agent with what the methods need: their prompts, single turns, searches by the method
+    instead of the policy."""
 
-    def __init__(self, agent: Agent):
-        assert isinstance(agent.task, SearchQA)
-        self.agent, self.engine, self.tokenizer = agent, agent.engine, agent.tokenizer
-        self.cfg, self.search, self.words = (
-            agent.task.cfg,
-            agent.task.search,
-            wording(agent.task.cfg.model),
-        )
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        if not isinstance(self.task, SearchQA):
+            raise Fault(f"--method {type(self).__name__}: it plays search QA alone")
+        self.cfg, self.search = self.task.cfg, self.task.search
+        self.words = wording(self.cfg.model)
 
     def under(self, instruction: str, questions: Sequence[Question]) -> list[Trajectory]:
         """Plays the task's own loop under the method's instruction."""
-        return dataclasses.replace(self.agent, instruction=instruction).play(questions)
+        self.instruction = instruction
+        return super().play(questions)
 
     def ids(self, prompt: Prompt, **slots: object) -> list[int]:
         """Encodes a prompt in the chat template, with the beginning of the reply."""
@@ -72,8 +70,8 @@ class Player:
         keys, done = list(fitting), list[FinishedTurn]()
         for first in range(0, len(keys), self.engine.max_rows):
             some = {k: fitting[k] for k in keys[first : first + self.engine.max_rows]}
-            seed = self.agent.seed + first
-            done += play_turns(self.engine, some, max_new, self.agent.temperature, seed)
+            seed = self.seed + first
+            done += play_turns(self.engine, some, max_new, self.temperature, seed)
         return {turn.key: turn for turn in done if not turn.stop}
 
     def text(self, turn: FinishedTurn) -> str:
@@ -111,80 +109,102 @@ def answer_of(text: str) -> str:
     return text.rpartition("nswer is:")[2].strip().rstrip(".").strip()
 
 
-def direct(player: Player, questions: Sequence[Question]) -> list[Trajectory]:
+ALONE: dict[str, Any] = {"tools": "none"}
+SHORT = ALONE | {"max_response": 32}
+
+
+class Direct(Player):
     """Asks without documents, for 32 tokens at most; without tags the whole reply is the answer.
 
     After FlashRAG's zero-shot (examples/methods/run_exp.py, MIT). Restated: one message for system
     and user, and the answer in tags, so that `sft` trains what all other methods are scored by.
     """
-    taus = player.under(player.words.direct, questions)
-    for tau in taus:
-        # no EOS in the answer
-        reply = player.tokenizer.decode(tau.ids[tau.prompt_tokens :], skip_special_tokens=True)
-        tau.prediction, tau.stop = answer_of(reply), "answer"
-    return taus
+
+    knobs = SHORT
+
+    def play(self, questions: Sequence[Question]) -> list[Trajectory]:
+        taus = self.under(self.words.direct, questions)
+        for tau in taus:
+            # no EOS in the answer
+            reply = self.tokenizer.decode(tau.ids[tau.prompt_tokens :], skip_special_tokens=True)
+            tau.prediction, tau.stop = answer_of(reply), "answer"
+        return taus
 
 
-def rag(player: Player, questions: Sequence[Question]) -> list[Trajectory]:
+class RAG(Player):
     """Retrieves once with the question and answers from the passages, in 32 tokens at most.
 
     After FlashRAG's naive generation (flashrag/prompt/base_prompt.py, MIT), with `topk` passages:
     3, where it has 5.
     """
-    taus, contexts = begin(questions), {}
-    for k, documents in player.retrieve({k: q.text for k, q in enumerate(questions)}, taus).items():
-        shown = player.show(documents)
-        contexts[k] = player.ids(player.words.rag, question=questions[k].text, documents=shown)
-        taus[k].observe(contexts[k])
-        taus[k].prompt_tokens, taus[k].stop = len(contexts[k]), "length"
-    for k, turn in player.turns(contexts, 32).items():
-        taus[k].act(turn.ids, turn.logps)
-        taus[k].response, taus[k].stop = player.text(turn), "answer"
-        taus[k].prediction = answer_of(taus[k].response)
-    return taus
+
+    @classmethod
+    def stop_strings(cls, task: Task) -> tuple[str, ...]:
+        return ("</answer>",)
+
+    def play(self, questions: Sequence[Question]) -> list[Trajectory]:
+        taus, contexts = begin(questions), {}
+        for k, documents in self.retrieve(
+            {k: q.text for k, q in enumerate(questions)}, taus
+        ).items():
+            shown = self.show(documents)
+            contexts[k] = self.ids(self.words.rag, question=questions[k].text, documents=shown)
+            taus[k].observe(contexts[k])
+            taus[k].prompt_tokens, taus[k].stop = len(contexts[k]), "length"
+        for k, turn in self.turns(contexts, 32).items():
+            taus[k].act(turn.ids, turn.logps)
+            taus[k].response, taus[k].stop = self.text(turn), "answer"
+            taus[k].prediction = answer_of(taus[k].response)
+        return taus
 
 
-def ircot(player: Player, questions: Sequence[Question], steps: int = 5) -> list[Trajectory]:
-    """Reasons a sentence at a time and retrieves with each sentence, `steps` times at most.
+class IRCoT(Player):
+    """Reasons a sentence at a time and retrieves with each sentence, 5 times at most.
 
     After IRCoT (StonyBrookNLP/ircot, Apache-2) as FlashRAG plays it (active_pipeline.py, 5 steps in
     run_exp.py, MIT). Restated: one demonstration of our own; passages stand in the order of
     retrieval, each once (FlashRAG sorts them by ascending score); without "So the answer is:" all
     thoughts are the answer, as there.
     """
-    taus, thoughts = begin(questions), dict.fromkeys(range(len(questions)), "")
-    documents: dict[int, dict[str, None]] = {k: {} for k in thoughts}
-    queries = {k: q.text for k, q in enumerate(questions)}
-    for _ in range(steps):
-        for k, passages in player.retrieve(queries, taus).items():
-            documents[k] |= dict.fromkeys(passages)
-        contexts = {}
-        for k in queries:
-            shown = player.show(list(documents[k]))
-            contexts[k] = player.ids(
-                player.words.ircot,
-                question=taus[k].question.text,
-                documents=shown,
-                thoughts=thoughts[k],
-            )
-            taus[k].observe(contexts[k])
-            taus[k].prompt_tokens = taus[k].prompt_tokens or len(contexts[k])
-        queries = {}
-        for k, turn in player.turns(contexts, player.cfg.max_response).items():
-            taus[k].act(turn.ids, turn.logps)
-            thought = player.text(turn)
-            thoughts[k] += f" {thought}"
-            if "nswer is:" in thought or find_answer(thought) is not None:
-                taus[k].stop = "answer"
-            else:
-                queries[k] = re.sub(r"</?\w+>", " ", thought).strip() or taus[k].question.text
-    for k, tau in enumerate(taus):
-        tau.response, tau.prediction = thoughts[k].strip(), answer_of(thoughts[k])
-        tau.stop = tau.stop or "turns"
-    return taus
+
+    @classmethod
+    def stop_strings(cls, task: Task) -> tuple[str, ...]:
+        return wording(task.cfg.model).sentence_ends
+
+    def play(self, questions: Sequence[Question]) -> list[Trajectory]:
+        taus, thoughts = begin(questions), dict.fromkeys(range(len(questions)), "")
+        documents: dict[int, dict[str, None]] = {k: {} for k in thoughts}
+        queries = {k: q.text for k, q in enumerate(questions)}
+        for _ in range(5):
+            for k, passages in self.retrieve(queries, taus).items():
+                documents[k] |= dict.fromkeys(passages)
+            contexts = {}
+            for k in queries:
+                shown = self.show(list(documents[k]))
+                contexts[k] = self.ids(
+                    self.words.ircot,
+                    question=taus[k].question.text,
+                    documents=shown,
+                    thoughts=thoughts[k],
+                )
+                taus[k].observe(contexts[k])
+                taus[k].prompt_tokens = taus[k].prompt_tokens or len(contexts[k])
+            queries = {}
+            for k, turn in self.turns(contexts, self.cfg.max_response).items():
+                taus[k].act(turn.ids, turn.logps)
+                thought = self.text(turn)
+                thoughts[k] += f" {thought}"
+                if "nswer is:" in thought or find_answer(thought) is not None:
+                    taus[k].stop = "answer"
+                else:
+                    queries[k] = re.sub(r"</?\w+>", " ", thought).strip() or taus[k].question.text
+        for k, tau in enumerate(taus):
+            tau.response, tau.prediction = thoughts[k].strip(), answer_of(thoughts[k])
+            tau.stop = tau.stop or "turns"
+        return taus
 
 
-def search_o1(player: Player, questions: Sequence[Question]) -> list[Trajectory]:
+class SearchO1(Player):
     """Reasons with searches in the middle; a second prompt reads the passages and puts its notes
     into the reasoning.
 
@@ -193,84 +213,87 @@ def search_o1(player: Player, questions: Sequence[Question]) -> list[Trajectory]
     passages for 10, the sampling of all other methods for temperature 0.7, `max_response` tokens a
     turn, and prompts of our own.
     """
-    taus = begin(questions)
-    start, end = player.words.query
-    before, after = player.words.result
-    limit = [5 if q.source in ONE_HOP or q.source.endswith("1hop") else 10 for q in questions]
-    for tau, searches in zip(taus, limit, strict=True):
-        tau.observe(
-            player.ids(player.words.search_o1, question=tau.question.text, searches=searches)
-        )
-        tau.prompt_tokens = len(tau.ids)
-    active = set(range(len(taus)))
-    for _ in range(max(limit, default=0) + 1):
-        queries: dict[int, str] = {}
-        turns = player.turns({k: taus[k].ids for k in sorted(active)}, player.cfg.max_response)
-        for k in active - set(turns):
-            taus[k].stop = "length"
-        for k, turn in turns.items():
-            tau = taus[k]
-            tau.act(turn.ids, turn.logps)
-            text = player.text(turn)
-            tau.response += text
-            query = text.rpartition(start)[2].partition(end)[0].strip()
-            repeated = query in {past.argument for past in tau.turns}
-            if not query or end not in text:
-                tau.stop, tau.prediction = "answer", answer_of(tau.response)
-            elif repeated or len(tau.turns) >= limit[k]:
-                note = "Searched before: see above." if repeated else "No search is left: answer."
-                tau.observe(encode(player.tokenizer, f"{before}{note}{after}"))
-            else:
-                queries[k] = query
-        contexts = {}
-        for k, documents in player.retrieve(queries, taus).items():
-            slots = {
-                "question": queries[k],
-                "documents": player.show(documents),
-                "thoughts": taus[k].response,
-            }
-            contexts[k] = player.ids(player.words.read, **slots)
-        for k, turn in player.turns(contexts, player.cfg.max_response).items():
-            read = (
-                player.text(turn)
-                .partition(player.words.read_end)[0]
-                .rpartition("Final Information:")[2]
+
+    @classmethod
+    def stop_strings(cls, task: Task) -> tuple[str, ...]:
+        return (wording(task.cfg.model).query[1], "</answer>")
+
+    def play(self, questions: Sequence[Question]) -> list[Trajectory]:
+        taus = begin(questions)
+        start, end = self.words.query
+        before, after = self.words.result
+        limit = [5 if q.source in ONE_HOP or q.source.endswith("1hop") else 10 for q in questions]
+        for tau, searches in zip(taus, limit, strict=True):
+            tau.observe(
+                self.ids(self.words.search_o1, question=tau.question.text, searches=searches)
             )
-            note = before + re.sub(r"</?\w+>", "", read).strip() + after
-            taus[k].observe(encode(player.tokenizer, note)[: player.cfg.max_observation])
-            taus[k].response += note
-        active = {k for k in active if not taus[k].stop}
-    for k in active:
-        taus[k].stop = "turns"
-    return taus
+            tau.prompt_tokens = len(tau.ids)
+        active = set(range(len(taus)))
+        for _ in range(max(limit, default=0) + 1):
+            queries: dict[int, str] = {}
+            turns = self.turns({k: taus[k].ids for k in sorted(active)}, self.cfg.max_response)
+            for k in active - set(turns):
+                taus[k].stop = "length"
+            for k, turn in turns.items():
+                tau = taus[k]
+                tau.act(turn.ids, turn.logps)
+                text = self.text(turn)
+                tau.response += text
+                query = text.rpartition(start)[2].partition(end)[0].strip()
+                repeated = query in {past.argument for past in tau.turns}
+                if not query or end not in text:
+                    tau.stop, tau.prediction = "answer", answer_of(tau.response)
+                elif repeated or len(tau.turns) >= limit[k]:
+                    note = (
+                        "Searched before: see above." if repeated else "No search is left: answer."
+                    )
+                    tau.observe(encode(self.tokenizer, f"{before}{note}{after}"))
+                else:
+                    queries[k] = query
+            contexts = {}
+            for k, documents in self.retrieve(queries, taus).items():
+                slots = {
+                    "question": queries[k],
+                    "documents": self.show(documents),
+                    "thoughts": taus[k].response,
+                }
+                contexts[k] = self.ids(self.words.read, **slots)
+            for k, turn in self.turns(contexts, self.cfg.max_response).items():
+                read = (
+                    self.text(turn)
+                    .partition(self.words.read_end)[0]
+                    .rpartition("Final Information:")[2]
+                )
+                note = before + re.sub(r"</?\w+>", "", read).strip() + after
+                taus[k].observe(encode(self.tokenizer, note)[: self.cfg.max_observation])
+                taus[k].response += note
+            active = {k for k in active if not taus[k].stop}
+        for k in active:
+            taus[k].stop = "turns"
+        return taus
 
 
-def grpo(player: Player, questions: Sequence[Question]) -> list[Trajectory]:
+class R1(Player):
     """Reasons in one turn without tools, as Search-R1's R1 baseline does (issues 69 and 91
     there)."""
-    return player.under(player.words.grpo, questions)
+
+    knobs = ALONE
+
+    def play(self, questions: Sequence[Question]) -> list[Trajectory]:
+        return self.under(self.words.grpo, questions)
 
 
-def by(play: Callable[[Player, Sequence[Question]], list[Trajectory]], **differs: Any) -> Method:
-    """Makes the method that plays search QA by a function of a Player."""
-    return Method(lambda agent, questions: play(Player(agent), questions), task=SearchQA, **differs)
+METHODS: dict[str, type[Agent]] = {
+    "direct": Direct, "sft": Direct, "grpo": R1, "ircot": IRCoT, "rag": RAG, "sft_reject": Agent, "search_o1": SearchO1,
+    "search_r1": Agent,
+}  # fmt: skip
 
 
-ALONE: dict[str, Any] = {"tools": "none"}
-SHORT = ALONE | {"max_response": 32}
-TABLE_1 = {
-    "direct": by(direct, knobs=SHORT),
-    "sft": by(
-        direct, knobs=SHORT, trained=lambda cfg: cfg.mode == "supervised" and cfg.tools == "none"
-    ),
-    "grpo": by(grpo, knobs=ALONE, trained=lambda cfg: cfg.mode == "static" and cfg.tools == "none"),
-    "ircot": by(ircot, stop=lambda task: wording(task.cfg.model).sentence_ends),
-    "rag": by(rag, stop=lambda task: ("</answer>",)),
-    "sft_reject": Method(
-        trained=lambda cfg: cfg.mode == "supervised" and cfg.tools != "none", task=SearchQA
-    ),
-    "search_o1": by(search_o1, stop=lambda task: (wording(task.cfg.model).query[1], "</answer>")),
-} | METHODS
+def infer_method(cfg: Config) -> str:
+    """Returns the method that a run of this configuration trained for."""
+    if cfg.mode == "supervised":
+        return "sft" if cfg.tools == "none" else "sft_reject"
+    return "grpo" if cfg.mode == "static" and cfg.tools == "none" else "search_r1"
 
 
 # ---- training
@@ -332,9 +355,12 @@ def train(argv: list[str]) -> None:
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["train"]:
-        train(argv[1:])
-    else:
-        command.main(argv, TABLE_1, "extras/table1.py", __doc__)
+        return train(argv[1:])
+    parser = make_parser("extras/table1.py", __doc__)
+    parser.add_argument("--method", choices=METHODS, help="default: as the run was trained")
+    args = parser.parse_args(argv)
+    with one_line("extras/table1.py"), stop.listening(), stop.may_stop():
+        run(args, METHODS[args.method or infer_method(find_subject(args.what).cfg)])
 
 
 if __name__ == "__main__":

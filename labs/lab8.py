@@ -13,7 +13,7 @@ with app.setup:
 
     import inspo
     from config import Config
-    from evaluation.agents import load_agent
+    from evaluate import load_agent
     from labs import desk, play
     from population import Population
     from tasks import Question, Task, Trajectory

@@ -24,7 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from config import Config, knob, parse_flags, read_config
-from evaluation.checkpoints import export_checkpoint
+from export import export_checkpoint
 from journal.checkpoints import Checkpoints
 from journal.directory import LOGS, RunDirectory, step_of, with_absolute_paths
 from journal.screen import Screen

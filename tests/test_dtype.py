@@ -19,7 +19,7 @@ from config import WORLD, Config, parse_flags
 from engines import choose
 from engines.choose import dtype_of
 from engines.torch_engine import TorchEngine
-from evaluation.agents import open_model
+from evaluate import open_engine
 from models import model as models
 from models.model import empty, fill, forward_packed, load_config, load_policy, weights
 from models.packing import Packing
@@ -341,7 +341,7 @@ def test_an_evaluation_computes_in_what_the_card_and_the_run_have(
     monkeypatch.setattr("models.model.fill", lambda copy, model: model)
     monkeypatch.setattr("engines.torch_engine.TorchEngine", lambda *_: None)
     cfg = Config(engine="torch", dtype=dtype)
-    open_model(SimpleNamespace(weights="path"), cfg, ())
+    open_engine("path", cfg, ())
     assert moved == ["cuda"]
     # `load_policy` loads float32
     assert copied == ([torch.bfloat16] if computed == "bfloat16" else [])

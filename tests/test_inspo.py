@@ -703,7 +703,7 @@ def test_an_export_of_a_checkpoint_that_breaks_meanwhile_is_one_line_and_no_dire
 def test_an_export_that_is_stopped_leaves_nothing(whole, tmp_path, monkeypatch):
     """A Ctrl-C between its weights and its instruction."""
     interrupt = lambda path: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
-    monkeypatch.setattr("evaluation.checkpoints.load_tokenizer", interrupt)
+    monkeypatch.setattr("models.model.load_tokenizer", interrupt)
     with pytest.raises(SystemExit, match="stopped by SIGINT"):
         export.main([str(whole[0]), "--out", str(tmp_path / "a" / "b")])
     assert list((tmp_path / "a").iterdir()) == []

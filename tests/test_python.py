@@ -22,7 +22,7 @@ from test_inspo import ENV, ROOT, SMALL, metrics
 import ask
 import inspo
 from config import WORLD, Config, configure, parse_flags
-from evaluation.agents import load_agent
+from evaluate import load_agent
 from grpo import Learner
 from journal.directory import RunDirectory
 from plumbing import stop, threads

@@ -16,7 +16,7 @@ from test_page import served
 
 from config import WORLD, find_endpoint, parse_flags
 from engines.chat_engine import ChatEngine, Words
-from evaluation.agents import find_subject
+from evaluate import find_subject
 from models.model import load_config, load_model, load_tokenizer, skeleton
 from plumbing.faults import Fault, OptimizerDown
 from plumbing.outside import without_secrets

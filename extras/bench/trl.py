@@ -27,6 +27,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -41,7 +42,7 @@ from transformers import (
 )
 
 from config import PRESETS, Config, parse_flags
-from evaluation.agents import Subject, open_agent
+from evaluate import load_agent
 from extras.bench.harness import BEST, parser_of, timed
 from extras.bench.step import measure
 from extras.bench.update import (
@@ -185,7 +186,8 @@ def steps_of_trl(cfg: Config, steps: int, agent: bool) -> list[dict[str, float]]
     if not agent:
         return train_with_trl(model, tokenizer, cfg, rows, exact_match, None, **settings)
     asked = {str(task.prompt(BEST, q)): q for q in D.values()}
-    with open_agent(Subject("", cfg.model, cfg), task, BEST, temperature=1.0) as player:
+    settings = asdict(cfg) | {"instruction": BEST, "temperature": 1.0}
+    with load_agent(cfg.model, **settings) as player:
 
         def play(prompts: list, trainer: Any) -> dict[str, list]:
             player.seed = trainer.state.global_step

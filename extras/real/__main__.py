@@ -57,16 +57,17 @@ def parts(out: Path, hub: bool, optimizer: str, seed: int) -> list[Part]:
         ),
         (
             "closed book, as it comes", f"extras/table1.py {NAME} --method direct --n {n} --out {at}/evaluation/direct",
-            evaluation / "direct" / "table.md",
+            evaluation / "direct" / "summary.json",
         ),
         (
             "one search with the question, as it comes",
-            f"extras/table1.py {NAME} --method rag --n {n} --out {at}/evaluation/rag", evaluation / "rag" / "table.md",
+            f"extras/table1.py {NAME} --method rag --n {n} --out {at}/evaluation/rag",
+            evaluation / "rag" / "summary.json",
         ),
         (
             "closed book, trained",
             f"extras/table1.py {at}/inspo --method direct --n {n} --out {at}/evaluation/trained-direct",
-            evaluation / "trained-direct" / "table.md",
+            evaluation / "trained-direct" / "summary.json",
         ),
     ]  # fmt: skip
     return [Part(what, shlex.split(command), leaves) for what, command, leaves in commands]

@@ -18,7 +18,7 @@ import ask
 import evaluate
 import inspo
 from config import WORLD, Config
-from evaluation.agents import Subject, open_agent
+from evaluate import load_agent
 from extras.plugs.hermes import IN_TEMPLATE, call_of, schema_of
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
@@ -587,9 +587,8 @@ def test_impossible_flags_are_one_line(capsys):
 
 
 def test_a_chat_endpoint_is_not_asked_in_a_template_of_its_own():
-    task = SearchQA(Config(format="hermes", tools="none"))
     with pytest.raises(Fault, match="--format hermes: a chat endpoint renders its own template"):
-        with open_agent(Subject("x", "http://127.0.0.1:9/v1", task.cfg), task, "Answer.", 0.0, 0):
+        with load_agent("http://127.0.0.1:9/v1", format="hermes", tools="none"):
             pass
 
 

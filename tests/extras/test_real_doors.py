@@ -30,7 +30,7 @@ import report
 from config import FACTS, PRESETS, SMOLLM, Config
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine, vllm_version
-from evaluation.command import main as evaluate
+from evaluate import main as evaluate
 from extras.cold_start import encode_row
 from models.model import load_policy, weights
 from page.sample import split_response

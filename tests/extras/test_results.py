@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 
 from config import HERE
-from evaluation.statistics import compare_seeds, estimate_over_seeds
 from extras.campaign import CAMPAIGNS, table
+from extras.compare import compare_seeds, estimate_over_seeds
 from plumbing.files import read_jsonl
 
 FOLDER = HERE / "docs" / "results" / "rows"

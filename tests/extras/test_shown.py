@@ -35,7 +35,7 @@ SMALL = {
     "inspo.py": RUN, "extras/selection.py": RUN, "extras/espl.py": RUN + " --buffer 8", "extras/fst.py": RUN,
     "extras/objectives.py": RUN, "extras/table1.py train": RUN.replace("--G 2", "--G 5"),
     "extras/cold_start.py": RUN, "extras/collect.py": "--least 0", "extras.real.demos": "--n 20",
-    "extras/table1.py": "--n 4", "evaluate.py": "--n 4", "evaluate.py --compare": "", "ask.py": "", "export.py": "",
+    "extras/table1.py": "--n 4", "evaluate.py": "--n 4", "extras/compare.py": "", "ask.py": "", "export.py": "",
     "report.py": "", "extras.bench.step": "--repeat 1",
     "extras.bench.models": "--only Lfm2", "extras.campaign default": f"--extra '{RUN}' --seeds 0",
 }  # fmt: skip
@@ -129,7 +129,7 @@ SHOWN = [
 
 def test_the_pages_show_commands():
     assert {"README.md", "docs/real.md", "docs/selection.md"} <= {c.page for c in SHOWN}
-    assert {"inspo.py", "evaluate.py", "evaluate.py --compare", "export.py", "pytest"} <= {
+    assert {"inspo.py", "evaluate.py", "extras/compare.py", "export.py", "pytest"} <= {
         c.program for c in SHOWN
     }
 
