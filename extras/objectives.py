@@ -8,7 +8,7 @@ surrogate is one of n tokens, in torch.
 
     set_advantages   a step's trajectories, on rank 0:  reward -> advantage -> credit over turns
     terms            a mini-batch's, on every rank:     selection -> weights -> clip bounds -> further columns
-    surrogate        S (n,) of some tokens, in place of Eq. 2's `grpo.clipped_surrogate`
+    surrogate        S (n,) of some tokens, in place of Eq. 2's `clipped_surrogate`
 """
 
 if not __package__:
@@ -26,7 +26,9 @@ import inspo
 from config import Config, knob
 from extras import variants as v
 from extras.batch import Array, Batch, Mask
-from grpo import Learner, Terms, clipped_surrogate
+from grpo import Learner, Terms
+from kernels import clipped_surrogate
+from plumbing.files import Row
 from tasks import Trajectory
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from extras.batch import SMALL, Array, Batch, Ints, Mask, groups
-from grpo import clipped_surrogate, group_advantages
+from grpo import group_advantages
+from kernels import clipped_surrogate
 
 Columns = dict[str, Array]
 
@@ -442,7 +443,7 @@ def fallen(b: Batch, w: Array) -> Columns:
     }
 
 
-# ---- surrogates, as `grpo.clipped_surrogate` is that of Eq. 2; kernels/head.py keeps rho within
+# ---- surrogates, as `clipped_surrogate` is that of Eq. 2; kernels/head.py keeps rho within
 # e^+-40
 
 

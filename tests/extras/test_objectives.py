@@ -22,8 +22,8 @@ from test_inspo import SMALL, finish, metrics
 from config import PRESETS, validate
 from extras import objectives
 from extras.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveLearner
-from grpo import Learner, minibatches, objective
-from kernels import grpo_head
+from grpo import Learner, minibatches
+from kernels import eq2, grpo_head
 from models.model import load_policy
 from tasks import Question, Trajectory, Turn
 
@@ -150,7 +150,7 @@ def through_the_head(terms, surrogate, now):
     targets, tokens = torch.zeros(len(now), dtype=torch.long), {}
     for name, x in terms.items():
         tokens[name] = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
-    lines = partial(objective, surrogate=surrogate)
+    lines = partial(eq2, surrogate=surrogate)
     loss, _ = grpo_head(
         z, torch.eye(2, dtype=torch.float64), targets, objective=lines, chunk=7, **tokens
     )
