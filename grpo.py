@@ -46,9 +46,9 @@ def group_advantages(r: Array) -> Array:
 
 
 def minibatches(taus: Batch, cfg: GRPOKnobs) -> list[Batch]:
-    """Returns the trajectories of a step in parts, one for each optimizer update: `cfg.mini`
-    questions each."""
-    n = cfg.mini * cfg.G  # CHOICE-10
+    """Returns the trajectories of a step in their order, cut into parts of `cfg.mini_batch`, one
+    for each optimizer update. A part may cut a group; the last may be smaller."""
+    n = cfg.mini_batch  # CHOICE-10
     return [taus[k : k + n] for k in range(0, len(taus), n)]
 
 
