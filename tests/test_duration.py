@@ -13,7 +13,7 @@ from training.fit import shapes
 B3 = skeleton(shapes("Qwen/Qwen2.5-3B"))
 H200 = CARDS["h200"][1] * 1e12
 # one micro-batch, as `extras.bench.update --micro` has it: one step of one mini-batch
-ALONE = Config(batch=1, mini=1, G=1)
+ALONE = Config(batch=1, mini_batch=1, G=1)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_updates_that_did_not_make_the_constants(
 ):
     """Commit e22737a on another H200: two mini-batches, the second of which is scored."""
     monkeypatch.setattr(duration, "trajectory", lambda cfg: (0, tokens))
-    cfg = Config(batch=trajectories // 5, mini=trajectories // 10, G=5, **knobs)
+    cfg = Config(batch=trajectories // 5, mini_batch=trajectories // 2, G=5, **knobs)
     assert update_seconds(cfg, B3, 1, H200) == pytest.approx(measured, rel=0.15)
 
 

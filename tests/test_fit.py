@@ -22,7 +22,6 @@ import inspo
 import training.fit as fit
 from config import CARDS, Config, parse_flags, read_cards
 from engines import FinishedTurn
-from grpo import objective
 from kernels import grpo_head
 from models import lora
 from models.model import empty, skeleton
@@ -476,9 +475,7 @@ def test_the_head_s_gradients_by_measurement():
     weight = torch.randn(V, H, dtype=torch.bfloat16, requires_grad=True)
     with Live([hidden, weight]) as live:
         targets, ones = torch.zeros(N, dtype=torch.long), torch.ones(N)
-        loss, _ = grpo_head(
-            hidden, weight, targets, objective=objective, adv=ones, token_weight=ones
-        )
+        loss, _ = grpo_head(hidden, weight, targets, adv=ones, token_weight=ones)
         live.most = 0
         loss.backward()
     fitted = small_head(H, V, N, tied=True)
