@@ -116,11 +116,6 @@ class TaskKnobs:
         more=True,
     )
     topk: int = knob(3, "passages a search returns", least=1)
-    search_retries: int = knob(
-        6,
-        "times a search is repeated, at growing intervals, before the run stops (resumable)",
-        more=True,
-    )
 
     def find_fault(self) -> str:
         if not self.retriever and self.topk > 100:
@@ -188,7 +183,6 @@ class GRPOKnobs(RolloutKnobs):
         more=True,
     )
     warmup: float = knob(0.1, "share of T in which lr rises", below=1, more=True)
-    max_grad_norm: float = knob(1.0, "gradients are clipped to this norm", above=0, more=True)
 
     def find_fault(self) -> str:
         step, ranks = self.batch * self.G, count_ranks()
@@ -242,14 +236,8 @@ class ReflectionKnobs:
     max_instruction: int = knob(
         1500, "tokens (o200k_base) of a candidate instruction", least=1, more=True
     )
-    prompt_budget: int = knob(
-        16000, "tokens of failures in a reflection prompt; longer ones are cut", least=1, more=True
-    )
     max_optimizer_tokens: int = knob(
         0, "tokens to and from the optimizer after which it is not called; 0: no limit"
-    )
-    optimizer_retries: int = knob(
-        4, "times a call to the optimizer is repeated before the evolution is given up", more=True
     )
 
 
@@ -286,12 +274,6 @@ class EngineKnobs:
         above=0,
         below=1,
     )
-    max_rows: int = knob(
-        512,
-        "rows the torch engine generates at once; affects only speed and memory",
-        least=1,
-        more=True,
-    )
     recompute: int = knob(
         -1,
         "1: recompute a block's activations in the backward pass; 0: keep them; -1: keep what a GPU has room for",
@@ -304,7 +286,6 @@ class EngineKnobs:
         of=(0, 1),
         more=True,
     )
-    offload_reference: bool = knob(False, "keep the reference model in CPU memory", more=True)
     patience: float = knob(
         30.0, "minutes that a rank waits for the others before the job ends", above=0, more=True
     )
@@ -373,8 +354,6 @@ class Config(
         class has its own part of it."""
         if self.engine != "torch" and self.temperature > 2:
             return f"--temperature {self.temperature}: vLLM takes 2 at most (--engine torch any)"
-        if self.offload_reference and self.lora_rank:
-            return "--offload_reference: with --lora_rank the reference is the policy, its adapters off; leave it out"
         if self.dry_run or not leads():
             return ""  # only rank 0 reads files; other nodes may lack them
         if self.instruction and not Path(self.instruction).is_file():
@@ -387,7 +366,15 @@ class Config(
 # What config.json has besides the knobs.
 ABOUT: Settings = {"program": "inspo.py", "commit": "unknown", "id": "", "content": {}}
 # Knobs of earlier versions, which a run's config.json may still have, and what there is instead.
-REMOVED = {"mini": "counted questions, --mini_batch counts trajectories"}
+REMOVED = {
+    "mini": "counted questions, --mini_batch counts trajectories",
+    "max_grad_norm": "is gone: gradients are clipped to a norm of 1 (MAX_GRAD_NORM in grpo.py)",
+    "max_rows": "is gone: the torch engine plays 512 rows at once (TorchEngine.max_rows)",
+    "offload_reference": "is gone: --lora_rank needs no second model for the reference",
+    "prompt_budget": "is gone: failures have 16,000 tokens of a prompt (PROMPT_BUDGET in reflect.py)",
+    "search_retries": "is gone: a search is repeated 6 times before the run stops, resumable",
+    "optimizer_retries": "is gone: a call to the optimizer is repeated 4 times",
+}
 C = TypeVar("C", bound=Config)
 # What a knob of a type takes from Python.
 TYPES: dict[Any, Any] = {bool: bool, int: Integral, float: Real, str: (str, os.PathLike)}

@@ -24,9 +24,9 @@ BLOCK, BLOCKS = 1 << 20, 256
 PATHS = ("train", "valid", "test", "corpus", "instruction", "model")
 # Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
 FREE = {
-    "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries",
-    "engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "micro_tokens", "max_rows",
-    "gather",    "fused_layers", "id",
+    "out", "resume", "device", "tracker", "retriever", "keep", "save_every",
+    "engine", "vllm", "vllm_memory", "recompute", "patience", "micro_tokens", "gather",
+    "fused_layers", "id",
     "threads",  # but with another number sums may be rounded differently
 }  # fmt: skip
 

@@ -36,7 +36,7 @@ PARENT = "Think in <think> </think>, search with <search> </search>, answer in <
 PARSED = partial(find_lost_tag, names=["search", "answer"])
 TOKENIZERS = ("world", "qwen", "deepseek")
 ASKED = Question("q", "Who?", (GOLD,), "s")
-TASK = SearchQA(Config(max_observation=60, search_retries=0))
+TASK = SearchQA(Config(max_observation=60))
 
 
 def examples(some: int, share: float = 1.0):

@@ -40,7 +40,6 @@ CFG = Config(
     micro_tokens=300,
     G=3,
     mini_batch=19,
-    max_rows=8,
     engine="torch",
 )
 LIMIT = 600  # seconds; enough on cores that are shared with others, and less than --patience
@@ -200,10 +199,8 @@ def test_so_do_four(path, batches, tmp_path, one):
     same(*together(4, path, batches, tmp_path / "o"), one)
 
 
-def test_recomputed_activations_and_a_reference_in_cpu_memory_change_nothing(
-    path, batches, tmp_path, one
-):
-    same(*together(2, path, batches, tmp_path / "o", "--recompute", "--offload"), one)
+def test_recomputed_activations_change_nothing(path, batches, tmp_path, one):
+    same(*together(2, path, batches, tmp_path / "o", "--recompute"), one)
 
 
 @pytest.mark.parametrize("flags", [["--bf16"], ["--bf16", "--recompute"]])
@@ -514,9 +511,7 @@ def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
     out = tmp_path / "r"
     server = ["-m", "retrieval.server", "--corpus", str(WORLD / "corpus.jsonl")]
     with Child(server, tmp_path / "log") as child:
-        process = torchrun(
-            2, "inspo.py", "--out", out, *SMALL, "--search_retries", 1, "--retriever", child.url
-        )
+        process = torchrun(2, "inspo.py", "--out", out, *SMALL, "--retriever", child.url)
         wait_for_step(out, 4, process)
     code, _, stderr = finish(process, LIMIT)
     ours = stderr.split("torch/distributed/elastic")[0]  # torchrun says it again, last
