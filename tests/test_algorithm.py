@@ -409,8 +409,7 @@ def test_parents_are_the_best_by_weight_and_the_others_leave():
     ]
     [row] = e.log.rows("evolve")
     assert row["t"] == T_NOW and [I["text"] for I in row["P"]] == ["b", "c", "new"]
-    assert row["text"].startswith("parent #1, #2 (0.50 on D_B); 1 joined\n")
-    assert "#3 " in row["text"] and "+ new" in row["text"]
+    assert row["text"] == "parent #1, #2 (0.50 on D_B); 1 joined"
 
 
 def test_every_round_draws_one_of_the_parents_to_revise():
@@ -571,15 +570,6 @@ def test_what_joined_before_the_optimizer_fell_silent_stays_and_the_weights_rest
     )
     assert e.texts == ["a", "new"] and [I.rewards for I in e.P.active] == [[], []]
     assert e.shortfall == "the optimizer gave no reply (time-out)" and len(e.optimizer.prompts) == 2
-
-
-def test_what_replies_that_could_not_be_read_have_cost_is_logged():
-    down = OptimizerDown("malformed answer")
-    down.call = Call("unread", "prompt", "", 6000, 600, 1.0, False)
-    e = Evolved(BOTH, {"a": 5}, down)
-    [row] = e.log.rows("call")
-    assert row == {"t": T_NOW, "round": 0, "parent": 0, "call": vars(down.call)}
-    assert not e.log.rows("accepted")
 
 
 def test_a_call_is_logged_before_its_reply_is_read():
