@@ -38,7 +38,6 @@ from reflect import Optimizer
 from tasks import search_qa
 from tasks.questions import load_questions
 from tasks.sampling import draw_questions, rng_of
-from tasks.search import Search
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
@@ -772,7 +771,7 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(
     """The optimizer's endpoint stops the search server, so the verification of its candidates
     cannot be played."""
     server = ["-m", "retrieval.server", "--corpus", str(ROOT / "world/files/corpus.jsonl")]
-    monkeypatch.setattr(search_qa, "Search", partial(Search, retries=0))
+    monkeypatch.setattr(search_qa, "RETRIES", 0)
     flags = [*SMALL, "--optimizer_model", "m", "--out", tmp_path / "r"]
     with (
         Child(server, tmp_path / "log") as child,
