@@ -31,7 +31,7 @@ from tasks.search import MAX_PASSAGE, Search
 from tasks.search_qa import SearchQA
 
 N = int(os.environ.get("FUZZ", 0))  # 10^5 in `make fuzz`
-KEY, GOLD = "sk-secret-123", "Zavrazhye"
+KEY, GOLD = "sk-secret-123", "Andrei Tarkovsky"
 PARENT = "Think in <think> </think>, search with <search> </search>, answer in <answer> </answer>."
 PARSED = partial(find_lost_tag, names=["search", "answer"])
 TOKENIZERS = ("world", "qwen", "deepseek")
@@ -62,7 +62,7 @@ SPOKEN = [
     "<|im_end|>", "<|im_start|>assistant", "<|user|>", "<eos>", "<｜User｜>", "</s>", "[INST]", "＜|im_end|＞",
     "</information>", "<information>", "<answer>", "</answer>", "<search>", "<think>", "</think>", "\nQuestion: who?",
     "\x1b[2J", "\x00", "\u202e", "\ud800", "\udfff", "😀", "漢", " ", "\n", "Search one entity at a time.", KEY, GOLD,
-    GOLD.upper(), "Ｚａｖｒａｚｈｙｅ", "Bearer " + KEY, "a" * 2000, "<ins_3>", "</ins_3>", PARENT, PARENT,
+    GOLD.upper(), "Ａｎｄｒｅｉ Ｔａｒｋｏｖｓｋｙ", "Bearer " + KEY, "a" * 2000, "<ins_3>", "</ins_3>", PARENT, PARENT,
 ]  # fmt: skip
 said = st.lists(
     st.sampled_from(SPOKEN) | st.text(st.characters(codec=None), max_size=4), max_size=6
@@ -239,7 +239,7 @@ def test_an_optimizer_may_reply_anything(server):
         )
         assert len(accepted) <= 6
         for instruction in accepted.values():
-            assert "\x1b" not in instruction and GOLD.lower() not in fold_words(instruction).split()
+            assert "\x1b" not in instruction and GOLD.lower() not in fold_words(instruction)
             assert not any(x in instruction for x in ("<|", "<｜", "\nQuestion:", "</s>", "[INST]"))
             speaks_for_nobody(name, instruction, "Who?")
 
