@@ -252,12 +252,6 @@ def test_only_complete_numbered_blocks_of_a_reply_count(reply, blocks):
         ("<think>Try <ins_1>A.</think><ins_1>B</ins_1>", ["B"]),
         ("<ins_1>Think in <think> </think>.</ins_1>", ["Think in <think> </think>."]),
         ("<think>Try <ins_1>A</ins_1>. Or rather", []),  # cut off
-        (" <thinking>Try <ins_1>A</ins_1>.</thinking>\n<ins_1>B</ins_1>", ["B"]),
-        ("<reasoning>Try <ins_1>A</ins_1>.", []),
-        ("Try <ins_1>A</ins_1>.</reasoning><ins_1>B</ins_1>", ["B"]),
-        ("<reasoning_content>Try <ins_1>A</ins_1>.</reasoning_content><ins_1>B</ins_1>", ["B"]),
-        ("<inner_monologue>Try <ins_1>A</ins_1>.</inner_monologue><ins_1>B</ins_1>", ["B"]),
-        ("<CoT>Try <ins_1>A</ins_1>.</CoT><ins_1>B</ins_1>", ["B"]),
         ("Keep <think> and </think>. <ins_1>A</ins_1>", ["A"]),
         ("<ins_1>A</ins_1> They keep <think> and </think>.", ["A"]),
     ],
@@ -285,7 +279,7 @@ def test_a_long_broken_reply_is_parsed_in_no_time():
     start = time.thread_time()
     assert read_blocks("<ins_1>" * 20_000 + "x" * 200_000) == []
     assert read_blocks("<ins_1>" + "a < b " * 50_000) == []
-    assert read_blocks('<details type="reasoning"\n' * 15_000) == []
+    assert read_blocks("<think>" * 30_000 + "</think>" * 30_000) == []
     assert time.thread_time() - start < 2
 
 
@@ -532,7 +526,14 @@ def test_a_reply_s_candidates_are_accepted_or_rejected_with_a_reason():
     reply = "".join(
         f"<ins_{k}>{text}</ins_{k}>"
         for k, text in enumerate(
-            [GOOD, PARENT.upper(), "No tags.", f"Say Andrei Tarkovsky. {PARENT}", f"Twice. {PARENT}"], 1
+            [
+                GOOD,
+                PARENT.upper(),
+                "No tags.",
+                f"Say Andrei Tarkovsky. {PARENT}",
+                f"Twice. {PARENT}",
+            ],
+            1,
         )
     )
     accepted, rejected = read_candidates(
