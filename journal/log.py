@@ -72,7 +72,7 @@ class Log:
         for row in self.run.rows("metrics"):
             self.silence.hear(row)
 
-    def introduce(self, why: str, tools: str, optimizer: str) -> None:
+    def introduce(self, why: str, tools: str, optimizer: str, parts: str) -> None:
         """Prints what is about to be trained, and with what."""
         cfg, task = self.cfg, self.task
         train, test = task.questions("train"), take_subset(task.questions("test"), cfg.eval_n)
@@ -82,6 +82,7 @@ class Log:
         lines = [
             f"{cfg.mode}: {preset_of(cfg.model)} ({policy}) on {asked}",
             tools,
+            parts,
             f"optimizer: {optimizer}",
             f"{steps}; everything goes to {self.run.path}",
         ]
@@ -131,7 +132,10 @@ class Log:
         self.row |= row
 
     def add_evaluation(self, split: str, taus: Sequence[Trajectory]) -> None:
-        """Adds an evaluation of the policy in training to the step's row, and shows its first metric."""
+        """Adds an evaluation of the policy in training to the step's row, and shows its first metric;
+        one of no questions has no columns."""
+        if not taus:
+            return
         scores, main = compute_metrics(self.task, taus, self.metrics), self.metrics[0]
         means = make_evaluation_row(self.task, taus, scores)
         self.screen.note(f"{split} questions, best instruction: {label(main)} {means[main]:.3f}")

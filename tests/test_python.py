@@ -21,7 +21,7 @@ from test_inspo import ENV, ROOT, SMALL, metrics
 
 import ask
 import inspo
-from config import Config, configure, parse_flags
+from config import WORLD, Config, configure, parse_flags
 from evaluation.agents import load_agent
 from grpo import Learner
 from journal.directory import RunDirectory
@@ -74,6 +74,53 @@ def test_what_an_evaluation_in_training_finds_is_shown(tmp_path, capsys):
     for split in ("valid", "test"):
         [line] = [line for line in lines if line.startswith(split)]
         assert line.endswith(f" {row[f'{split}/reward']:.3f}")
+
+
+class Unvalidated(Echo):
+    """Has no validation questions, and a reward of none cannot be computed."""
+
+    def questions(self, split):
+        return [] if split == "valid" else super().questions(split)
+
+    def reward(self, taus):
+        best = max(len(tau.response) for tau in taus)
+        return [len(tau.response) / best for tau in taus]
+
+
+# own files: how many questions each has
+FEW = {
+    "too few to set some aside": {"train": 4, "test": 2},
+    "one in each": {"train": 1, "test": 1, "valid": 1},
+}
+
+
+@pytest.mark.parametrize("case", ["a task", *FEW])
+def test_a_run_evaluates_the_questions_that_there_are_resumed_too(tmp_path, case):
+    settings = TINY | dict(T=3, eval_every=1, save_every=1, keep=9, out=str(tmp_path / "run"))
+    settings |= dict(mode="inspo", K_e=1, T_e=3, D_B=0) | dict(task=Unvalidated)
+    if case in FEW:
+        files = {name: str(WORLD / name) for name in ("corpus.jsonl", "instruction.txt")}
+        settings |= {name.partition(".")[0]: path for name, path in files.items()}
+        settings |= dict(task="tasks.search_qa:SearchQA", valid="", D_B=4, max_response=16)
+    for split, n in FEW.get(case, {}).items():
+        lines = (WORLD / f"{split}.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / f"{split}.jsonl").write_text("".join(lines[:n]))
+        settings[split] = str(tmp_path / f"{split}.jsonl")
+    splits = FEW.get(case, {"test": 3})
+    run, summary = inspo.train(**settings)[::2]
+    first, *steps = rows = metrics(run)
+    for row in steps[:-1]:
+        assert ("valid/reward" in row or "valid/em" in row) == ("valid" in splits)
+        evaluated = {name.split("/")[0] for name in row if name.startswith(("valid/", "test/"))}
+        assert evaluated == splits.keys() - {"train"}
+        assert row.keys() >= {name for name in first if name.startswith("test/")}
+    assert summary["questions"] == min(splits["test"], 2)
+
+    # what was stopped before the second evaluation makes it when it goes on
+    for t in (2, 3):
+        shutil.rmtree(run / f"checkpoints/step-{t:06d}")
+    inspo.train(**settings, resume=True)
+    assert metrics(run) == rows
 
 
 INTERRUPTED = """
@@ -142,6 +189,18 @@ def test_settings_are_those_of_the_flags():
     assert {type(getattr(exact, f.name)) for f in fields(exact) if f.type is int} == {int}
 
 
+class Misspelt(Learner):
+    def set_advantage(self, taus):
+        raise AssertionError
+
+
+class Idle(inspo.Evolution):
+    """Has a method of its own, which nothing calls."""
+
+    def fill(self):
+        raise AssertionError
+
+
 REFUSED = {
     "a name with a letter too few": (dict(lora_rnk=8), "lora_rnk: .*nearest is lora_rank"),
     "one in another case": (dict(t=3), "t: .*nearest is T \\("),
@@ -157,6 +216,19 @@ REFUSED = {
         "population: .*Learner.* Population",
     ),
     "an evolution of another kind": (dict(evolution=Echo), "evolution: .*Echo.* Evolution"),
+    "a method that is misspelt": (
+        dict(learner=Misspelt),
+        "Misspelt: Learner has no set_advantage; the nearest is set_advantages$",
+    ),
+    "the same, inherited": (
+        dict(learner=type("Mine", (Misspelt,), {})),
+        "Mine: Learner has no set_advantage; the nearest is set_advantages$",
+    ),
+    "a method of its own alone": (dict(evolution=Idle), "Idle: Evolution has no fill; .* fill_"),
+    "a class that changes nothing": (
+        dict(population=type("Same", (Population,), {"__doc__": "None."})),
+        "Same overrides no method of Population",
+    ),
     "a preset": (dict(preset="wrld"), "preset 'wrld': choose world, "),
     "text for a number": (dict(T="4"), "T: give a value of type int, not str"),
     "a fraction": (dict(T=2.5), "T: give a value of type int, not float"),
@@ -249,7 +321,7 @@ class Bare(inspo.Evolution):
         super().fill_population()
 
 
-def test_a_run_uses_the_callers_classes_and_returns_what_it_leaves(tmp_path):
+def test_a_run_uses_the_callers_classes_and_returns_what_it_leaves(tmp_path, capsys):
     parts = dict(learner=Counted, population=Wide, evolution=Bare)
     result = inspo.train(
         task=Echo(Config(), prize=2.0), **parts, **TINY, out=tmp_path / "r", seed=np.int64(3)
@@ -268,6 +340,8 @@ def test_a_run_uses_the_callers_classes_and_returns_what_it_leaves(tmp_path):
         and len(Bare.begun) == 1
     )
     assert json.loads((result.path / "config.json").read_text())["task"] == f"{__name__}:Echo"
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("parts: ")]
+    assert line == "parts: Counted (update), Wide (__init__), Bare (fill_population)"
 
 
 @pytest.mark.parametrize(
@@ -276,7 +350,7 @@ def test_a_run_uses_the_callers_classes_and_returns_what_it_leaves(tmp_path):
         (dict(learner=Counted), "Counted"), (dict(evolution=Bare), "Bare"),
         (dict(population=lambda cfg: Wide(cfg)), "<lambda>"),
         (dict(algorithm=partial(other_algorithm, ())), "other_algorithm"),
-        (dict(learner=type("Learner", (Learner,), {"__module__": __name__})), "Learner"),
+        (dict(learner=type("Learner", (Counted,), {"__module__": __name__})), "Learner"),
     ],
 )  # fmt: skip
 def test_a_run_resumes_with_the_classes_that_it_started_with(tmp_path, parts, names):

@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -438,6 +439,25 @@ def test_a_judge_that_raises_costs_several_ranks_nothing(tmp_path, monkeypatch):
     code, _, stderr = finish(torchrun(2, "inspo.py", "--out", whole, *flags), LIMIT)
     assert code == 0, stderr
     assert metrics(out) == metrics(whole)
+
+
+def test_two_processes_evaluate_the_questions_that_there_are(tmp_path):
+    """Too few to set some aside: none are for validation, and one rank has none to test."""
+    lines = (WORLD / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "few.jsonl").write_text("".join(lines[:4]))
+    (tmp_path / "one.jsonl").write_text(lines[4])
+    flags = ["--train", tmp_path / "few.jsonl", "--test", tmp_path / "one.jsonl", "--eval_every", 1]
+    flags += [*SMALL, "--corpus", WORLD / "corpus.jsonl", "--mode", "static", "--T", 2]
+    out = tmp_path / "r"
+    code, _, stderr = finish(torchrun(2, "inspo.py", "--out", out, *flags), LIMIT)
+    assert code == 0, stderr
+    _, first, _ = rows = metrics(out)
+    assert "test/em" in first and not any(name.startswith("valid/") for name in first)
+    # and again, from the start
+    shutil.rmtree(out / "checkpoints")
+    code, _, stderr = finish(torchrun(2, "inspo.py", "--out", out, *flags, "--resume"), LIMIT)
+    assert code == 0, stderr
+    assert metrics(out) == rows
 
 
 MISSING = """
