@@ -4,7 +4,7 @@ level, power."""
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from evaluation.statistics import (
     compare_pairs,
     compare_seeds,
 )
-from journal.record import differences
 from journal.summary import SHARES, label
 from plumbing.faults import Fault
 from plumbing.files import Row, read_jsonl
@@ -32,6 +31,7 @@ class Evaluation(NamedTuple):
     metric: str  # the main one
     measured: str  # it, and of which task
     values: dict[str, Array]  # of that metric, by set of questions, in the order of their ids
+    asked: dict[str, Any]  # likewise their ids and gold answers
 
 
 Arm = list[Evaluation]  # what is compared: one evaluation, or one for each seed of a method
@@ -61,19 +61,21 @@ def read_evaluation(path: Path) -> Evaluation:
         measured = f"{metric} of {setting['task']}"
         # by their ids, however the file was sorted since
         rows = sorted(read_jsonl(path / "results.jsonl"), key=lambda row: row["id"])
-        values = {}
+        values, asked = {}, {}
         for data, part in summary["benchmarks"].items():
-            values[data] = np.array([float(row[metric]) for row in rows if row["data"] == data])
+            own = [row for row in rows if row["data"] == data]
+            values[data] = np.array([float(row[metric]) for row in own])
+            asked[data] = [(row["id"], row["golds"]) for row in own]
             whole = len(values[data]) == part["questions"] > 0
             if not (whole and np.isfinite(values[data]).all()):
                 raise ValueError  # it has not finished
-        if not values or not isinstance(setting["content"], dict):
-            raise ValueError  # it is of another version
+        if not values:
+            raise ValueError
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise Fault(
             f"--compare {path}: no finished evaluation of this version is in it; evaluate.py writes one"
         ) from None
-    return Evaluation(path, setting, metric, measured, values)
+    return Evaluation(path, setting, metric, measured, values, asked)
 
 
 def check_comparable(one: Evaluation, other: Evaluation) -> dict[str, str]:
@@ -84,13 +86,19 @@ def check_comparable(one: Evaluation, other: Evaluation) -> dict[str, str]:
         raise Fault(
             f"--compare: {paths} measure {one.measured} and {other.measured}: compare evaluations of one task"
         )
-    unlike = differences(one.setting, other.setting, ("data",))
-    for name in unlike:
-        if name.startswith(("questions of ", "golds of ")):
+    for data in one.asked | other.asked:
+        if one.asked.get(data) != other.asked.get(data):
             raise Fault(
-                f"--compare: {paths} differ in the {name}: evaluate both with the same --data, --n and --seed"
+                f"--compare: {paths} differ in the questions of {data} or their gold answers: evaluate both with the"
+                " same --data, --n and --seed"
             )
-    return unlike
+    a, b = one.setting, other.setting
+    names = [name for name in a | b if name not in ("model", "data", "test")]
+    return {
+        name: f"{name} {a.get(name, '')!r:.60}, not {b.get(name, '')!r:.60}"
+        for name in names
+        if a.get(name) != b.get(name)
+    }
 
 
 def compare(directories: Sequence[str]) -> str:
