@@ -66,12 +66,12 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
     # what is played, and its figures
     data = [] if args.data == ["test"] else list(questions)
     out = Path(args.out or "runs/evaluation/" + "-".join([chosen.name, name, *data]))
+    if any((out / name).exists() for name in ("config.json", "summary.json")):
+        raise Fault(f"--out {out} holds a run or an evaluation: choose another, or remove it")
     with contextlib.closing(RunDirectory(out)) as files:
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
         files.lock()
-        if any((out / name).exists() for name in ("config.json", "summary.json")):
-            raise Fault(f"--out {out} holds a run or an evaluation: choose another, or remove it")
         files.write("results.jsonl", "")  # of one that did not finish
         with open_agent(chosen, task, instruction, args.temperature, method=method) as agent:
             metrics, rows = play(files, setting, agent, method, questions)
