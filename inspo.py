@@ -282,11 +282,9 @@ def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: 
         log.add_result("first policy, I_star", policy.evaluate(T, I_star, "test"))
 
 
-def list_custom_parts(
-    learner: Any, population: Any, evolution: Any, algorithm: Any
-) -> tuple[list[Any], str]:
-    """Returns the parts of a run that are not the usual ones, which its record names, and a line
-    about them. Raises Fault for a class that is none of its kind, or overrides nothing."""
+def describe_custom_parts(learner: Any, population: Any, evolution: Any, algorithm: Any) -> str:
+    """Returns a line about the parts of a run that are not the usual ones. Raises Fault for a class
+    that is none of its kind, or overrides nothing."""
     import grpo
 
     parts = learner, population, evolution
@@ -301,7 +299,7 @@ def list_custom_parts(
     told += [
         getattr(part, "__qualname__", str(part)) for part in custom if not isinstance(part, type)
     ]
-    return custom, f"parts: {', '.join(told)}" if told else ""
+    return f"parts: {', '.join(told)}" if told else ""
 
 
 def list_overrides(part: type, kind: type) -> list[str]:
@@ -359,22 +357,22 @@ def train(
     from journal.log import Log
     from training.policy import Policy, follow
 
-    # `fitted`: cfg with what this machine decides, such as the engine, and `why` this one
-    began, cfg, fitted, why, task, ranks = started
+    # `fitted`: cfg with what this machine decides, such as the engine
+    began, cfg, fitted, task, ranks = started
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:
             follow(ranks, task, learner)
             return None
         with stop.may_stop():
-            parts, told = list_custom_parts(learner, population, evolution, algorithm)
-            run = stack.enter_context(RunDirectory.opened(cfg, task, *parts))
+            told = describe_custom_parts(learner, population, evolution, algorithm)
+            run = stack.enter_context(RunDirectory.opened(cfg))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
             optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))
             ranks.broadcast((fitted, task.address()))
             policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, task, learner)))
         log = Log(cfg, run, task, policy, began)
-        log.introduce(why, tools, describe_optimizer(optimizer), told)
+        log.introduce(tools, describe_optimizer(optimizer), told)
         evolving = evolution(cfg, task, optimizer, population(cfg), log)
         checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
         with checkpoints.save_on_failure():

@@ -8,8 +8,9 @@ file; compare agents.
 
 WHAT is a run, a checkpoint that export.py wrote, a Hugging Face directory or id, a preset, or the
 URL of an OpenAI-compatible chat endpoint (OPENAI_API_KEY). Greedy unless --temperature says
-otherwise. --out gets summary.json, table.md and results.jsonl, one line per question. A
-conversation that the server of a URL refuses counts as wrong, with "length" or "refused" as its
+otherwise. --out, a new folder, gets summary.json, table.md and results.jsonl, one line per
+question. Options that a model at a URL refuses (temperature, stop, seed, max_tokens) are left out,
+and named; a conversation that its server refuses counts as wrong, with "length" or "refused" as its
 `stop`. Benchmarks come from the Hugging Face hub, once.
 """
 

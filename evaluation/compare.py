@@ -4,7 +4,7 @@ level, power."""
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class Evaluation(NamedTuple):
     metric: str  # the main one
     measured: str  # it, and of which task
     values: dict[str, Array]  # of that metric, by set of questions, in the order of their ids
-    asked: dict[str, Any]  # likewise their ids and gold answers
+    asked: dict[str, list[tuple[str, list[str]]]]  # ids and gold answers of these questions
 
 
 Arm = list[Evaluation]  # what is compared: one evaluation, or one for each seed of a method
@@ -86,19 +86,17 @@ def check_comparable(one: Evaluation, other: Evaluation) -> dict[str, str]:
         raise Fault(
             f"--compare: {paths} measure {one.measured} and {other.measured}: compare evaluations of one task"
         )
-    for data in one.asked | other.asked:
-        if one.asked.get(data) != other.asked.get(data):
-            raise Fault(
-                f"--compare: {paths} differ in the questions of {data} or their gold answers: evaluate both with the"
-                " same --data, --n and --seed"
-            )
-    a, b = one.setting, other.setting
-    names = [name for name in a | b if name not in ("model", "data", "test")]
-    return {
-        name: f"{name} {a.get(name, '')!r:.60}, not {b.get(name, '')!r:.60}"
-        for name in names
-        if a.get(name) != b.get(name)
-    }
+    if one.asked != other.asked:
+        raise Fault(
+            f"--compare: {paths} differ in questions or gold answers: evaluate both with the same --data, --n and"
+            " --seed"
+        )
+    unlike = {}
+    for name in sorted((one.setting | other.setting).keys() - {"data", "model"}):
+        a, b = (e.setting.get(name, "") for e in (one, other))
+        if a != b:
+            unlike[name] = f"{name} {a!s:.60}, not {b!s:.60}"
+    return unlike
 
 
 def compare(directories: Sequence[str]) -> str:

@@ -36,7 +36,8 @@ from tasks.questions import holds_gold
 from tasks.sampling import rng_of, take_subset
 from tasks.search_qa import SearchQA
 
-CHUNK = 256  # questions that are played together
+# questions that are played together
+CHUNK = 256
 SPLITS = ("test", "valid", "train")
 
 
@@ -55,26 +56,25 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
     questions = collect_questions(task, args)
     task.check()
     setting = {
-        "model": f"{without_secrets(args.what)} {chosen.served}".strip(),
+        "model": without_secrets(args.what),
         **{key: getattr(args, key) for key in ("data", "n", "seed", "temperature")},
         "method": name,
         **{key: getattr(task.cfg, key) for key in PLAYED},
-        "instruction": instruction,
         "commit": commit(),
     }
 
     # what is played, and its figures
     data = [] if args.data == ["test"] else list(questions)
     out = Path(args.out or "runs/evaluation/" + "-".join([chosen.name, name, *data]))
-    if any((out / name).exists() for name in ("config.json", "summary.json")):
-        raise Fault(f"--out {out} holds a run or an evaluation: choose another, or remove it")
+    for file in ("config.json", "summary.json"):
+        if (out / file).exists():
+            raise Fault(f"{out} has a {file} already: remove it, or choose another --out")
     with contextlib.closing(RunDirectory(out)) as files:
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
         files.lock()
-        files.write("results.jsonl", "")  # of one that did not finish
         with open_agent(chosen, task, instruction, args.temperature, method=method) as agent:
-            metrics, rows = play(files, setting, agent, method, questions)
+            metrics, rows = play(files, args.seed, agent, method, questions)
         tools = [tool.plural for tool in list_counted_tools(task)]
         summary = summarize_sets(setting, metrics, tools, rows)
         table = tabulate(summary)
@@ -116,17 +116,18 @@ def collect_questions(task: Task, args: argparse.Namespace) -> dict[str, list[Qu
 
 def play(
     files: RunDirectory,
-    setting: Row,
+    seed: int,
     player: Agent,
     method: Method,
     questions: Mapping[str, list[Question]],
 ) -> tuple[list[str], list[Row]]:
-    """Plays all questions and writes results.jsonl; returns the names of the metrics and the
-    rows."""
+    """Plays all questions, writes their rows to results.jsonl; returns the names of the metrics and
+    the rows."""
     print(player.tools or f"task: {player.task.cfg.task}", flush=True)
-    rows, metrics = list[Row](), list[str]()
-    total = sum(map(len, questions.values()))
+    files.write("results.jsonl", "")
+    metrics, rows = list[str](), list[Row]()
     seconds = 0.1 if sys.stderr.isatty() else 30
+    total = sum(map(len, questions.values()))
     with tqdm(total=total, unit="question", mininterval=seconds) as bar:
 
         def show(ended: int) -> None:
@@ -135,11 +136,12 @@ def play(
         player.progress = show
 
         # a chunk is played, scored and written
-        for title, some in questions.items():
+        for title, every in questions.items():
             bar.set_description(title, refresh=False)
-            for number, first in enumerate(range(0, len(some), CHUNK)):
-                player.seed = int(rng_of(setting["seed"], number, f"{title} 0").integers(2**31))
-                taus = method.play(player, some[first : first + CHUNK])
+            for first in range(0, len(every), CHUNK):
+                chunk = first // CHUNK
+                player.seed = int(rng_of(seed, chunk, f"{title} 0").integers(2**31))
+                taus = method.play(player, every[first : first + CHUNK])
                 measured = player.score(taus)
                 metrics = list(measured[0])
                 for tau, values in zip(taus, measured, strict=True):

@@ -8,10 +8,8 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -137,23 +135,6 @@ def test_an_evaluation_writes_one_json_one_table_and_a_line_a_question(whole, re
     assert average["EM, 95 %"].startswith(f"{summary['average']['mean']:.3f} [")
 
 
-def test_an_evaluation_that_was_cut_off_begins_anew_and_a_finished_one_is_not_written_over(
-    whole, retriever, tmp_path, monkeypatch
-):
-    out = shutil.copytree(whole[0], tmp_path / "again")
-    flags = ["world", "--data", "world", "valid", "--n", 6, "--retriever", retriever, "--out", out]
-    monkeypatch.setattr(measure, "CHUNK", 4)
-    text, fault = run(*flags)
-    assert fault.startswith(f"evaluate.py: --out {out} holds a run or an evaluation") and not text
-    for name in ("results.jsonl", "table.md"):
-        assert (out / name).read_text() == (whole[0] / name).read_text()
-    (out / "summary.json").unlink()
-    (out / "table.md").unlink()
-    assert not run(*flags)[1]
-    for name in ("results.jsonl", "table.md", "summary.json"):
-        assert (out / name).read_text() == (whole[0] / name).read_text()
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run's directory as inspo.py leaves it."""
@@ -186,8 +167,7 @@ def test_a_run_is_measured_under_its_I_star_and_another_instruction_can_replace_
 def test_other_questions_go_into_a_folder_of_their_own(retriever, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for data in (["test"], ["valid"], ["test", "valid"]):
-        _, fault = run("world", "--n", 2, "--retriever", retriever, "--data", *data)
-        assert not fault
+        assert not run("world", "--n", 2, "--retriever", retriever, "--data", *data)[1]
     folders = [path.name for path in (tmp_path / "runs" / "evaluation").iterdir()]
     stem = "world-search_r1"
     assert sorted(folders) == [stem, f"{stem}-test-valid", f"{stem}-valid"]
@@ -229,39 +209,6 @@ def test_help_waits_for_neither_torch_nor_scipy(program):
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert done.returncode == 0 and "--temperature" in done.stdout
     assert "config" in imported and not imported & {"torch", "scipy", "transformers", "rich"}
-
-
-MOMENTS = [0.05, 0.4, *(pytest.param(t, marks=pytest.mark.slow) for t in np.arange(0.8, 6.5, 0.3))]
-
-
-@pytest.mark.parametrize("seconds", MOMENTS)
-def test_a_ctrl_c_ends_an_evaluation_in_one_line_at_any_moment(tmp_path, seconds):
-    """Counted from the first moment at which Python listens."""
-    command = [
-        sys.executable,
-        "-X",
-        "importtime",
-        "evaluate.py",
-        "world",
-        "--data",
-        "world",
-        "--out",
-    ]
-    command.append(str(tmp_path / "o"))
-    process = subprocess.Popen(
-        command, cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    for line in process.stderr:
-        if line.endswith("plumbing.stop\n"):
-            break
-    time.sleep(seconds)
-    process.send_signal(signal.SIGINT)
-    lines = [
-        line
-        for line in process.stderr.read().splitlines()  # with what has been read ahead
-        if not line.startswith("import time:")
-    ]
-    assert len(lines) == 1 and "stopped by SIGINT" in lines[0] and process.wait(60) == 1, lines
 
 
 # ---- another task
@@ -330,9 +277,7 @@ def test_another_task_is_measured_by_its_own_metrics_on_its_own_questions(tmp_pa
     assert not any(word in text for word in ("EM", "F1", "hop", "gold", "searches"))
 
 
-def test_an_evaluation_whose_judge_goes_away_ends_in_one_line_and_can_be_repeated(
-    tmp_path, monkeypatch
-):
+def test_an_evaluation_whose_judge_goes_away_can_be_started_again(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "CHUNK", 1)
     whole, later = tmp_path / "whole", tmp_path / "later"
     run(*ROLLING, "--out", whole)
@@ -340,7 +285,10 @@ def test_an_evaluation_whose_judge_goes_away_ends_in_one_line_and_can_be_repeate
         Rolling, "down", property(lambda self: len(read_jsonl(later / "results.jsonl")) == 2)
     )
     _, fault = run(*ROLLING, "--out", later)
-    assert fault.startswith("evaluate.py: the judge does not answer") and fault.count("\n") == 0
+    assert (
+        fault == "evaluate.py: the judge does not answer"
+        and len(read_jsonl(later / "results.jsonl")) == 2
+    )
     monkeypatch.setattr(Rolling, "down", False)
     assert not run(*ROLLING, "--out", later)[1]
     for name in ("results.jsonl", "table.md"):
@@ -469,11 +417,6 @@ def test_each_fault_is_one_line_that_says_what_to_do(
             fault
         )
     assert "give WHAT to evaluate" in run()[1]
-    # a run that was stopped: its summary.json would say that it has finished
-    before = sorted(finished.rglob("*"))
-    _, fault = run("world", "--n", 2, "--out", finished)
-    assert fault.startswith(f"evaluate.py: --out {finished} holds a run or an evaluation: ")
-    assert sorted(finished.rglob("*")) == before
     shutil.copytree(finished, tmp_path / "lost", ignore=shutil.ignore_patterns("policy"))
     for flags, words in (
         ([tmp_path, "x"], f"{tmp_path} holds no finished run"),
@@ -490,6 +433,20 @@ def test_each_fault_is_one_line_that_says_what_to_do(
     assert "name a run with --run" in run(finished, "x", main=ask.main)[1]
     text, fault = run("--run", finished, "--corpus", WORLD / "corpus.jsonl", " ", main=ask.main)
     assert not fault and text.endswith("the question is empty\n")
+
+
+def searching(handler):
+    """Answers as a search server does; what it says of itself is the server's `about`."""
+    path, _, body = handler.server.requests[-1]
+    hit = {"document": {"id": "1", "contents": '"T"\ntext'}, "score": 1.0}
+    hits = (
+        {"result": [[hit]] * len(json.loads(body)["queries"])}
+        if path == "/retrieve"
+        else handler.server.about
+    )
+    handler.send_response(200)
+    handler.end_headers()
+    handler.wfile.write(json.dumps(hits).encode())
 
 
 def rewrite(path, old, new):
@@ -523,6 +480,14 @@ def test_two_evaluations_at_once_do_not_write_into_one_directory(tmp_path, retri
     )
     other.communicate("")
     assert "another process writes to" in fault and fault.count("\n") == 0
+
+
+@pytest.mark.parametrize("name", ["summary.json", "config.json"])
+def test_a_directory_that_holds_an_evaluation_or_a_run_is_refused(tmp_path, name):
+    (tmp_path / name).write_text("{}")
+    _, fault = run("world", "--n", 12, "--out", tmp_path)
+    assert fault.startswith(f"evaluate.py: {tmp_path} has a {name}") and "\n" not in fault
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 # ---- a chat endpoint
@@ -693,7 +658,7 @@ def test_a_server_that_refuses_everything_ends_the_evaluation(servers, status):
 
 
 def test_refused_conversations_are_counted(servers, retriever, tmp_path):
-    """One of four: its row is there, it counts as wrong."""
+    """One of four: its row is there, and it counts as wrong."""
     write_jsonl(
         tmp_path / "q.jsonl",
         [
@@ -757,15 +722,15 @@ def test_a_model_that_a_server_does_not_list_is_tried(servers, models):
 # ---- comparing
 
 
-def evaluation(path: Path, metric="em", golds="x", setting=None, **by_data):
+def evaluation(path: Path, metric="em", golds=("x",), setting=None, **by_data):
     rows = [
-        {"data": name, "id": f"{name}-{k}", "golds": [golds], metric: x}
+        {"data": name, "id": f"{name}-{k}", "golds": golds, metric: x}
         for name, some in by_data.items()
         for k, x in enumerate(some)
     ]
     sizes = {name: len(some) for name, some in by_data.items()}
     summary = {
-        "setting": {"task": "tasks.search_qa:SearchQA", **(setting or {})},
+        "setting": {"task": "tasks.search_qa:SearchQA"} | (setting or {}),
         "metrics": [metric],
         "benchmarks": {name: {"questions": n} for name, n in sizes.items()},
     }
@@ -873,12 +838,12 @@ def test_compare_seeds_as_a_level_of_their_own_with_holm_over_the_arms(tmp_path)
 def test_compare_refuses_other_questions_metrics_and_what_has_not_finished(tmp_path):
     a, b = evaluation(tmp_path / "a", nq=[1, 0, 1]), evaluation(tmp_path / "b", nq=[1, 0])
     c = evaluation(tmp_path / "c", nq=[1, 0], popqa=[1])
-    golds = evaluation(tmp_path / "golds", golds="y", nq=[1, 0, 1])
+    golds = evaluation(tmp_path / "golds", golds=("y",), nq=[1, 0, 1])
     miles = evaluation(tmp_path / "miles", "miles", nq=[1, 0, 1])
     for arms, words in (
-        ([a, b], "a and .*b differ in the questions of nq or .*: evaluate both"),
-        ([b, c], "b and .*c differ in the questions of popqa"),
-        ([a, golds], "differ in the questions of nq or their gold answers"),
+        ([a, b], "a and .*b differ in questions or gold answers: evaluate both"),
+        ([b, c], "b and .*c differ in questions"),
+        ([a, golds], "differ in questions or gold"),
         (
             [a, miles],
             "a and .*miles measure em of .* and miles of .*: compare evaluations of one task",
@@ -889,9 +854,8 @@ def test_compare_refuses_other_questions_metrics_and_what_has_not_finished(tmp_p
     ):
         with pytest.raises(Fault, match=words):
             compare(arms)
-    fewer = evaluation(tmp_path / "fewer", setting={"topk": 1, "model": "m"}, nq=[1, 0, 1])
-    assert "also differ in this: topk '', not 1." in compare([a, fewer])
-    assert "differ in this" not in compare([a, a])
+    four = evaluation(tmp_path / "four", setting={"max_turns": 4}, nq=[1, 0, 1])
+    assert "max_turns" in compare([a, four]) and "max_turns" not in compare([a, a])
     for name in ("results.jsonl", "summary.json"):
         shutil.copytree(tmp_path / "a", tmp_path / "b", dirs_exist_ok=True)
         (tmp_path / "b" / name).write_text((tmp_path / "b" / name).read_text()[:90])
@@ -909,7 +873,6 @@ def test_compare_refuses_other_questions_metrics_and_what_has_not_finished(tmp_p
         ([1, None], {}),
         ([1, 0], {"metrics": []}),
         ([1, 0], {"metrics": ["f1"]}),
-        ([1, 0], {"setting": {}}),
         ([1, 0], {"setting": []}),
         ([1, 0], {"benchmarks": {"nq": {"questions": 3}}}),  # one in progress
     ],

@@ -30,7 +30,6 @@ from inspo import Evolution, compare, inspo
 from journal.checkpoints import Checkpoints
 from journal.directory import RunDirectory, step_of
 from journal.log import Log
-from journal.record import find_code
 from models.model import load_tokenizer
 from plumbing import stop
 from plumbing.faults import Fault, Outage
@@ -192,7 +191,7 @@ def play(
     """A run in this process, or the rest of one, as inspo.train plays it."""
     cfg = replace(config, out=str(out), resume=(out / "config.json").exists(), **knobs)
     task = Judged(cfg, calls)
-    with stop.listening(), RunDirectory.opened(cfg, task) as run:
+    with stop.listening(), RunDirectory.opened(cfg) as run:
         policy, optimizer = (
             Policy(calls, task),
             Optimizer(calls, read_paid_calls(run.rows("reflections"))),
@@ -226,8 +225,6 @@ def no_page():
         patch.setattr("report.write_page", lambda runs, out: out)
         # asked once: nothing changes meanwhile
         patch.setattr("journal.log.versions", functools.cache(versions))
-        once = functools.cache(find_code)
-        patch.setattr("journal.record.find_code", lambda modules: once(frozenset(modules)))
         yield
 
 
@@ -276,12 +273,9 @@ def test_everything_is_measured_in_the_task_s_own_metrics(whole):
         one = [row["metrics"]["mark"] for row in kept if row["source"] == "s1"]
         assert means["mark/s1"] == pytest.approx(statistics.fmean(one))
         assert means["mark"] == pytest.approx(statistics.fmean(marks)) and set(marks) <= {-0.5, 1.5}
-        assert summary["spread"][name] == pytest.approx(statistics.pstdev(marks))
         cells = [means[k] for k in ("mark", "letters")]
         assert " ".join([name, *(f"{x:.3f}" for x in cells)]) in re.sub(" +", " ", stdout)
-    assert re.search(r"^mark [+-]\d", stdout, re.M) and not re.search(
-        r"\b(EM|F1|em|f1|searches)\b", stdout
-    )
+    assert not re.search(r"\b(EM|F1|em|f1|searches)\b", stdout)
     prompts = [
         row["call"]["prompt"] for row in read_jsonl(out / "reflections.jsonl") if "call" in row
     ]
@@ -487,7 +481,6 @@ def deaths_of(tmp_path, monkeypatch, **kind) -> Deaths:
     monkeypatch.setattr("report.write_page", lambda runs, out: out)
     monkeypatch.setattr("journal.log.perf_counter", lambda: 0.0)
     monkeypatch.setattr("journal.log.versions", dict)
-    monkeypatch.setattr("journal.directory.describe_run", lambda *_: {})
     monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 8)
     monkeypatch.setattr(RunDirectory, "write_trajectories", lambda *args: None)
     monkeypatch.setattr("test_resume.ThreadPoolExecutor", Inline)
