@@ -87,9 +87,9 @@ class Episode:
         ids = self.form.encode_result(self.action, result, self.cfg.max_observation)
         room = self.cfg.max_prompt - len(self.tau.ids)
         if len(ids) > room and not self.tau.stop:  # CHOICE-20
-            cut = self.form.encode_result(self.action, result, room)
-            if len(cut) <= room:
-                ids, self.full = cut, True
+            empty = self.form.encode_result(self.action, [], self.cfg.max_observation)
+            if len(empty) <= room:
+                ids, self.full = self.form.encode_result(self.action, result, room), True
         self.observe(ids)
 
     def observe(self, ids: list[int]) -> None:

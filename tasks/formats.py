@@ -150,7 +150,7 @@ class Tags:
 
     def encode_result(self, action: Action, result: list[str], limit: int) -> list[int]:
         """Returns the ids between a call and the next turn: the result in its tool's tag, as `limit`
-        tokens at most, or as an empty one has. A long one loses its end, not its closing tag.
+        tokens at most. A long one loses its end, not its closing tag.
 
         The result cannot close the tag, nor spell another of the agent's or a control token.
         """
@@ -159,13 +159,9 @@ class Tags:
         pattern = match_markup(self.tokenizer, (tool.result_tag, *self.reserved_tags()))
         shown = tool.show([escape_markup(text, pattern) for text in result])
         shown = shown[: limit * TOKEN_CHARACTERS]
-        begin = f"\n\n<{tool.result_tag}>"
-        head = encode(self.tokenizer, begin + shown)
+        head = encode(self.tokenizer, f"\n\n<{tool.result_tag}>{shown}")
         end = encode(self.tokenizer, f"</{tool.result_tag}>\n\n")
-        if len(head) + len(end) > limit:
-            least = len(encode(self.tokenizer, begin))
-            head = head[: max(least, limit - len(end))]
-        return head + end
+        return head[: max(0, limit - len(end))] + end
 
     def encode_reminder(self, action: Action) -> list[int]:
         """Returns the ids between a turn that neither called nor answered and the next one."""

@@ -244,13 +244,10 @@ def test_a_long_observation_is_cut_inside_its_tag(policy):
     text = f"\n\n<information>{Found().show(documents)}</information>\n\n"
     whole = encode_observation(tokenizer, documents, 10_000)
     assert tokenizer.decode(whole).split() == tokenizer.decode(tokenizer(text)["input_ids"]).split()
-    begin, end = (
-        tokenizer(part, add_special_tokens=False)["input_ids"]
-        for part in ("\n\n<information>", "</information>\n\n")
-    )
+    end = tokenizer("</information>\n\n", add_special_tokens=False)["input_ids"]
     for limit in [*range(1, len(whole), 7), len(whole) - 1, len(whole), len(whole) + 1]:
         ids = encode_observation(tokenizer, documents, limit)
-        assert len(ids) == max(len(begin + end), min(limit, len(whole)))
+        assert len(ids) == max(len(end), min(limit, len(whole)))
         assert ids[-len(end) :] == end and ids[: -len(end)] == whole[: len(ids) - len(end)]
 
 
