@@ -136,7 +136,9 @@ class RolloutKnobs:
         500, "tokens per observation; a longer one is cut inside its tag", least=32
     )
     max_prompt: int = knob(
-        4096, "tokens of context with which a turn may start; more end the trajectory", least=1
+        4096,
+        "tokens of context with which a turn may start: a result that leaves no room is cut, and one turn follows",
+        least=1,
     )
 
     @property
