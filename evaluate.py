@@ -41,7 +41,7 @@ from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
 from tasks.loading import choose_instruction, load_task, read_instruction
 from tasks.metrics import compute_metrics, set_rewards
-from tasks.questions import holds_gold, load_questions
+from tasks.questions import holds_gold
 from tasks.sampling import rng_of, take_subset
 from tasks.search_qa import SearchQA
 
@@ -272,10 +272,10 @@ def collect_questions(
                 f"--data {name}: {task.cfg.task} asks its own questions: give {', '.join(SPLITS)}, or --test"
             )
         elif name in BENCHMARKS:
-            rows = load_questions(f"{HUB}/{name}/{BENCHMARKS[name]}.jsonl")
+            rows = task.load(f"{HUB}/{name}/{BENCHMARKS[name]}.jsonl")
             questions = [dataclasses.replace(q, source=name) for q in rows]
         else:
-            questions = load_questions(PRESETS["world"]["test"] if name == "world" else name)
+            questions = task.load(PRESETS["world"]["test"] if name == "world" else name)
         if not questions:
             raise Fault(f"--data {name}: {task.cfg.task} has no such questions")
         title = Path(name).stem if name.endswith((".jsonl", ".parquet")) else name

@@ -33,6 +33,7 @@ from plumbing.faults import Fault, OptimizerDown, one_line
 from plumbing.servers import Servers
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer
 from reflect import (
+    PROMPT_BUDGET,
     Optimizer,
     connect_optimizer,
     describe_optimizer,
@@ -156,7 +157,8 @@ class Evolution:
         n = cfg.N_P - cfg.N_parent  # CHOICE-24
         self.t = t
         self.used = {fold_words(I.text) for I in P_parent}
-        reason = "too few revisions verified"  # of places that stay empty, if all rounds are played
+        # of places that stay empty, if all rounds are played
+        reason = "too few revisions verified" if cfg.gate else "too few well-formed revisions"
         for round in range(cfg.rounds):  # Alg.1 L18 CHOICE-6
             room = cfg.N_P - len(P_parent) - len(P_new)
             if not room:
@@ -209,7 +211,7 @@ class Evolution:
             return history_prompt(sorted(tried, key=lambda pair: pair[1]), n)  # CHOICE-15
         failures = [(e.text, e.golds) for e in tau_fail]
         observations = self.task.make_format().result_tags()
-        return reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget, observations)
+        return reflection_prompt(I_parent.text, failures, n, PROMPT_BUDGET, observations)
 
     def ask(self, I_parent: Instruction, prompt: str, golds: list[str], n: int) -> list[str]:
         """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that

@@ -111,8 +111,8 @@ def make_prune_row(t: int, P: Population, pruned: Sequence[Instruction]) -> Row:
 
 
 def make_evolution_row(t: int, P: Population, outcome: str) -> Row:
-    """Returns an evolution and its outcome in a line."""
-    return make_event_row(t, "evolve", P, outcome)
+    """Returns an evolution: its outcome in a line, and how many places stay empty."""
+    return make_event_row(t, "evolve", P, outcome) | {"empty": P.cfg.N_P - len(P)}
 
 
 def describe_evolution(
@@ -173,8 +173,8 @@ def sample_verification(parent: Instruction, taus: Sequence[Trajectory]) -> list
 def count_costs(
     steps: Sequence[Row], reflections: Sequence[Row], events: Sequence[Row], tools: Sequence[str]
 ) -> Row:
-    """Returns what evolution cost in addition to training (App. C), from the rows of the three
-    .jsonl files."""
+    """Returns what evolution cost in addition to training (App. C), and how far it filled P, from
+    the rows of the three .jsonl files."""
     rollouts, tool_calls = 0, 0.0
     for row in steps:
         if "n" in row:
@@ -184,6 +184,7 @@ def count_costs(
                 tool_calls += row[tool] * n
     calls = [row["call"] for row in reflections if "call" in row]
     evolutions = [row for row in events if row["event"] == "evolve"]
+    last = max((row["t"] for row in evolutions), default=0)
     joined = [any(I["born"] == row["t"] for I in row["P"]) for row in evolutions]
     return {
         "training_rollouts": rollouts,
@@ -194,4 +195,7 @@ def count_costs(
         "tool_calls": round(tool_calls),
         "evolutions": len(evolutions),
         "evolutions_in_vain": joined.count(False),  # that left P as it was
+        "empty_places": sum(row.get("empty", 0) for row in evolutions),
+        "steps_until_last": last,  # of the evolutions
+        "steps_of_one": sum(row.get("P") == 1 for row in steps if row["t"] <= last),  # |P| was 1
     }

@@ -78,6 +78,11 @@ def tabulate(summary: Row) -> str:
             f"{cost['training_rollouts']:,} of training: {100 * summary['overhead_inference']:.1f} % "
             "(the paper: 1.4-7 %)"
         )
+    if cost["evolutions"]:
+        lines.append(
+            f"P: {many(cost['empty_places'], 'place')} stayed empty in {many(cost['evolutions'], 'evolution')}; "
+            f"one instruction alone in {cost['steps_of_one']} of the {cost['steps_until_last']} steps until the last"
+        )
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from config import Config
 from grpo import Learner
 from journal.checkpoints import Checkpoints
 from journal.log import Log
-from journal.rows import make_step_row, make_weights_row
+from journal.rows import count_costs, make_step_row, make_weights_row
 from plumbing.faults import Fault, OptimizerDown
 from population import Population, ReplayBuffer
 from reflect import Call, Optimizer
@@ -301,7 +301,9 @@ def test_the_history_leaves_out_who_was_never_sampled():
     assert re.findall(r"<ins_\d> (\w+) </ins", prompt) == ["bad", "good"]
 
 
-def test_long_observations_of_the_task_s_own_tools_are_cut_in_the_prompt():
+def test_long_observations_of_the_task_s_own_tools_are_cut_in_the_prompt(monkeypatch):
+    monkeypatch.setattr(inspo, "PROMPT_BUDGET", 500)
+
     class Counting(Exam):
         tools = (Calculator(),)
 
@@ -311,9 +313,7 @@ def test_long_observations_of_the_task_s_own_tools_are_cut_in_the_prompt():
     B.add(T_NOW, [tau], [tau.response])
     # without tools the middle of the text goes
     for task, kept in ((Counting, True), (Exam, False)):
-        e = Evolved(
-            {"old": 0.5}, {"old": 5}, buffer=B, task=task, failures=1, prompt_budget=500, rounds=1
-        )
+        e = Evolved({"old": 0.5}, {"old": 5}, buffer=B, task=task, failures=1, rounds=1)
         [prompt] = e.optimizer.prompts
         assert len(prompt) < 5000 and ("the middle" in prompt) == kept
 
@@ -382,6 +382,48 @@ def test_without_verification_every_candidate_joins_in_the_order_of_the_reply_an
     e = Evolved({"old": 0.5}, {"old": 5, "bad": 0, "good": 9}, ["bad", "good"], N_P=3, D_B=0)
     assert e.texts == ["old", "bad", "good"]
     assert all(not jobs for *_, jobs, _ in e.policy.rollouts)
+
+
+GRADED = {"old": 9, "a": 1, "b": 4, "c": 0, "d": 9}
+
+
+@pytest.mark.parametrize(
+    "replies, knobs, joined, asked, shortfall",
+    [
+        # the best of a round, however much worse than their parent
+        ([["a", "b", "c"]], dict(N_P=3), [["b", "a"]], 1, ""),
+        ([["a", "b", "c"], ["d"]], dict(N_P=4, top_n=2), [["b", "a"], ["d"]], 2, ""),
+        # too few that are well formed: every round is played, and places stay empty
+        ([["a", "a"], [], ["b"]], dict(N_P=5, rounds=3), [["a"], ["b"]], 3, "2 places"),
+        ([[]], dict(N_P=5, rounds=2), [], 2, "no new instruction"),
+        # unverified ones in the order of the reply
+        ([["a", "b"]], dict(N_P=3, D_B=0), [["a", "b"]], 1, ""),
+        ([["a"]], dict(N_P=3, D_B=0, rounds=1), [["a"]], 1, "1 place "),
+    ],
+)
+def test_without_the_gate_the_best_fill_the_population(replies, knobs, joined, asked, shortfall):
+    e = Evolved({"old": 0.9}, GRADED, *replies, gate=0, **knobs)
+    assert e.joined == joined and e.texts == ["old", *sum(joined, [])]
+    assert len(e.optimizer.prompts) == asked
+    [row] = e.log.rows("evolve")
+    assert row["empty"] == e.cfg.N_P - len(e.P) and bool(row["empty"]) == bool(shortfall)
+    assert shortfall in row["text"]
+    assert not shortfall or e.shortfall == "too few well-formed revisions"
+    # and with the gate as it was
+    assert len(Evolved({"old": 0.9}, GRADED, ["a", "b"], N_P=3).P) == 1
+
+
+def test_what_stayed_empty_is_counted():
+    steps = [{"t": t, "P": size} for t, size in enumerate([1, 1, 3, 1, 1, 2, 1], 1)]
+    events = [
+        Evolved({"old": 0.9}, GRADED, ["a", "d"], N_P=4, rounds=1).log.rows("evolve")[0] | {"t": 3},
+        Evolved({"old": 0.9}, GRADED, ["a"], N_P=2, rounds=1).log.rows("evolve")[0] | {"t": 5},
+        {"t": 6, "event": "prune", "P": []},
+    ]
+    cost = count_costs(steps, [], events, [])
+    assert cost["evolutions"] == 2
+    assert cost["empty_places"] == 2 + 1
+    assert (cost["steps_of_one"], cost["steps_until_last"]) == (4, 5)  # not step 7
 
 
 def test_another_rule_of_who_joins_is_a_method_of_a_population():
@@ -461,7 +503,7 @@ def test_the_parent_s_own_failures_are_shown_first():
 
 
 def test_a_candidate_that_gives_an_answer_away_is_rejected():
-    e = Evolved({"old": 0.5}, {"old": 5, "new": 5}, ["it is gold f1", "new"], N_P=3)
+    e = Evolved({"old": 0.5}, {"old": 5, "new": 5}, ["the answer is gold f1", "new"], N_P=3)
     assert e.texts == ["old", "new"]
     row = e.log.rows("accepted")[0]
     assert (
