@@ -58,7 +58,8 @@ def ask(args: argparse.Namespace) -> None:
         raise Fault(f"--run {run}: no such directory")
 
     # the agent
-    with load_agent(run, **read_player_flags(args)) as agent:
+    settings = read_player_flags(args)
+    with load_agent(run, temperature=args.temperature, seed=args.seed, **settings) as agent:
         print(printable(f"{Path(run).resolve().name}\n\n{agent.instruction}"))
 
         # a question after the other

@@ -69,6 +69,7 @@ class Agent(contextlib.AbstractContextManager["Agent"]):
     """
 
     knobs: Mapping[str, Any] = {}
+    where = ""  # it searches, in a line
     close: Callable[[], None] = staticmethod(lambda: None)
     progress: Callable[[int], Any] = staticmethod(lambda ended: None)
 
@@ -185,6 +186,35 @@ def find_subject(what: str) -> Subject:
     return Subject(path.resolve().name, str(weights), read_config(run), I_star, run)
 
 
+def configure(what: str, kind: type["Agent"], settings: Row) -> tuple[Subject, Task]:
+    """Returns what a command line names and its task, with these settings. Raises Fault."""
+    found = find_subject(what)
+    given = check_settings(Config, settings)
+    if found.run:
+        check_origin(found.run, {name: getattr(found.cfg, name) for name in KNOBS}, given)
+    cfg = dataclasses.replace(found.cfg, **{**given, **kind.knobs})
+    fault = out_of_range(cfg, given) or TaskKnobs.find_fault(cfg)
+    if fault:
+        raise Fault(fault)
+    return found, load_task(cfg, settings.get("task"))
+
+
+def open_agent(
+    found: Subject, task: Task, kind: type[Agent], instruction: str, temperature: float, seed: int
+) -> Agent:
+    """Returns the agent that plays the task; `close` ends its engine and its tools' servers."""
+    instruction = instruction or found.I_star or choose_instruction(task)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        task.check()
+        where = task.start(stack.enter_context(Servers(f"{folder}/log")))
+        engine, tokenizer = open_engine(found.weights, task.cfg, kind.stop_strings(task))
+        stack.callback(engine.close)
+        agent = kind(engine, tokenizer, task, instruction, temperature, seed)
+        agent.where, agent.close = where, stack.pop_all().close  # type: ignore[method-assign]
+    return agent
+
+
 def load_agent(
     what: str | Path,
     kind: type[Agent] = Agent,
@@ -199,26 +229,8 @@ def load_agent(
     differs from the run, as `inspo.train` takes them. Raises Fault. Close the agent, or use it in a
     `with`.
     """
-    name, weights, cfg, I_star, run = find_subject(str(what))
-    given: Row = {"engine": "torch"} | check_settings(Config, settings)
-    if run:
-        check_origin(run, {name: getattr(cfg, name) for name in KNOBS}, given)
-    cfg = dataclasses.replace(cfg, **{**given, **kind.knobs})
-    fault = out_of_range(cfg, given) or TaskKnobs.find_fault(cfg)
-    if fault:
-        raise Fault(fault)
-    task = load_task(cfg, settings.get("task"))
-    instruction = instruction or I_star or choose_instruction(task)
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        task.check()
-        tools = task.start(stack.enter_context(Servers(f"{folder}/log")))
-        print(tools or f"task: {cfg.task}", flush=True)
-        engine, tokenizer = open_engine(weights, cfg, kind.stop_strings(task))
-        stack.callback(engine.close)
-        agent = kind(engine, tokenizer, task, instruction, temperature, seed)
-        agent.close = stack.pop_all().close  # type: ignore[method-assign]
-    return agent
+    found, task = configure(str(what), kind, {"engine": "torch"} | settings)
+    return open_agent(found, task, kind, instruction, temperature, seed)
 
 
 def open_engine(weights: str, cfg: Config, ends: tuple[str, ...]) -> tuple[Any, Any]:
@@ -408,10 +420,10 @@ def add_player_flags(parser: argparse.ArgumentParser, knobs: Sequence[str] = KNO
 
 
 def read_player_flags(args: argparse.Namespace, knobs: Sequence[str] = KNOBS) -> Row:
-    """Returns them, as `load_agent` takes them."""
+    """Returns the settings that were given."""
     if not (0 <= args.temperature < math.inf and args.seed >= 0):
         raise Fault("--temperature and --seed: give finite numbers of at least 0")
-    return {name: x for name, x in vars(args).items() if name in (*knobs, "temperature", "seed")}
+    return {name: x for name, x in vars(args).items() if name in knobs}
 
 
 def make_parser(program: str, doc: str | None) -> argparse.ArgumentParser:
@@ -434,23 +446,24 @@ def run(args: argparse.Namespace, kind: type[Agent] = Agent) -> None:
     """Evaluates as the flags say, with an agent of this kind."""
     use_threads(choose_threads())  # before torch
     text = read_instruction(args.instruction) if args.instruction else ""
-    parts = [find_subject(args.what).name]
+    found, task = configure(args.what, kind, {"engine": "auto"} | read_player_flags(args))
+    sets = collect_questions(task, args.data, args.n, args.seed)
+    parts = [found.name]
     parts += [] if kind is Agent else [kind.__name__]
-    parts += [] if args.data == ["test"] else [Path(name).stem for name in args.data]
+    parts += [] if args.data == ["test"] else sets
     out = Path(args.out or f"runs/evaluation/{'-'.join(parts)}")
     for file in ("config.json", "summary.json"):
         if (out / file).exists():
             raise Fault(f"{out} has a {file} already: remove it, or choose another --out")
-    settings: Row = {"engine": "auto"} | read_player_flags(args)
-    with load_agent(args.what, kind, text, **settings) as agent:
-        setting = {
-            "model": without_secrets(args.what),
-            **{key: getattr(args, key) for key in ("data", "n", "seed", "temperature")},
-            "agent": kind.__name__,
-            **{key: getattr(agent.task.cfg, key) for key in PLAYED},
-            "commit": commit(),
-        }
-        sets = collect_questions(agent.task, args.data, args.n, args.seed)
+    setting = {
+        "model": without_secrets(args.what),
+        **{key: getattr(args, key) for key in ("data", "n", "seed", "temperature")},
+        "agent": kind.__name__,
+        **{key: getattr(task.cfg, key) for key in PLAYED},
+        "commit": commit(),
+    }
+    with open_agent(found, task, kind, text, args.temperature, args.seed) as agent:
+        print(agent.where or f"task: {task.cfg.task}", flush=True)
         show(evaluate(agent, sets, out, setting))
     print(f"{out}: summary.json, results.jsonl")
 

@@ -98,7 +98,9 @@ def play(args: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[Playe
     instruction."""
     text = read_instruction(args.instruction) if args.instruction else ""
     settings: Row = {"engine": "auto"} | read_player_flags(args, OWN)
-    with load_agent(args.what, instruction=text, **settings) as agent:
+    how = {"instruction": text, "temperature": args.temperature, "seed": args.seed}
+    with load_agent(args.what, **how, **settings) as agent:
+        print(agent.where or f"task: {agent.task.cfg.task}", flush=True)
         task, instruction = agent.task, agent.instruction
         every = take_subset(task.questions("train"), args.n, args.seed)
         left = [q for q in every if (instruction, q.id) not in done]
@@ -136,8 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         done = {(row["instruction"], row["id"]) for _, row in rows}
         is_run = (Path(args.what) / "trajectories").is_dir()
         new = left_out = 0
-        settings = {k: x for k, x in read_player_flags(args, OWN).items() if k in OWN}
-        source = read(Path(args.what), settings) if is_run else play(args, done)
+        source = read(Path(args.what), read_player_flags(args, OWN)) if is_run else play(args, done)
         for task, instruction, q, played in source:
             row = row_of(task, instruction, q, played)
             good = played["reward"] >= (task.passing_reward if args.least is None else args.least)
