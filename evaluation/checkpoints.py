@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 
 from config import Config, read_config
-from journal.card import make_card
 from journal.directory import RunDirectory, step_of
 from models import lora
 from models.model import empty, export, fill, load_config, load_model, load_tokenizer
@@ -62,8 +61,6 @@ def export_checkpoint(
         else:
             export(config, model, load_tokenizer(cfg.model), new, computed)
         write_file(new / "I_star.txt", I.text + "\n")
-        library = "peft" if adapters else "transformers"
-        write_file(new / "README.md", make_card(run, cfg, step_of(chosen), I.text, library))
     return out, step_of(chosen), I.id
 
 

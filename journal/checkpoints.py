@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from journal.directory import RunDirectory
-from journal.log import Log
+from log import Log
 from plumbing import checkpoint
 from plumbing.faults import DiskFault
 from plumbing.files import Row, new_directory, remove
@@ -33,7 +33,7 @@ class Checkpoints:
 
         They are equal if the checkpoint was taken before its step's evolution and evaluation.
         """
-        resumed = self.run.rewind(self.log.screen.note, self.policy.find_damage)
+        resumed = self.run.rewind(self.log.print, self.policy.find_damage)
         if not resumed:
             return 1, 0
         path, mark = resumed
@@ -41,8 +41,8 @@ class Checkpoints:
         self.P.load_state_dict(mark["population"])
         self.B.load_state_dict(mark["buffer"])
         self.policy.learner.remembered = mark["memory"]
-        self.log.load_state_dict(mark)
-        self.log.screen.note(f"resumed {'after' if ended else 'inside'} step {t}")
+        self.log.row = mark["row"]
+        self.log.print(f"resumed {'after' if ended else 'inside'} step {t}")
         self.policy.load(path.absolute(), t)
         self.last = self.saved = mark
         return (t + 1 if ended else t), t
@@ -58,7 +58,7 @@ class Checkpoints:
         changing = {
             "population": self.P.state_dict(),
             "memory": self.policy.learner.remembered,
-            **self.log.state_dict(),
+            "row": self.log.row,
         }
         place = {"run": self.run.id, "t": t, "ended": ended, "rows": dict(self.run.written)}
         self.last = copy.deepcopy(changing) | place | {"buffer": self.B.state_dict()}
@@ -113,7 +113,6 @@ class Checkpoints:
         try:
             yield
         except BaseException as e:
-            self.log.screen.close()
             with suppress(Exception):  # what ended the run comes first
                 if not isinstance(e, DiskFault):  # a checkpoint would not fit either
                     self.save()

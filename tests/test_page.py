@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import requests
 import uvicorn
+from journal.summary import trace_lineage
 
 import report
-from journal.summary import trace_lineage
 from page import html, sample
 from page.curves import collect_curves, group_runs
 from page.family import collect_family

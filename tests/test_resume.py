@@ -24,12 +24,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from journal.log import Log
 
 from config import WORLD, Config
 from inspo import Evolution, compare, inspo
 from journal.checkpoints import Checkpoints
 from journal.directory import RunDirectory, step_of
-from journal.log import Log
 from journal.record import find_code
 from models.model import load_tokenizer
 from plumbing import stop

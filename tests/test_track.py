@@ -6,9 +6,9 @@ import sys
 from unittest.mock import ANY, Mock, call
 
 import pytest
+from journal.track import Tracker
 from test_resume import Calls, no_page, play
 
-from journal.track import Tracker
 from plumbing import stop
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl

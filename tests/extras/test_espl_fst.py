@@ -12,6 +12,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from journal.rows import count_costs
 from test_algorithm import (
     FIRST,
     TAGS,
@@ -34,7 +35,6 @@ from extras.espl import ESPLConfig, Pool, crossover_prompt, mate, mutation_promp
 from extras.fst import Front, FSTConfig, feedback_prompt, instance_wins
 from extras.objectives import ObjectiveLearner
 from journal.directory import RunDirectory
-from journal.rows import count_costs
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown
 from plumbing.files import read_jsonl
