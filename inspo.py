@@ -12,6 +12,7 @@ paper is silent (docs/choices.md lists them).
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +37,7 @@ from tasks.metrics import set_rewards
 from tasks.sampling import draw_questions, rng_of
 from training.start import prepare
 
+PAGE = "report"  # explains a run; asked for where it ends
 Trial = tuple[int | None, str]  # an instruction's id (None: it is not in P) and its text
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
@@ -352,7 +354,10 @@ def main(
     """Trains by the flags of `kind`, with these `parts` of `train` and `changes` in every
     preset."""
     with one_line():
-        train(parse_flags(argv, kind, **changes), *parts, listening=stop.listening)
+        result = train(parse_flags(argv, kind, **changes), *parts, listening=stop.listening)
+        if result and importlib.util.find_spec(PAGE):  # the page is a guest, which may be absent
+            write_page = importlib.import_module(PAGE).write_page
+            print("see it:", write_page([result.path], result.path / "report.html"))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from journal.screen import Screen
 
 from config import Config, knob, parse_flags, read_config
 from evaluation.checkpoints import export_checkpoint
@@ -67,7 +66,7 @@ class Fixed:
 
 
 def checkpoints_of(run: RunDirectory) -> Checkpoints:
-    log = SimpleNamespace(state_dict=dict, cfg=Config(keep=3), screen=Screen(9))
+    log = SimpleNamespace(row={}, cfg=Config(keep=3), print=print)
     return Checkpoints(run, Fixed(), Population(Config()), ReplayBuffer(9), log)
 
 

@@ -47,7 +47,6 @@ def state(t: int) -> dict:
     return {
         "population": {"family": [I], "active": [0]},
         "buffer": {"items": [item]},
-        "ledger": {},
         "start": {"em": 0.1},
         "seconds": 1.0,
         "memory": {},

@@ -13,7 +13,6 @@ from test_inspo import ENV, ROOT, SMALL, finish, metrics, popen, read_jsonl, run
 
 import reflect
 from journal.directory import RunDirectory
-from journal.screen import Screen
 from plumbing import stop
 from training.policy import Policy
 from training.ranks import Ranks
@@ -91,14 +90,6 @@ def test_a_run_that_has_shown_its_result_ends_well_whatever_comes(tmp_path, seco
     process.send_signal(signal.SIGINT)
     code, stdout, stderr = finish(process)
     assert (code, stdout) == (0, "") and "stopped" not in stderr
-
-
-def test_without_a_terminal_rollouts_are_a_line_now_and_then(capsys):
-    screen = Screen(9)
-    screen.printed -= 31
-    for done in (1, 2, 300):
-        screen.show_rollouts("verify 1", done, 300)
-    assert capsys.readouterr().out == "verify 1/300\n"
 
 
 def test_a_signal_that_the_shell_ignores_stays_ignored():
