@@ -12,7 +12,7 @@ paper is silent (docs/choices.md lists them).
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,7 +37,7 @@ from tasks.metrics import set_rewards
 from tasks.sampling import draw_questions, rng_of
 from training.start import prepare
 
-PAGE = "report"  # explains a run; asked for where it ends
+PAGE = "page.html"  # explains a run; asked for where it ends
 Trial = tuple[int | None, str]  # an instruction's id (None: it is not in P) and its text
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
@@ -355,9 +355,15 @@ def main(
     preset."""
     with one_line():
         result = train(parse_flags(argv, kind, **changes), *parts, listening=stop.listening)
-        if result and importlib.util.find_spec(PAGE):  # the page is a guest, which may be absent
-            write_page = importlib.import_module(PAGE).write_page
-            print("see it:", write_page([result.path], result.path / "report.html"))
+        if result:
+            show_page(result.path)
+
+
+def show_page(run: Path) -> None:
+    """Writes the page of a run and says where, unless that guest is not installed."""
+    with contextlib.suppress(ModuleNotFoundError):
+        page = importlib.import_module(PAGE)
+        print("see it:", page.write_page([run], run / "report.html"))
 
 
 if __name__ == "__main__":
