@@ -20,6 +20,7 @@ from journal.directory import RunDirectory
 from plumbing.faults import Fault, first_line
 from plumbing.files import Row
 from plumbing.outside import printable
+from plumbing.versions import commit
 from population import Candidate, Instruction, Population
 from tasks import Question, Task, Trajectory
 from tasks.metrics import average_by_source, compute_metrics, count_useless
@@ -215,7 +216,7 @@ class Log:
             "optimizer_tokens": sum(x["prompt_tokens"] + x["completion_tokens"] for x in calls),
             "generations": line,
             "I_star": I_star.text,
-            "commit": run.record["commit"],
+            "commit": commit() or "unknown",
         }
         run.write("summary.json", json.dumps(summary, indent=1))
         final = {f"final/{name}/{k}": x for name, row in rows.items() for k, x in row.items()}

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from unittest.mock import ANY, Mock, call
 
 import pytest
-from test_resume import Calls, one_look, play
+from test_resume import Calls, play
 
 from config import Config
 from log import Log, open_tracker
@@ -25,7 +25,6 @@ from population import Population
 from tasks import Question, Trajectory, Turn
 
 ROOT = Path(__file__).parent.parent
-assert one_look  # a fixture
 
 
 def log_of(**knobs) -> Log:

@@ -349,7 +349,6 @@ class Policy:
             "time/trained_per_s": trained_per_s,
             **self.compute_mfu(trained_per_s),
             "time/peak_gb": peak / 1e9,
-            "search/faults": self.count_faults(),
         }
 
     def compute_mfu(self, tokens_per_s: float) -> Row:
@@ -366,11 +365,6 @@ class Policy:
             flops += p.numel() * (6 if p.requires_grad else 4)
         peak = find_peak(torch.cuda.get_device_name(0))
         return {"time/mfu": flops * tokens_per_s / peak / self.ranks.size} if peak else {}
-
-    @on_all_ranks(sum)
-    def count_faults(self) -> int:
-        """Returns how many requests to tools have failed."""
-        return sum(tool.faults for tool in self.task.tools)
 
     def sync(self) -> None:
         """Gives the engine the policy's present weights, unless it has them."""
