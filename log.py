@@ -248,14 +248,14 @@ class Log:
 def open_tracker(cfg: Config, run: RunDirectory) -> Callable[[Row, int], None] | None:
     """Returns what tells --tracker a step's numbers and texts. A resumed run goes on in the
     tracker's run that has its id. Raises Fault."""
-    name, path = cfg.tracker, run.path
+    name = cfg.tracker
     if not name:
         return None
     try:
         if name == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
-            writer = SummaryWriter(path / name)
+            writer = SummaryWriter(run.path / name)
 
             def write(row: Row, t: int) -> None:
                 for column, x in row.items():
@@ -265,8 +265,8 @@ def open_tracker(cfg: Config, run: RunDirectory) -> Callable[[Row, int], None] |
             return write
         # trackio has wandb's interface, but knows a run by its name
         api = importlib.import_module(name)
-        which = {"id": run.id, "dir": path} if name == "wandb" else {}
-        title = f"{path.name}-{run.id}"
+        which = {"id": run.id, "dir": run.path} if name == "wandb" else {}
+        title = f"{run.path.name}-{run.id}"
         api.init(project="inspo", name=title, config=asdict(cfg), resume="allow", **which)
         return lambda row, t: api.log(row, step=t)
     except Exception as e:  # no key, no network, no room
