@@ -384,10 +384,12 @@ def main(
 
 
 def show_page(run: Path) -> None:
-    """Writes the page of a run and says where, unless that guest is not installed."""
-    with contextlib.suppress(ModuleNotFoundError):
+    """Writes the page of a run, which is complete without it."""
+    try:
         page = importlib.import_module(PAGE)
         print("see it:", page.write_page([run], run / "report.html"))
+    except (ModuleNotFoundError, Fault) as e:
+        print(f"no page: {e}")
 
 
 if __name__ == "__main__":

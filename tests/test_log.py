@@ -54,7 +54,7 @@ def test_the_columns_of_a_step_by_hand():
     log.add_rollouts(1, taus)
     log.add_update({"loss": 0.25}, P)
     log.end_step(1)
-    [(file, kept), (name, row)] = log.run.kept
+    [(file, kept), (name, row)] = json.loads(json.dumps(log.run.kept))
     assert (file, name, len(kept)) == ("step-000001", "metrics", 4)
     wanted = {
         "t": 1, "reward": 0.75, "reward/a": 1.0, "reward/b": 0.5, "em": 0.75, "em/a": 1.0, "em/b": 0.5,
@@ -156,16 +156,14 @@ def test_a_tracker_has_every_number_and_instruction_in_one_run_however_often_it_
     assert best == (out / "I_star.txt").read_text().strip()
     final = {k: v for _, row in rows for k, v in row.items() if k.startswith("final/")}
     held_out = json.loads((out / "summary.json").read_text())["held_out"]
-    assert final == {
-        f"final/{name}/{k}": v for name, row in held_out.items() for k, v in row.items()
-    }
+    assert final == {f"final/{k}": v for k, v in next(iter(held_out.values())).items()}
 
 
 def test_tensorboard_has_numbers_and_texts(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module := Mock())
     run = SimpleNamespace(path=tmp_path)
     tell = open_tracker(Config(tracker="tensorboard"), run)
-    tell({"loss": 0.5, "instructions": "Think."}, 3)
+    tell({"loss": 0.5, "instructions": "Think."}, step=3)
     module.SummaryWriter.assert_called_once_with(tmp_path / "tensorboard")
     assert module.SummaryWriter.return_value.mock_calls == [
         call.add_scalar("loss", 0.5, 3),

@@ -506,10 +506,10 @@ def test_stopped_inside_an_evolution_and_resumed_it_is_bit_identical_and_everyth
     keys = [row["call"]["key"] for row in read_jsonl(out / "reflections.jsonl") if "call" in row]
     assert keys and len(keys) == len(set(keys))
     for path in (out, whole):
-        spent = json.loads((path / "summary.json").read_text())["rollouts"]
+        spent = json.loads((path / "summary.json").read_text())
         rows = read_jsonl(path / "reflections.jsonl")
-        assert spent["verification"] == sum(row.get("rollouts", 0) for row in rows)
-        assert spent["training"] == 6 * 6 * 4
+        assert spent["verification_rollouts"] == sum(row.get("rollouts", 0) for row in rows)
+        assert spent["training_rollouts"] == 6 * 6 * 4
         shutil.rmtree(path / "checkpoints")
 
 

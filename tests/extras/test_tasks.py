@@ -98,8 +98,7 @@ def check_run(run: Path, stdout: str, metrics: list[str], tools: list[str]) -> N
         }
     (verified,) = [row for row in read_jsonl(run / "reflections.jsonl") if "verified" in row]
     assert (
-        len(verified["D_B"]) == 6
-        and summary["rollouts"]["verification"] == verified["rollouts"] > 6
+        len(verified["D_B"]) == 6 and summary["verification_rollouts"] == verified["rollouts"] > 6
     )
     assert first["metrics"] == metrics and {f"test/{name}" for name in metrics} <= set(first)
     assert [row["t"] for row in steps] == [1, 2]
