@@ -46,6 +46,11 @@ def make_card(run: Path, policy: Path) -> str:
         f"```sh\n{write_command(record)}\n```",
         f"Commit {record['commit']}.\n",
     ]
+    # of adapters export.py has said how to load them
+    readme = policy / "README.md"
+    if readme.exists():
+        _, title, rest = readme.read_text("utf-8").partition("## Adapters")
+        parts.append(title + rest)
     return "\n\n".join(parts)
 
 

@@ -386,6 +386,34 @@ def test_without_verification_every_candidate_joins_in_the_order_of_the_reply_an
     assert all(not jobs for *_, jobs, _ in e.policy.rollouts)
 
 
+GRADED = {"old": 9, "a": 1, "b": 4, "c": 0, "d": 9}
+
+
+@pytest.mark.parametrize(
+    "replies, knobs, joined, asked, short",
+    [
+        # the best of a round, however much worse than their parent
+        ([["a", "b", "c"]], dict(N_P=3), [["b", "a"]], 1, False),
+        ([["a", "b", "c"], ["d"]], dict(N_P=4, top_n=2), [["b", "a"], ["d"]], 2, False),
+        # too few that are well formed: every round is played, and places stay empty
+        ([["a", "a"], [], ["b"]], dict(N_P=5, rounds=3), [["a"], ["b"]], 3, True),
+        ([[]], dict(N_P=5, rounds=2), [], 2, True),
+        # unverified ones in the order of the reply
+        ([["a", "b"]], dict(N_P=3, D_B=0), [["a", "b"]], 1, False),
+        ([["a"]], dict(N_P=3, D_B=0, rounds=1), [["a"]], 1, True),
+    ],
+)
+def test_without_the_gate_the_best_fill_the_population(replies, knobs, joined, asked, short):
+    e = Evolved({"old": 0.9}, GRADED, *replies, gate=0, **knobs)
+    assert e.joined == joined and e.texts == ["old", *sum(joined, [])]
+    assert len(e.optimizer.prompts) == asked
+    [row] = e.log.rows("evolve")
+    assert (len(row["P"]) < e.cfg.N_P) == short
+    assert row["text"] == ("too few well-formed revisions" if short else "")
+    # and with the gate as it was
+    assert len(Evolved({"old": 0.9}, GRADED, ["a", "b"], N_P=3).P) == 1
+
+
 def test_another_rule_of_who_joins_is_a_method_of_a_population():
     class Worst(Population):
         def select_top(self, verified, room):
@@ -463,7 +491,7 @@ def test_the_parent_s_own_failures_are_shown_first():
 
 
 def test_a_candidate_that_gives_an_answer_away_is_rejected():
-    e = Evolved({"old": 0.5}, {"old": 5, "new": 5}, ["it is gold f1", "new"], N_P=3)
+    e = Evolved({"old": 0.5}, {"old": 5, "new": 5}, ["the answer is gold f1", "new"], N_P=3)
     assert e.texts == ["old", "new"]
     row = e.log.rows("accepted")[0]
     assert (

@@ -460,7 +460,7 @@ SIZES = [*SMALL, "--batch", "6", "--G", "4", "--T", "6", "--save_every", "2", "-
 RUNS = {
     "espl": (espl, ["--crossover", "1", "--K_e", "1", "--T_e", "9"]),
     "fst": (fst, ["--K_e", "2", "--T_e", "9"]),
-    "rules": (selection, "--gate lower_bound --groups question --K_p 1 --K_e 3".split()),
+    "rules": (selection, "--lower_bound 1 --groups question --K_p 1 --K_e 3".split()),
 }
 
 

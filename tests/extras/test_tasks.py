@@ -492,7 +492,6 @@ HM = {"type": "thinking", "thinking": [{"type": "text", "text": "Score: 3"}]}
     "message, score",
     [
         ({"content": [HM, {"type": "text", "text": "Well.\nScore: 7"}]}, 0.7),
-        ({"content": "[THINK]\nScore: 3\n[/THINK]Score: 7"}, 0.7),
         ({"content": "<think>\nScore: 3\n</think>\n\n**Score: 7**"}, 0.7),
         ({"content": "<think>Perhaps\nScore: 3"}, None),  # cut off in its thoughts
         ({"content": None, "reasoning_content": "Score: 3"}, None),
