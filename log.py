@@ -113,7 +113,7 @@ class Log:
             "response_tokens": fmean(sum(tau.mask) for tau in taus),
             "context_tokens": fmean(len(tau.ids) for tau in taus),
             "zero_variance_groups": fmean(len(rewards) == 1 for rewards in groups),
-            "n": Counter(sorted(tau.instruction for tau in taus)),
+            "n": Counter(str(tau.instruction) for tau in taus),
         }
         self.run.write_trajectories(f"step-{t:06d}", [tau.record() for tau in taus])
 
