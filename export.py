@@ -5,7 +5,7 @@ python export.py runs/NAME                  # the newest checkpoint
 python export.py runs/NAME --step 100       # or --best: the best on the validation questions
 python export.py runs/NAME --adapters       # of a run with --lora_rank: the adapters alone, for peft and vLLM
 vllm serve runs/NAME/step-000100            # the directory loads in vLLM and in transformers
-hf upload OWNER/NAME runs/NAME/step-000100  # its README.md is the model card
+hf upload OWNER/NAME runs/NAME/step-000100
 
 For a run with --lora_rank the weights are those that the policy computed with, adapters merged
 (models/lora.py).
@@ -37,7 +37,6 @@ def export_checkpoint(
     # here: torch takes seconds to import
     import torch
 
-    from journal.card import make_card
     from models import lora
     from models.model import empty, export, fill, load_config, load_model, load_tokenizer
     from plumbing import checkpoint
@@ -71,17 +70,14 @@ def export_checkpoint(
     checkpoint.load({"model": stored}, chosen, alone=True)
 
     # what is written
-    library = "peft" if adapters else "transformers"
-    card = make_card(run, cfg, step_of(chosen), I.text, library)
     with new_directory(out) as new:
         if adapters:
             lora.export(model, cfg.lora_alpha, cfg.model, new)
             rounded = f"dithered by a generator of seed {cfg.seed}" if cfg.dither else "rounded"
-            card += lora.LOSS.format(rounded=rounded)
+            write_file(new / "README.md", lora.LOSS.format(rounded=rounded))
         else:
             export(config, model, load_tokenizer(cfg.model), new, computed)
         write_file(new / "I_star.txt", I.text + "\n")
-        write_file(new / "README.md", card)
     return out, step_of(chosen), I.id
 
 
