@@ -394,8 +394,10 @@ def show(summary: Row) -> None:
     for title, part in summary["benchmarks"].items():
         line = f"{title:16}"
         for name, x in part.items():
-            if name in summary["metrics"]:
+            if name == summary["metrics"][0]:
                 x = "{mean:.3f} [{low:.3f}, {high:.3f}]".format(**x)
+            elif name in summary["metrics"]:
+                x = x["mean"]
             line += f"  {name} {x if isinstance(x, (int, str)) else f'{x:.3f}'}"
         print(line)
     if len(summary["benchmarks"]) > 1:
