@@ -37,7 +37,7 @@ from tasks.metrics import set_rewards
 from tasks.sampling import draw_questions, rng_of
 from training.start import prepare
 
-PAGE = "page.html"  # explains a run; asked for where it ends
+PAGE = "extras.page"  # a guest, asked for where a run ends
 Trial = tuple[int | None, str]  # an instruction's id (None: it is not in P) and its text
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
@@ -360,10 +360,12 @@ def main(
 
 
 def show_page(run: Path) -> None:
-    """Writes the page of a run and says where, unless that guest is not installed."""
-    with contextlib.suppress(ModuleNotFoundError):
+    """Writes the page of a run, which is complete without it."""
+    try:
         page = importlib.import_module(PAGE)
         print("see it:", page.write_page([run], run / "report.html"))
+    except (ModuleNotFoundError, Fault) as e:
+        print(f"no page: {e}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 # a terminal, a cluster, a terminal that went away
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # at the top; a user's script there cleans up by itself
-PROGRAMS = ("inspo.py", "ask.py", "evaluate.py", "export.py", "report.py")
+PROGRAMS = ("inspo.py", "ask.py", "evaluate.py", "export.py")
 
 
 def leads() -> bool:

@@ -17,7 +17,6 @@ from config import WORLD, Config, read_config
 from evaluation.checkpoints import export_checkpoint
 from journal.directory import RunDirectory
 from models.model import load_model, load_policy
-from page.html import write_page
 from plumbing import checkpoint
 from plumbing.faults import Fault
 from population import Population, ReplayBuffer
@@ -192,15 +191,6 @@ def test_a_damaged_run_directory_resumes_right_or_says_why_not(whole, tmp_path):
 def harmed(whole: Path, path: Path, seed: int) -> str:
     shutil.copytree(whole, path)
     return harm(random.Random(seed), path, files_of(path))
-
-
-@pytest.mark.skipif(not N, reason="make fuzz")
-def test_the_page_of_a_damaged_run_is_written_or_refused(whole, tmp_path):
-    for seed in range(N // 100):
-        done = harmed(whole, tmp_path / "r", seed)
-        with right_or_refused((seed, done)):
-            write_page([tmp_path / "r"], tmp_path / "page.html")
-        shutil.rmtree(tmp_path / "r")
 
 
 @pytest.mark.skipif(not N, reason="make fuzz")

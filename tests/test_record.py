@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from page.curves import SEED
 
 from config import HERE, PRESETS, Config
 from journal.directory import RunDirectory
@@ -22,7 +23,6 @@ from journal.record import (
     digest,
     digest_file,
 )
-from page.curves import SEED
 from plumbing.faults import Fault
 from tasks import Question
 from tasks.loading import load_task

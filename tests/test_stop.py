@@ -55,7 +55,7 @@ def test_a_signal_at_the_start_is_one_line_and_leaves_nothing(tmp_path, moment, 
 
 PROGRAMS = {
     "labs": ["-m", "labs", "1", "--solution"], "model": ["-m", "extras.real.model", "OUT"],
-    "report": ["report.py", "OUT"], "server": ["-m", "retrieval.server", "--corpus", "world/files/corpus.jsonl"],
+    "report": ["-m", "extras.page", "OUT"], "server": ["-m", "retrieval.server", "--corpus", "world/files/corpus.jsonl"],
     "hotpot": ["extras/hotpot.py", "OUT"], "export": ["export.py", "OUT"], "evaluate": ["evaluate.py", "OUT"],
     "compare": ["evaluate.py", "--compare", "OUT", "OUT"], "ask": ["ask.py", "why?", "--run", "OUT"],
     "index": ["-m", "retrieval.build", "--corpus", "OUT", "--encoder", "bm25", "--index", "OUT"],
