@@ -12,6 +12,7 @@ paper is silent (docs/choices.md lists them).
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from plumbing.faults import Fault, OptimizerDown, one_line
 from plumbing.servers import Servers
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer
 from reflect import (
+    PROMPT_BUDGET,
     Optimizer,
     connect_optimizer,
     describe_optimizer,
@@ -146,7 +148,8 @@ class Evolution:
         n = cfg.N_P - cfg.N_parent  # CHOICE-24
         self.t = t
         self.used = {fold_words(I.text) for I in P_parent}
-        reason = "too few revisions verified"  # of places that stay empty, if all rounds are played
+        # of places that stay empty, if all rounds are played
+        reason = "too few revisions verified" if cfg.gate else "too few well-formed revisions"
         for round in range(cfg.rounds):  # Alg.1 L18 CHOICE-6
             room = cfg.N_P - len(P_parent) - len(P_new)
             if not room:
@@ -197,17 +200,12 @@ class Evolution:
             return history_prompt(sorted(tried, key=lambda pair: pair[1]), n)  # CHOICE-15
         failures = [(e.text, e.golds) for e in tau_fail]
         observations = self.task.make_format().result_tags()
-        return reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget, observations)
+        return reflection_prompt(I_parent.text, failures, n, PROMPT_BUDGET, observations)
 
     def ask(self, I_parent: Instruction, prompt: str, golds: list[str], n: int) -> list[str]:
         """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that
         shows these golds."""
-        try:
-            call = self.optimizer.ask(prompt, f"t{self.t} r{self.round}")
-        except OptimizerDown as e:
-            if e.call:  # what could not be read was billed, too
-                self.note(I_parent, call=vars(e.call))
-            raise
+        call = self.optimizer.ask(prompt, f"t{self.t} r{self.round}")
         # noted before it is read, since it was billed; a call of an earlier process is there already
         if not call.paid_before:
             self.note(I_parent, call=vars(call))
@@ -274,18 +272,46 @@ def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: 
         log.add_result("first policy, I_star", policy.evaluate(T, I_star, "test"))
 
 
-def list_custom_parts(learner: Any, population: Any, evolution: Any, algorithm: Any) -> list[Any]:
-    """Returns the parts of a run that are not the usual ones, which its record names. Raises Fault
-    for a class that is none of its kind."""
+def describe_custom_parts(learner: Any, population: Any, evolution: Any, algorithm: Any) -> str:
+    """Returns a line about the parts of a run that are not the usual ones. Raises Fault for a class
+    that is none of its kind, or overrides nothing."""
     import grpo
 
     parts = learner, population, evolution
     kinds = grpo.Learner, Population, Evolution
+    told = []
     for part, kind in zip(parts, kinds, strict=True):
-        if isinstance(part, type) and not issubclass(part, kind):
-            raise Fault(f"{kind.__name__.lower()}: {part} does not extend {kind.__name__}")
-    usual = (None, *kinds, inspo)
-    return [part for part in (*parts, algorithm) if part not in usual]
+        if isinstance(part, type) and part is not kind:
+            if not issubclass(part, kind):
+                raise Fault(f"{kind.__name__.lower()}: {part} does not extend {kind.__name__}")
+            told += list_overrides(part, kind)
+    custom = [part for part in (*parts, algorithm) if part not in (None, *kinds, inspo)]
+    told += [
+        getattr(part, "__qualname__", str(part)) for part in custom if not isinstance(part, type)
+    ]
+    return f"parts: {', '.join(told)}" if told else ""
+
+
+def list_overrides(part: type, kind: type) -> list[str]:
+    """Returns the classes that `part` adds to its `kind`, each with the methods that it overrides.
+    Raises Fault if that is none."""
+    known = [name for name in dir(kind) if not name.startswith("__") or name == "__init__"]
+    told, others = [], list[str]()
+    for owner in part.__mro__:
+        if owner in kind.__mro__:
+            continue
+        overridden = [name for name in vars(owner) if name in known]
+        if overridden:
+            told.append(f"{owner.__qualname__} ({', '.join(overridden)})")
+        others += [name for name in vars(owner) if not name.startswith("__")]
+    if told:
+        return told
+    for name in others:
+        for nearest in difflib.get_close_matches(name, known, 1, cutoff=0):
+            raise Fault(
+                f"{part.__qualname__}: {kind.__name__} has no {name}; the nearest is {nearest}"
+            )
+    raise Fault(f"{part.__qualname__} overrides no method of {kind.__name__} (docs/forks.md)")
 
 
 class Result(NamedTuple):
@@ -328,8 +354,8 @@ def train(
             follow(ranks, task, learner)
             return None
         with stop.may_stop():
-            parts = list_custom_parts(learner, population, evolution, algorithm)
-            run = stack.enter_context(RunDirectory.opened(cfg, task, *parts))
+            told = describe_custom_parts(learner, population, evolution, algorithm)
+            run = stack.enter_context(RunDirectory.opened(cfg))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
             optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))
@@ -337,7 +363,7 @@ def train(
             policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, task, learner)))
         log = Log(cfg, run, task, began)
         policy.progress = log.show_progress
-        log.introduce(policy.describe(), tools, f"optimizer: {describe_optimizer(optimizer)}")
+        log.introduce(policy.describe(), tools, f"optimizer: {describe_optimizer(optimizer)}", told)
         evolving = evolution(cfg, task, optimizer, population(cfg), log)
         checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
         with checkpoints.save_on_failure():

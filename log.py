@@ -8,24 +8,34 @@ import importlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from statistics import fmean
 from time import perf_counter
+from typing import Any
 
 from tqdm import tqdm
 
-from config import Config
+from config import Config, preset_of
 from journal.directory import RunDirectory
 from plumbing.faults import Fault, first_line
 from plumbing.files import Row
 from plumbing.outside import printable
+from plumbing.versions import commit
 from population import Candidate, Instruction, Population
 from tasks import Question, Task, Trajectory
 from tasks.metrics import average_by_source, compute_metrics, count_useless
 from tasks.sampling import STORED, space_evenly
 
 Batch = Sequence[Trajectory]
+LOGS = ("metrics", "population", "reflections")
+# What the last line of a run shows. Places of P that stayed empty, of all evolutions; steps in which
+# P was one instruction, until the last evolution.
+COSTS = (
+    "training_rollouts", "verification_rollouts", "optimizer_tokens", "evolutions", "empty_places", "steps_of_one",
+    "seconds",
+)  # fmt: skip
 START = "first policy, first instruction"
 TABLE = (
     "trained policy, I_star",
@@ -63,11 +73,15 @@ class Log:
         with tqdm.external_write_mode(file=sys.stdout):
             print(printable(text), flush=True)
 
-    def introduce(self, *parts: str) -> None:
-        """Prints what is about to be trained; `parts`: with what."""
+    def introduce(self, policy: str, *parts: str) -> None:
+        """Prints what is about to be trained, and with what."""
         cfg = self.cfg
-        what = f"{cfg.mode}: {cfg.T} steps of {cfg.batch} questions x {cfg.G}, seed {cfg.seed}"
-        self.print("\n".join([f"{what}; everything goes to {self.run.path}", *filter(None, parts)]))
+        lines = [
+            f"{cfg.mode}: {preset_of(cfg.model)} ({policy}), seed {cfg.seed}",
+            *filter(None, parts),
+            f"{cfg.T} steps of {cfg.batch} questions x {cfg.G}; everything goes to {self.run.path}",
+        ]
+        self.print("\n".join(lines))
 
     def show_progress(self, purpose: str, done: int, total: int) -> None:
         """Shows at the bar how far rollouts are."""
@@ -99,7 +113,7 @@ class Log:
             "response_tokens": fmean(sum(tau.mask) for tau in taus),
             "context_tokens": fmean(len(tau.ids) for tau in taus),
             "zero_variance_groups": fmean(len(rewards) == 1 for rewards in groups),
-            "n": {str(j): k for j, k in sorted(Counter(tau.instruction for tau in taus).items())},
+            "n": Counter(str(tau.instruction) for tau in taus),
         }
         self.run.write_trajectories(f"step-{t:06d}", [tau.record() for tau in taus])
 
@@ -108,8 +122,8 @@ class Log:
         best, p = P.best(), P.probabilities()
         self.row |= metrics
         self.row |= {"best": best.id, "w_best": best.w}
-        self.row["w"] = {str(I.id): round(I.w, 4) for I in P.active}
-        self.row["p"] = {str(I.id): round(float(x), 4) for I, x in zip(P.active, p, strict=True)}
+        self.row["w"] = {I.id: round(I.w, 4) for I in P.active}
+        self.row["p"] = {id: round(float(x), 4) for id, x in zip(P.ids, p, strict=True)}
 
     def add_evaluation(self, split: str, taus: Batch) -> None:
         """Adds an evaluation of the policy in training to the step's row."""
@@ -152,8 +166,7 @@ class Log:
         """Writes down the rewards of revisions and of their parent on D_B, and who joins."""
         verified = []
         for c in tested:
-            row = {"text": c.text, "r": c.r, "r_parent": c.r_parent, "joined": c in joining}
-            verified.append(row)
+            verified.append(dict(text=c.text, r=c.r, r_parent=c.r_parent, joined=c in joining))
         row = {"t": t, "round": round, "parent": tested[0].parent, "D_B": [q.id for q in D_B]}
         row |= {"rollouts": (1 + len(tested)) * len(D_B), "verified": verified}
         self.run.append("reflections", row)
@@ -190,8 +203,10 @@ class Log:
         """Writes, prints and returns the result: I_star, and the metrics of both policies under
         both instructions."""
         cfg, run = self.cfg, self.run
-        steps, reflections = run.rows("metrics"), run.rows("reflections")
+        steps, events, reflections = map(run.rows, LOGS)
         calls = [row["call"] for row in reflections if "call" in row]
+        evolved = [row for row in events if row["event"] == "evolve"]
+        last = evolved[-1]["t"] if evolved else 0
         rows = {name: self.held_out[name] for name in TABLE if name in self.held_out}
         line, parent = [I_star.id], I_star.parent
         while parent is not None:
@@ -208,17 +223,18 @@ class Log:
             "held_out": rows,
             "questions": self.questions,
             "seconds": round(self.spent + perf_counter() - self.began, 1),
-            "rollouts": {
-                "training": sum(sum(row.get("n", {}).values()) for row in steps),
-                "verification": sum(row.get("rollouts", 0) for row in reflections),
-            },
+            "training_rollouts": sum(sum(row.get("n", {}).values()) for row in steps),
+            "verification_rollouts": sum(row.get("rollouts", 0) for row in reflections),
             "optimizer_tokens": sum(x["prompt_tokens"] + x["completion_tokens"] for x in calls),
+            "evolutions": len(evolved),
+            "empty_places": sum(cfg.N_P - len(row["P"]) for row in evolved),
+            "steps_of_one": sum(len(row.get("w", ())) == 1 for row in steps[: last + 1]),
             "generations": line,
             "I_star": I_star.text,
-            "commit": run.record["commit"],
+            "commit": commit() or "unknown",
         }
         run.write("summary.json", json.dumps(summary, indent=1))
-        final = {f"final/{name}/{k}": x for name, row in rows.items() for k, x in row.items()}
+        final = {f"final/{name}": x for name, x in summary["end"].items()}
         self.track({"I_star": I_star.text, **final}, cfg.T)
         self.bar.close()
         print(printable("\n".join(tabulate(summary))), f"\nall of it is in {run.path}", flush=True)
@@ -238,40 +254,39 @@ class Log:
         """Tells the tracker numbers and texts; one that fails is told no more."""
         try:
             if self.tell_tracker:
-                self.tell_tracker(row, t)
+                self.tell_tracker(row, step=t)
         except Exception as e:  # a lost network, a full disk, a process of its own that has died
             self.print(f"WARNING  --tracker has failed ({e!r}) and is told no more")
             self.tell_tracker = None
 
 
-def open_tracker(cfg: Config, run: RunDirectory) -> Callable[[Row, int], None] | None:
+def open_tracker(cfg: Config, run: RunDirectory) -> Any:
     """Returns what tells --tracker a step's numbers and texts. A resumed run goes on in the
     tracker's run that has its id. Raises Fault."""
-    name, path = cfg.tracker, run.path
+    name = cfg.tracker
     if not name:
         return None
     try:
         if name == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
-            writer = SummaryWriter(path / name)
-
-            def write(row: Row, t: int) -> None:
-                for column, x in row.items():
-                    add = writer.add_text if isinstance(x, str) else writer.add_scalar
-                    add(column, x, t)
-
-            return write
+            return partial(write_summary, SummaryWriter(run.path / name))
         # trackio has wandb's interface, but knows a run by its name
         api = importlib.import_module(name)
-        which = {"id": run.id, "dir": path} if name == "wandb" else {}
-        title = f"{path.name}-{run.id}"
+        which = {"id": run.id, "dir": run.path} if name == "wandb" else {}
+        title = f"{run.path.name}-{run.id}"
         api.init(project="inspo", name=title, config=asdict(cfg), resume="allow", **which)
-        return lambda row, t: api.log(row, step=t)
+        return api.log
     except Exception as e:  # no key, no network, no room
         raise Fault(
             f"--tracker {name} does not start ({first_line(e)}); mend that, or leave it out"
         ) from None
+
+
+def write_summary(writer: Any, row: Row, step: int) -> None:
+    for name, x in row.items():
+        add = writer.add_text if isinstance(x, str) else writer.add_scalar
+        add(name, x, step)
 
 
 def tabulate(summary: Row) -> list[str]:
@@ -283,9 +298,5 @@ def tabulate(summary: Row) -> list[str]:
         lines.append(f"{name:33}" + "".join(f"  {row[column]:9.3f}" for column in columns))
     line = " -> ".join(f"#{j}" for j in summary["generations"])
     lines += ["", f"best instruction, I_star ({line}):", summary["I_star"], ""]
-    rollouts = summary["rollouts"]
-    lines.append(
-        f"{summary['optimizer_tokens']:,} tokens of the optimizer; {rollouts['verification']:,} rollouts of "
-        f"verification on {rollouts['training']:,} of training; {summary['seconds']:,.0f} s"
-    )
+    lines.append(", ".join(f"{name} {summary[name]:,}" for name in COSTS))
     return lines

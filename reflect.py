@@ -21,7 +21,7 @@ from plumbing.files import Row
 from plumbing.outside import plain, printable, without_secrets
 from plumbing.replies import Reply, read_blocks, read_reply, usage_of
 from plumbing.stop import may_stop
-from plumbing.words import cut_middle, split_words
+from plumbing.words import WORD, compose, cut_middle, split_words
 
 MAX_REPLY = 200_000  # characters of a reply that are read and kept
 QUESTION = re.compile(r"^\W*question\s*:", re.I | re.M)
@@ -32,6 +32,9 @@ CONTROL = re.compile(
 Failures = Sequence[tuple[str, tuple[str, ...]]]
 ESCAPED = re.compile(r'\\n(?![a-z])|\\"')  # no LaTeX, such as \nu
 RESULT = re.compile(r"<information>(.*?)</information>", re.S)
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S)
+TAG = re.compile(r"</?\w+>")
+ANSWER_IS = re.compile(r"\banswers? .*?\b(?:is|are|was|were) (.*)")  # of words in lower case
 
 # App. E, word for word; {n} stands for its N. (The paraphrase prompt has "6" there, which is N_P -
 # 1.)
@@ -101,6 +104,9 @@ def history_prompt(scored: Sequence[tuple[str, float]], n: int) -> str:
     for k, (text, w) in enumerate(scored):
         pairs.append(f"<ins_{k}> {text} </ins_{k}>\n<score_{k}> {100 * w:.0f} </score_{k}>")
     return HISTORY.format(history="\n".join(pairs), n=n)
+
+
+PROMPT_BUDGET = 16_000  # tokens of failures in a prompt
 
 
 def reflection_prompt(
@@ -234,7 +240,7 @@ def find_flaw(
     if added:
         return f"holds the control token {min(added)}"
 
-    # a question, a result or an answer that the parent does not have
+    # a question, a result or an answer that the parent does not have: CHOICE-35
     if len(QUESTION.findall(text)) > len(QUESTION.findall(old)):
         return "asks a question of its own"
     for result in set(RESULT.findall(candidate)) - set(RESULT.findall(parent)):
@@ -242,9 +248,32 @@ def find_flaw(
             return "holds a search result of its own"
     for gold in golds:
         # "Beijing" is in Search-R1's instruction already
-        if _mentions(candidate, gold) and not _mentions(parent, gold):
+        if gives_away(candidate, gold) and not _mentions(parent, gold):
             return f"contains the gold answer {gold!r}"
     return ""
+
+
+def gives_away(candidate: str, gold: str) -> bool:
+    """Returns whether a candidate gives an answer away.
+
+    A name of several words does so anywhere. One word, or a phrase in lower case, is in any prompt
+    (the paper's have "Evidence", and "Munich" as an illustration): it does where it is the answer,
+    between the tags or in a sentence.
+    """
+    if not _mentions(candidate, gold):
+        return False
+    names = [
+        word for word in WORD.findall(compose(plain(gold)).replace("-", "")) if not word.islower()
+    ]
+    text = plain(candidate)
+    if len(names) > 1 or any(_mentions(answer, gold) for answer in ANSWER.findall(text)):
+        return True
+    for sentence in re.split(r"[.!?\n]", TAG.sub(" ", text)):
+        words = fold_words(sentence)
+        said = ANSWER_IS.search(words)
+        if words.endswith(f"answer {fold_words(gold)}") or (said and _mentions(said[1], gold)):
+            return True
+    return False
 
 
 def _mentions(text: str, answer: str) -> bool:
@@ -292,19 +321,15 @@ class Optimizer:
         timeout: float = 300,
         retries: int = 4,
         paid: dict[str, Call] | None = None,
-        revive: Callable[[], str] = lambda: "",
+        restart: Callable[[], object] = lambda: None,
         max_tokens: int = 0,
     ):
         self.url, self.model, self.paid, self.max_tokens = url, model, paid or {}, max_tokens
         self.tokens = sum(
             call.prompt_tokens + call.completion_tokens for call in self.paid.values()
         )
-
-        def before_retry() -> str:
-            self.check_budget()
-            return revive()
-
-        self._client = Client([url], timeout, retries, api_key, revive=before_retry)
+        self.restart = restart  # starts this run's own server again if it has died
+        self._client = Client(url, timeout, retries, api_key)
 
     def check_budget(self) -> None:
         """Raises OptimizerDown if `max_tokens` are used up."""
@@ -316,7 +341,7 @@ class Optimizer:
     def ask(self, prompt: str, when: str) -> Call:
         """Returns the call with its reply. `when` tells calls with the same prompt apart.
 
-        Raises OptimizerDown; its `call` has what replies that could not be read have cost.
+        Raises OptimizerDown.
         """
         key = f"{when} " + hashlib.sha256(f"{self.model}\n{prompt}".encode()).hexdigest()[:16]
         if key in self.paid:
@@ -324,22 +349,16 @@ class Optimizer:
         self.check_budget()
         began = time.perf_counter()
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
-        billed = [0, 0]  # tokens of prompt and reply, of all tries
 
-        def read(answer: Any) -> Reply:
-            # count every try before parsing can fail
-            for k, tokens in enumerate(usage_of(answer)):
-                billed[k] += tokens
-                self.tokens += tokens
-            return read_reply(answer)
+        def read(answer: Any) -> tuple[Reply, tuple[int, int]]:
+            return read_reply(answer), usage_of(answer)
 
-        reply, down = Reply(""), None
         try:
             with may_stop():
-                reply = self._client.chat(body, read)
-        except Outage as e:  # also from `before_retry`
-            down = OptimizerDown(str(e))
-            key += f", unread at {self.tokens} tokens"  # a resumed run must not find it
+                self.restart()
+                reply, billed = self._client.ask("/chat/completions", body, read)
+        except Outage as e:
+            raise OptimizerDown(str(e)) from None
         call = Call(
             key=key,
             prompt=prompt,
@@ -351,11 +370,7 @@ class Optimizer:
             cut=reply.cut or len(reply.text) > MAX_REPLY,
             refused=reply.refused,
         )
-        if down:
-            down.call = call if any(billed) else None
-            raise down
-        # `read` has added what was billed; where that is nothing, the estimates count
-        self.tokens += call.prompt_tokens + call.completion_tokens - sum(billed)
+        self.tokens += call.prompt_tokens + call.completion_tokens
         return call
 
 
@@ -396,9 +411,8 @@ def connect_optimizer(
         url or start(),
         cfg.optimizer_model,
         key,
-        retries=cfg.optimizer_retries,
         paid=read_paid_calls(rows),
-        revive=start,
+        restart=start,
         max_tokens=cfg.max_optimizer_tokens,
     )
 

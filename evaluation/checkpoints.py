@@ -57,7 +57,9 @@ def export_checkpoint(
     # what is written
     with new_directory(out) as new:
         if adapters:
-            lora.export(model, cfg.lora_alpha, cfg.seed, cfg.model, new)
+            lora.export(model, cfg.lora_alpha, cfg.model, new)
+            rounded = f"dithered by a generator of seed {cfg.seed}" if cfg.dither else "rounded"
+            write_file(new / "README.md", lora.LOSS.format(rounded=rounded))
         else:
             export(config, model, load_tokenizer(cfg.model), new, computed)
         write_file(new / "I_star.txt", I.text + "\n")

@@ -129,7 +129,7 @@ def row_of(out: Path) -> Row:
         "searches": round(summary["end"]["searches"], 3),
         "I_star": summary["I_star"],
         "held_out": held,
-        "trajectories": sum(summary["rollouts"].values()),
+        "trajectories": summary["training_rollouts"] + summary["verification_rollouts"],
         "evals": [[0, summary["start"]["em"]], *evals, [summary["steps"], summary["end"]["em"]]],
         "curves": {name: [round(row[name], 3) for row in steps] for name in ("reward", "searches")},
     }

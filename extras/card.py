@@ -23,7 +23,8 @@ from plumbing.outside import without_secrets
 
 def make_card(run: Path, policy: Path) -> str:
     """Returns the README.md of a run's policy, with the base model's license."""
-    cfg, record = read_config(run), json.loads((run / "config.json").read_text("utf-8"))
+    cfg: Config = read_config(run)
+    record = json.loads((run / "config.json").read_text("utf-8"))
     file = run / "summary.json"
     table = ["the run has not ended"]
     if file.is_file():
@@ -46,6 +47,11 @@ def make_card(run: Path, policy: Path) -> str:
         f"```sh\n{write_command(record)}\n```",
         f"Commit {record['commit']}.\n",
     ]
+    # of adapters export.py has said how to load them
+    readme = policy / "README.md"
+    if readme.exists():
+        _, title, rest = readme.read_text("utf-8").partition("## Adapters")
+        parts.append(title + rest)
     return "\n\n".join(parts)
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from journal.directory import RunDirectory
-from log import Log
 from plumbing import checkpoint
 from plumbing.faults import DiskFault
 from plumbing.files import Row, new_directory, remove
@@ -19,7 +19,7 @@ from training.policy import Policy
 
 
 class Checkpoints:
-    def __init__(self, run: RunDirectory, policy: Policy, P: Population, B: ReplayBuffer, log: Log):
+    def __init__(self, run: RunDirectory, policy: Policy, P: Population, B: ReplayBuffer, log: Any):
         self.run, self.policy, self.P, self.B, self.log = run, policy, P, B, log
         self.last: Row = {"t": 0}  # the last mark
         # the mark of the newest checkpoint; before there is one, nothing is to be saved

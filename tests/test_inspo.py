@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,19 +25,22 @@ from transformers import AutoModelForCausalLM
 
 import export
 import inspo
+import reflect
 from engines.vllm_engine import vllm_version
 from grpo import Learner
 from journal.directory import RunDirectory
 from plumbing import checkpoint
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
+from reflect import Optimizer
+from tasks import search_qa
 from tasks.questions import load_questions
 from tasks.sampling import draw_questions, rng_of
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
 FILES = ROOT / "world" / "files"
-SMALL = "--batch 2 --mini 2 --G 2 --T 10 --K_p 1 --K_e 3 --T_e 9 --D_B 4 --eval_n 3 --save_every 3 --rounds 2".split()
+SMALL = "--batch 2 --G 2 --T 10 --K_p 1 --K_e 3 --T_e 9 --D_B 4 --eval_n 3 --save_every 3 --rounds 2".split()
 SEED = 6  # the first policy scores in the first step
 SMALL += ["--instruction", str(FIXTURE / "instruction.txt"), "--seed", str(SEED)]
 # tests share their cores with the servers
@@ -182,9 +186,9 @@ def test_a_run_leaves_what_it_promises(whole):
     if not head.returncode:  # a git checkout
         commit = summary["commit"].partition("+")[0]
         assert len(commit) >= 7 and head.stdout.startswith(commit)
-    assert summary["rollouts"]["training"] == 10 * 2 * 2
+    assert summary["training_rollouts"] == 10 * 2 * 2
     verified = [r for r in read_jsonl(out / "reflections.jsonl") if "verified" in r]
-    assert summary["rollouts"]["verification"] == sum(
+    assert summary["verification_rollouts"] == sum(
         (1 + len(r["verified"])) * len(r["D_B"]) for r in verified
     )
     assert not [p for p in out.rglob("*.tmp")]
@@ -319,7 +323,8 @@ def test_a_run_is_not_overwritten_and_not_continued_as_another(whole):
 
 @pytest.mark.slow
 def test_an_optimizer_that_nobody_can_reach_ends_the_run_at_its_start(tmp_path, monkeypatch):
-    flags = [*SMALL, "--T", "4", "--optimizer_model", "nobody", "--optimizer_retries", "1"]
+    monkeypatch.setattr(reflect, "Optimizer", partial(Optimizer, retries=1))
+    flags = [*SMALL, "--T", "4", "--optimizer_model", "nobody"]
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     line, _, stderr = run_here("--out", tmp_path / "r", *flags)
     assert stderr == "" and "\n" not in line and not (tmp_path / "r").exists()
@@ -351,17 +356,8 @@ def test_a_hostile_optimizer_s_words_stay_words(tmp_path, monkeypatch):
             f"<ins_{k}>{text}</ins_{k}>" for k, text in enumerate(blocks, 1)
         )
 
-    flags = [
-        *SMALL,
-        "--T",
-        "4",
-        "--optimizer_model",
-        "m",
-        "--optimizer_retries",
-        "0",
-        "--out",
-        tmp_path / "r",
-    ]
+    monkeypatch.setattr(reflect, "Optimizer", partial(Optimizer, retries=0))
+    flags = [*SMALL, "--T", "4", "--optimizer_model", "m", "--out", tmp_path / "r"]
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-1\n")
     with chat(reply=reply) as server:
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
@@ -398,7 +394,7 @@ def test_our_own_retriever_is_restarted_when_it_dies(whole, tmp_path):
     process = start("--out", out, *SMALL)
     wait_for_step(out, 2, process)
     for pid in children_of(process):
-        if b"retrieval.server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"retrieval_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(int(pid), signal.SIGKILL)
     code, _, stderr = finish(process)
     assert code == 0, stderr
@@ -464,9 +460,9 @@ def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_p
     ]
     for name in ("train", "test", "corpus"):
         flags += [f"--{name}", FIXTURE / f"{name}.jsonl"]
-    flags += "--T 2 --batch 4 --mini 2 --G 2 --K_p 1 --K_e 1 --T_e 2 --D_B 3 --max_response 24 --max_prompt 900".split()
-    flags += "--max_observation 120 --failures 2 --rounds 1 --eval_n 2 --device cpu --save_every 1".split()
-    flags += ["--tools", "search,calculator"]
+    flags += "--T 2 --batch 4 --mini_batch 4 --G 2 --K_p 1 --K_e 1 --T_e 2 --D_B 3 --max_response 24".split()
+    flags += "--max_prompt 900 --rounds 1 --max_observation 120 --failures 2 --eval_n 2 --save_every 1".split()
+    flags += ["--tools", "search,calculator", "--device", "cpu"]
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     with chat() as server:
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
@@ -671,13 +667,17 @@ def test_the_last_screen_shows_metrics_winner_and_cost(whole):
     out, stdout = whole
     summary = json.loads((out / "summary.json").read_text())
     for name, row in summary["held_out"].items():
-        wanted = [name, f"{row['em']:.3f}", f"{row['f1']:.3f}", f"{row['searches']:.2f}"]
+        wanted = [name, f"{row['em']:.3f}", f"{row['f1']:.3f}", f"{row['searches']:.3f}"]
         assert any(line.split() == " ".join(wanted).split() for line in stdout.splitlines()), name
     assert set(summary["held_out"]) >= {
         "trained policy, first instruction",
         "first policy, first instruction",
     }
     assert " -> ".join(f"#{j}" for j in summary["generations"]) in stdout
+    evolved = [e for e in read_jsonl(out / "population.jsonl") if e["event"] == "evolve"]
+    sizes = [len(row["w"]) for row in metrics(out)[1 : evolved[-1]["t"] + 1]]
+    empty = sum(7 - len(e["P"]) for e in evolved)
+    assert f"empty_places {empty}, steps_of_one {sizes.count(1)}, " in stdout
     assert stdout.splitlines()[-1] == f"see it: {out}/report.html"
     assert (out / "report.html").read_text().startswith("<!doctype html>")
 
@@ -714,8 +714,9 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(
 ):
     """The optimizer's endpoint stops the search server, so the verification of its candidates
     cannot be played."""
-    server = ["-m", "retrieval.server", "--corpus", str(ROOT / "world/files/corpus.jsonl")]
-    flags = [*SMALL, "--search_retries", 0, "--optimizer_model", "m", "--out", tmp_path / "r"]
+    server = ["-m", "retrieval_server", "--corpus", str(ROOT / "world/files/corpus.jsonl")]
+    monkeypatch.setattr(search_qa, "RETRIES", 0)
+    flags = [*SMALL, "--optimizer_model", "m", "--out", tmp_path / "r"]
     with (
         Child(server, tmp_path / "log") as child,
         chat(lambda n: child.stop() if n == 2 else None) as endpoint,
@@ -790,6 +791,5 @@ def test_the_embedded_default_learns(tmp_path):
     assert summary["start"]["em"] <= 0.1 and summary["end"]["em"] >= 0.8
     assert em["first policy, I_star"] <= 0.45 and em["trained policy, first instruction"] <= 0.5
     assert summary["start"]["searches"] < 1.1 and summary["end"]["searches"] > 1.7
-    assert "the pair is worth more than its parts" in stdout
-    assert summary["rollouts"]["verification"] <= 0.15 * summary["rollouts"]["training"]
+    assert summary["verification_rollouts"] <= 0.15 * summary["training_rollouts"]
     assert len(summary["generations"]) >= 3

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 from unittest.mock import ANY, Mock, call
 
 import pytest
-from test_resume import Calls, one_look, play
+from test_resume import Calls, play
 
 from config import Config
-from log import Log, open_tracker
+from log import START, Log, open_tracker
 from plumbing import stop
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
@@ -25,7 +25,6 @@ from population import Population
 from tasks import Question, Trajectory, Turn
 
 ROOT = Path(__file__).parent.parent
-assert one_look  # a fixture
 
 
 def log_of(**knobs) -> Log:
@@ -55,7 +54,7 @@ def test_the_columns_of_a_step_by_hand():
     log.add_rollouts(1, taus)
     log.add_update({"loss": 0.25}, P)
     log.end_step(1)
-    [(file, kept), (name, row)] = log.run.kept
+    [(file, kept), (name, row)] = json.loads(json.dumps(log.run.kept))
     assert (file, name, len(kept)) == ("step-000001", "metrics", 4)
     wanted = {
         "t": 1, "reward": 0.75, "reward/a": 1.0, "reward/b": 0.5, "em": 0.75, "em/a": 1.0, "em/b": 0.5,
@@ -66,6 +65,25 @@ def test_the_columns_of_a_step_by_hand():
     assert wanted.items() <= row.items()
     assert set(row) - set(wanted) == {"p", "time/total"} and row["p"]["1"] > row["p"]["0"] > 0
     assert sum(row["p"].values()) == pytest.approx(1, abs=1e-4)
+
+
+def test_what_stayed_empty_is_counted(tmp_path):
+    log, P = log_of(N_P=4, T=7), Population(Config())
+    sizes = [0, 1, 1, 3, 1, 1, 2, 1]
+    rows = {
+        "metrics": [{"t": t, "w": {str(j): 0.5 for j in range(n)}} for t, n in enumerate(sizes)],
+        "population": [
+            {"t": 3, "event": "evolve", "P": [1, 2]},
+            {"t": 5, "event": "evolve", "P": [1, 2, 3]},
+            {"t": 6, "event": "prune", "P": []},
+        ],
+        "reflections": [],
+    }
+    log.run.rows, log.run.write, log.run.path = rows.__getitem__, lambda *file: None, tmp_path
+    log.held_out, log.metrics, log.questions = {START: {"em": 0.5, "searches": 1.0}}, ["em"], 1
+    summary = log.finish(P, P.join("Search.", None, 0))
+    assert (summary["evolutions"], summary["empty_places"]) == (2, 2 + 1)
+    assert summary["steps_of_one"] == 4  # not step 7: no evolution follows
 
 
 def test_without_a_terminal_lines_are_plain(capsys):
@@ -157,16 +175,14 @@ def test_a_tracker_has_every_number_and_instruction_in_one_run_however_often_it_
     assert best == (out / "I_star.txt").read_text().strip()
     final = {k: v for _, row in rows for k, v in row.items() if k.startswith("final/")}
     held_out = json.loads((out / "summary.json").read_text())["held_out"]
-    assert final == {
-        f"final/{name}/{k}": v for name, row in held_out.items() for k, v in row.items()
-    }
+    assert final == {f"final/{k}": v for k, v in next(iter(held_out.values())).items()}
 
 
 def test_tensorboard_has_numbers_and_texts(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module := Mock())
     run = SimpleNamespace(path=tmp_path)
     tell = open_tracker(Config(tracker="tensorboard"), run)
-    tell({"loss": 0.5, "instructions": "Think."}, 3)
+    tell({"loss": 0.5, "instructions": "Think."}, step=3)
     module.SummaryWriter.assert_called_once_with(tmp_path / "tensorboard")
     assert module.SummaryWriter.return_value.mock_calls == [
         call.add_scalar("loss", 0.5, 3),

@@ -6,7 +6,6 @@ that hundreds of runs take seconds; tests/test_stop.py and `make chaos` do the s
 """
 
 import contextlib
-import functools
 import gzip
 import hashlib
 import io
@@ -29,7 +28,6 @@ from config import WORLD, Config
 from inspo import Evolution, compare, inspo
 from journal.checkpoints import Checkpoints
 from journal.directory import RunDirectory, step_of
-from journal.record import find_code
 from log import Log
 from models.model import load_tokenizer
 from plumbing import stop
@@ -47,7 +45,7 @@ QUESTIONS = [
 FIRST = "Think in <think> </think>, answer in <answer> </answer>."
 CFG = Config(
     batch=4,
-    mini=4,
+    mini_batch=8,
     G=2,
     T=7,
     K_p=1,
@@ -191,7 +189,7 @@ def play(
     """A run in this process, or the rest of one, as inspo.train plays it."""
     cfg = replace(config, out=str(out), resume=(out / "config.json").exists(), **knobs)
     task = Judged(cfg, calls)
-    with stop.listening(), RunDirectory.opened(cfg, task) as run:
+    with stop.listening(), RunDirectory.opened(cfg) as run:
         policy, optimizer = (
             Policy(calls, task),
             Optimizer(calls, read_paid_calls(run.rows("reflections"))),
@@ -217,15 +215,6 @@ def left(out: Path) -> dict[str, object]:
     rows["reflections"] = [row for row in rows["reflections"] if "call" not in row]
     rows["summary"] = json.loads((out / "summary.json").read_text()) | {"seconds": 0}
     return rows | {name: (out / name).read_text() for name in ("I_star.txt", "policy/weights")}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_look():
-    with pytest.MonkeyPatch.context() as patch:
-        # asked once: nothing changes meanwhile
-        once = functools.cache(find_code)
-        patch.setattr("journal.record.find_code", lambda modules: once(frozenset(modules)))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -401,7 +390,7 @@ def test_seconds_add_up_over_all_resumes_of_a_run(tmp_path):
 # Steps 1 and 2 prune and evolve, and step 2 is evaluated; step 3 is the last one.
 STEPS = dict(
     batch=2,
-    mini=2,
+    mini_batch=4,
     T=3,
     K_p=1,
     T_e=3,
@@ -474,7 +463,6 @@ class Deaths(Calls):
 def deaths_of(tmp_path, monkeypatch, **kind) -> Deaths:
     """Returns the Deaths of runs in which no clock and no thread makes a difference."""
     monkeypatch.setattr("log.perf_counter", lambda: 0.0)
-    monkeypatch.setattr("journal.directory.describe_run", lambda *_: {})
     monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 8)
     monkeypatch.setattr(RunDirectory, "write_trajectories", lambda *args: None)
     monkeypatch.setattr("test_resume.ThreadPoolExecutor", Inline)

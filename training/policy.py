@@ -58,8 +58,8 @@ R = TypeVar("R")
 Digests = dict[str, str]  # of a checkpoint's files, by name
 
 # what saves GPU memory in an update, and in a rollout
-UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens, --offload_reference or more GPUs"
-ROLLOUT = "a smaller --vllm_memory, or --max_rows of the torch engine"
+UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens, --lora_rank or more GPUs"
+ROLLOUT = "a smaller --vllm_memory, or --engine vllm"
 
 
 def on_all_ranks(
@@ -161,11 +161,11 @@ def shard_models(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
         if ranks.rank == 0:
             print(f"fused layers: {fused}", flush=True)
 
-    gather, offload = cfg.gather == 1, cfg.offload_reference
+    gather = cfg.gather == 1
     shard(trained, ranks.device, compute=compute, gather=gather)
     fill(trained, first, choose_dither_seed(cfg, ranks))
     if frozen:
-        shard(frozen, ranks.device, frozen=True, offload=offload, gather=gather)
+        shard(frozen, ranks.device, frozen=True, gather=gather)
         fill(frozen, first)
     return trained, frozen
 
@@ -201,7 +201,7 @@ def make_torch_engine(policy: Policy, first: Any) -> Engine:
     if ranks.grouped or cfg.lora_rank:
         whole = empty(load_config(cfg.model), getattr(torch, ranks.dtype), ranks.device)
         model = fill(whole, first)
-    return TorchEngine(model, policy.tokenizer, policy.stop_strings, cfg.max_rows)
+    return TorchEngine(model, policy.tokenizer, policy.stop_strings)
 
 
 class Policy:
@@ -349,7 +349,6 @@ class Policy:
             "time/trained_per_s": trained_per_s,
             **self.compute_mfu(trained_per_s),
             "time/peak_gb": peak / 1e9,
-            "search/faults": self.count_faults(),
         }
 
     def compute_mfu(self, tokens_per_s: float) -> Row:
@@ -366,11 +365,6 @@ class Policy:
             flops += p.numel() * (6 if p.requires_grad else 4)
         peak = find_peak(torch.cuda.get_device_name(0))
         return {"time/mfu": flops * tokens_per_s / peak / self.ranks.size} if peak else {}
-
-    @on_all_ranks(sum)
-    def count_faults(self) -> int:
-        """Returns how many requests to tools have failed."""
-        return sum(tool.faults for tool in self.task.tools)
 
     def sync(self) -> None:
         """Gives the engine the policy's present weights, unless it has them."""
@@ -472,7 +466,7 @@ class Policy:
             words += f"{trained / 1e6:,.2f}M of {lora.coverage(model)}, "
         if ranks.size > 1:
             words += f"{ranks.size} x "
-        return f"{words}{ranks.device}, {ranks.dtype}"
+        return f"{words}{ranks.device}, {ranks.dtype}, {self.cfg.engine} engine"
 
     def close(self) -> None:
         """Ends all ranks, unless one is inside a collective: then torchrun ends them. A checkpoint that

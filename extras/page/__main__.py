@@ -4,7 +4,6 @@ python -m extras.page runs/<name>                     # writes runs/<name>/repor
 python -m extras.page runs/a runs/b --out both.html   # curves overlaid; seeds of one setting in a band
 """
 
-from plumbing import stop  # noqa: F401  isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 from pathlib import Path
 

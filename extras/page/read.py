@@ -48,8 +48,14 @@ def read_run(path: Path) -> Run:
     config = json.loads(files[0].read_text("utf-8"))
     end = path / "summary.json"
     summary = json.loads(end.read_text("utf-8")) if end.is_file() else {}
-    logs = [read_jsonl(path / f"{name}.jsonl") for name in ("metrics", "population", "reflections")]
-    return Run(path, config, *logs, summary)
+    return Run(
+        path,
+        config,
+        steps=read_jsonl(path / "metrics.jsonl"),
+        events=read_jsonl(path / "population.jsonl"),
+        reflections=read_jsonl(path / "reflections.jsonl"),
+        summary=summary,
+    )
 
 
 def read_column(rows: Sequence[Row], name: str) -> list[float]:

@@ -20,7 +20,7 @@ from inspo import Evolution
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 
-SIZES = "--T 4 --batch 2 --mini 2 --G 2 --K_p 1 --K_e 2 --T_e 4 --D_B 4 --eval_n 4 --rounds 1 --save_every 4"
+SIZES = "--T 4 --batch 2 --G 2 --K_p 1 --K_e 2 --T_e 4 --D_B 4 --eval_n 4 --rounds 1 --save_every 4"
 SIZES += " --eval_every 2"
 
 
@@ -94,7 +94,9 @@ def test_a_finished_run_leaves_a_row_and_is_not_run_again(folder):
         summary = json.loads((folder / "runs" / f"{row['arm']}-seed0" / "summary.json").read_text())
         assert (row["em"], row["searches"]) == (summary["end"]["em"], summary["end"]["searches"])
         assert row["commit"] == summary["commit"] and row["I_star"] == summary["I_star"]
-        assert row["trajectories"] == sum(summary["rollouts"].values())
+        assert row["trajectories"] == sum(
+            summary[f"{x}_rollouts"] for x in ("training", "verification")
+        )
         assert [e[0] for e in row["evals"]] == [0, 2, 4] and len(row["curves"]["reward"]) == 4
     assert (folder / "learning.png").stat().st_size > 20000
 

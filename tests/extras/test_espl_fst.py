@@ -4,10 +4,8 @@ answers from tables."""
 import json
 import math
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import numpy as np
@@ -24,7 +22,6 @@ from test_algorithm import (
 )
 from test_inspo import ENV, ROOT, SMALL, metrics
 from test_resume import CFG, STEPS, check_deaths, deaths_of
-from test_stop import mapped
 
 import inspo
 from config import PRESETS, Config, parse_flags, validate
@@ -415,22 +412,16 @@ def test_an_impossible_flag_is_one_line(kind, flags, says):
 
 
 @pytest.mark.slow
-def test_a_script_runs_in_any_directory_and_listens_to_ctrl_c_from_the_start(tmp_path):
+def test_a_script_runs_in_any_directory(tmp_path):
     scripts = [
         ROOT / "extras" / f"{name}.py" for name in ("objectives", "selection", "espl", "fst")
     ]
     wrong = [start(script, "--objective", "ppo", cwd=tmp_path) for script in scripts]
-    stopped = start(scripts[-1], cwd=tmp_path)
-    while not mapped(stopped, "libtorch_cpu"):
-        time.sleep(0.002)
-    time.sleep(0.1)
-    stopped.send_signal(signal.SIGINT)
     for process, script in zip(wrong, scripts, strict=True):
         out, err = process.communicate(timeout=100)
         assert process.returncode == 2 and not out and err.count("\n") == 1, err
         assert err.startswith(f"extras/{script.name}: --objective ppo: choose ")
-    assert stopped.communicate(timeout=100) == ("", "stopped by SIGINT\n")
-    assert stopped.returncode == 1 and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 def start(script, *flags, cwd):
@@ -465,25 +456,11 @@ def test_the_scripted_optimizer_answers_every_prompt():
 # ---- whole runs
 
 
-SIZES = [
-    *SMALL,
-    "--batch",
-    "6",
-    "--mini",
-    "6",
-    "--G",
-    "4",
-    "--T",
-    "6",
-    "--save_every",
-    "2",
-    "--D_B",
-    "6",
-]
+SIZES = [*SMALL, "--batch", "6", "--G", "4", "--T", "6", "--save_every", "2", "--D_B", "6"]
 RUNS = {
     "espl": (espl, ["--crossover", "1", "--K_e", "1", "--T_e", "9"]),
     "fst": (fst, ["--K_e", "2", "--T_e", "9"]),
-    "rules": (selection, "--gate lower_bound --groups question --K_p 1 --K_e 3".split()),
+    "rules": (selection, "--lower_bound 1 --groups question --K_p 1 --K_e 3".split()),
 }
 
 
@@ -515,21 +492,16 @@ def test_stopped_inside_an_evolution_and_resumed_it_is_bit_identical_and_everyth
     keys = [row["call"]["key"] for row in read_jsonl(out / "reflections.jsonl") if "call" in row]
     assert keys and len(keys) == len(set(keys))
     for path in (out, whole):
-        spent = json.loads((path / "summary.json").read_text())["rollouts"]
+        spent = json.loads((path / "summary.json").read_text())
         rows = read_jsonl(path / "reflections.jsonl")
-        assert spent["verification"] == sum(row.get("rollouts", 0) for row in rows)
-        assert spent["training"] == 6 * 6 * 4
+        assert spent["verification_rollouts"] == sum(row.get("rollouts", 0) for row in rows)
+        assert spent["training_rollouts"] == 6 * 6 * 4
         shutil.rmtree(path / "checkpoints")
 
 
 KINDS = {  # of runs whose evolutions are their own; E-SPL's D_B asks nothing
     "espl": (ESPLConfig, Pool, espl.ESPL, dict(D_B=0, crossover=0.5, rivals=2, G=4, seed=1)),
-    "fst": (
-        FSTConfig,
-        Front,
-        fst.GEPA,
-        dict(N_P=2, D_B=3, batch=6, mini=6, rounds=2, failures=1, seed=10),
-    ),
+    "fst": (FSTConfig, Front, fst.GEPA, dict(N_P=2, D_B=3, batch=6, rounds=2, failures=1, seed=10)),
 }
 
 
