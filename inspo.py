@@ -44,8 +44,7 @@ from reflect import (
     reflection_prompt,
 )
 from tasks import Job, Question, Task, Trajectory
-from tasks.metrics import set_rewards
-from tasks.sampling import draw_questions, rng_of
+from tasks.task import draw_questions, rng_of, set_rewards
 from training.start import prepare
 
 Trial = tuple[int | None, str]  # an instruction's id (None: it is not in P) and its text

@@ -13,7 +13,7 @@ from journal.summary import final_table
 from plumbing.files import Row, read_jsonl
 from plumbing.hub import out_of_reach
 from plumbing.outside import without_secrets
-from tasks.sampling import space_evenly
+from tasks.task import space_evenly
 
 POINTS = 12  # of the curve, at most
 

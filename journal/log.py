@@ -22,8 +22,7 @@ from plumbing.outside import printable
 from plumbing.versions import versions
 from population import Instruction, Population
 from tasks import Task, Trajectory
-from tasks.metrics import compute_metrics
-from tasks.sampling import STORED, space_evenly, take_subset
+from tasks.task import STORED, compute_metrics, space_evenly, take_subset
 from training.policy import Policy
 
 # attributes of Log that a checkpoint's mark holds

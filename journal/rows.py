@@ -9,8 +9,7 @@ from journal.summary import many
 from plumbing.files import Row
 from population import Candidate, Instruction, Population, mean_rewards
 from tasks import Question, Task, Trajectory
-from tasks.metrics import average_by_source, compute_metrics
-from tasks.sampling import STORED, space_evenly
+from tasks.task import STORED, average_by_source, compute_metrics, space_evenly
 from tasks.tools import Failure, Tool
 
 # ---- metrics.jsonl
