@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -29,7 +30,7 @@ from plumbing.faults import Fault, first_line, together
 from plumbing.files import Row
 from plumbing.outside import JOINERS, printable, without_secrets
 from plumbing.stop import leads, may_stop
-from tasks.tools import COLUMNS, WORDS, Function, Tags, Tool, check_words
+from tasks.tools import COLUMNS, WORDS, Failure, Function, Tags, Tool, check_words
 
 RECORDED = (
     "instruction group stop reward failed advantage credit prediction invalid prompt_tokens response"
@@ -468,6 +469,18 @@ def average_by_source(
             columns[name].append(x)
             columns[f"{name}/{tau.question.source}"].append(x)
     return {name: sum(x) / len(x) for name, x in sorted(columns.items())}
+
+
+def count_useless(turns: Sequence[Turn], tool: Tool) -> dict[str, float]:
+    """Returns the shares of a tool's results that hold nothing, and that say why a call failed, if
+    one did."""
+    mine = [turn for turn in turns if turn.tool == tool.tag]
+    results = [turn.result for turn in mine if turn.result is not None]
+    if not results:
+        return {}
+    failed = fmean(isinstance(result, Failure) for result in results)
+    row = {f"{tool.plural}/empty": fmean(not any(result) for result in results)}
+    return row | ({f"{tool.plural}/failed": failed} if failed else {})
 
 
 # ---- the task that the flags name
