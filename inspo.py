@@ -35,8 +35,7 @@ from reflect import (
     reflection_prompt,
 )
 from tasks import Job, Question, Task, Trajectory
-from tasks.metrics import set_rewards
-from tasks.sampling import draw_questions, rng_of
+from tasks.task import draw_questions, rng_of, set_rewards
 from training.start import prepare
 
 PAGE = "extras.page"  # a guest, asked for where a run ends

@@ -25,8 +25,7 @@ from plumbing.outside import printable
 from plumbing.versions import commit
 from population import Candidate, Instruction, Population
 from tasks import Question, Task, Trajectory
-from tasks.metrics import average_by_source, compute_metrics, count_useless
-from tasks.sampling import STORED, space_evenly
+from tasks.task import STORED, average_by_source, compute_metrics, count_useless, space_evenly
 
 Batch = Sequence[Trajectory]
 LOGS = ("metrics", "population", "reflections")

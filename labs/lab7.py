@@ -14,7 +14,7 @@ with app.setup:
     from config import HERE, parse_flags
     from labs import desk, play
     from plumbing.files import read_jsonl
-    from tasks.sampling import rng_of
+    from tasks.task import rng_of
     from world.clauses import CLAUSES, FRAMES
 
 

@@ -36,9 +36,8 @@ from plumbing import checkpoint
 from plumbing.files import read_jsonl
 from rollout import rollout
 from tasks import Job, Question
-from tasks.formats import encode
-from tasks.questions import em
-from tasks.search_qa import SearchQA
+from tasks.search_qa import SearchQA, em
+from tasks.tools import encode
 
 pytestmark = [
     pytest.mark.real,
