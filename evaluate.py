@@ -39,11 +39,16 @@ from plumbing.trust import check_origin
 from plumbing.versions import commit
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
-from tasks.loading import choose_instruction, load_task, read_instruction
-from tasks.metrics import compute_metrics, set_rewards
-from tasks.questions import holds_gold
-from tasks.sampling import rng_of, take_subset
-from tasks.search_qa import SearchQA
+from tasks.search_qa import SearchQA, holds_gold
+from tasks.task import (
+    choose_instruction,
+    compute_metrics,
+    load_task,
+    read_instruction,
+    rng_of,
+    set_rewards,
+    take_subset,
+)
 
 # FlashRAG's data sets. The split that is evaluated, by Search-R1's rule: test if there is one.
 HUB = "hf://datasets/RUC-NLPIR/FlashRAG_datasets"

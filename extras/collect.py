@@ -31,9 +31,8 @@ from plumbing.files import read_jsonl
 from plumbing.outside import escape_markup, match_markup
 from plumbing.trust import check_origin
 from tasks import Question, Task
-from tasks.loading import load_task, read_instruction
-from tasks.questions import read_json_lines
-from tasks.sampling import rng_of, take_subset
+from tasks.search_qa import read_json_lines
+from tasks.task import load_task, read_instruction, rng_of, take_subset
 
 CHUNK = 64  # questions that are played together
 OWN = (*KNOBS, "train")  # settings that may be given anew

@@ -30,9 +30,8 @@ from plumbing import stop
 from plumbing.chat import apply_template
 from plumbing.faults import Fault, one_line
 from tasks import Question, Task, Trajectory, Turn
-from tasks.formats import encode
 from tasks.search_qa import SearchQA
-from tasks.tools import find_answer
+from tasks.tools import encode, find_answer
 
 # ---- playing
 
