@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engines import Contexts, FinishedTurn, Turns, watch_ends
-from models.model import Weights, logit_scale, make_head
+from models.model import Weights, make_head
 
 
 class RowCache:
@@ -114,7 +114,6 @@ class TorchEngine:
         self.ended = watch_ends(tokenizer, stop)
         self.device = next(model.parameters()).device
         self.head = make_head(model)
-        self.scale = logit_scale(model.config)
         self.begin(0)
 
     @torch.no_grad()
@@ -260,7 +259,7 @@ class TorchEngine:
 
     def _sample(self, h: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Returns next tokens (B,) and their log-probabilities (B,) from hidden states (B, H)."""
-        logps = F.log_softmax(self.head(h) / ((temperature or 1.0) / self.scale), dim=-1)
+        logps = F.log_softmax(self.head(h) / (temperature or 1.0), dim=-1)
         if temperature:
             # One uniform number a row, inverted through the CDF: multinomial draws one per word of
             # the vocabulary.

@@ -126,8 +126,9 @@ def pair(request, tiny_path):
 
 @pytest.fixture
 def engine(pair):
-    """With the policy's weights; restored after each test."""
+    """With the policy's weights, the next of which it proves; restored after each test."""
     engine, model, tokenizer = pair
+    engine.proven = False
     yield engine
     engine.ended = watch_ends(tokenizer, STOP)
     engine.load(weights(model))
@@ -297,6 +298,14 @@ def test_a_tied_head_that_vllm_did_not_pack_again_is_named(pair, engine, monkeyp
         engine.load(weights(changed(pair[1])))
 
 
+def test_the_first_weights_are_proven_and_no_others(pair, engine, monkeypatch):
+    checked = []
+    monkeypatch.setattr(vllm_engine.Proof, "check", lambda self, _: checked.append(self.sent))
+    for _ in range(2):
+        engine.load(weights(pair[1]))
+    assert [set(sent) for sent in checked] == [{name for name, _ in weights(pair[1])}]
+
+
 @pytest.mark.parametrize("renamed", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", ""])
 def test_a_weight_without_a_known_place_is_named(pair, engine, renamed):
     """Under a name or as a pack of which the engine knows nothing: its layer may compute with
@@ -334,6 +343,7 @@ def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeyp
                 )
 
         monkeypatch.setattr(vllm_engine.Proof, "record", one_update_old)
+        engine.proven = False
         with pytest.raises(EngineFault, match=name):
             engine.load(weights(model))
     finally:
@@ -341,11 +351,10 @@ def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeyp
 
 
 @pytest.mark.parametrize("family, settings", [
-    ("Granite", {"logits_scaling": 0.3}), ("Cohere", {"logit_scale": 3.0}), ("Glm4", {}), ("Phi3", {}),
-    ("Cohere2", {"sliding_window": 8, "logit_scale": 3.0}), ("Mistral", {"sliding_window": 8}),
+    ("Glm4", {}), ("Phi3", {}), ("Mistral", {"sliding_window": 8}),
     ("Gemma4Text", PER_LAYER),  # with buffers that are weights
 ])  # fmt: skip
-def test_a_family_with_a_logit_scale_weights_that_it_packs_itself_or_windows(
+def test_a_family_with_weights_that_it_packs_itself_or_windows(
     family, settings, tiny_path, tmp_path
 ):
     path = make_family(family, settings, tiny_path, tmp_path / family)

@@ -15,8 +15,8 @@ import torch
 from config import Config
 from engines.vllm_engine import MAX_BATCHED_TOKENS, MAX_SEQS
 from models import lora
-from models.layers import FAMILIES
 from models.model import blocks, load_config, skeleton
+from models.packing import FUSED
 from training.duration import update_seconds
 
 # share of a GPU that shapes cannot predict: CUDA context, NCCL buffers, fragmentation
@@ -331,7 +331,7 @@ def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[fl
     AttentionInterface.register("shapes", attention_of_shapes)
     model.set_attn_implementation("shapes")
     config, size = model.config.get_text_config(), model.dtype.itemsize
-    fused = fused and config.model_type in FAMILIES
+    fused = fused and type(model).__name__.removesuffix("ForCausalLM") in FUSED
     swiglu = fused and getattr(config, "hidden_act", "") == "silu"
     weights = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
     saved = {}  # storage, or a module that saves less -> bytes

@@ -29,7 +29,6 @@ from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine
 from grpo import MAX_SKIPPED, Learner, minibatches
 from models import lora
-from models.layers import fuse
 from models.model import (
     empty,
     export,
@@ -41,6 +40,7 @@ from models.model import (
     skeleton,
     weights,
 )
+from models.packing import fuse
 from plumbing import checkpoint, stop
 from plumbing.faults import DiskFault, Diverged, Fault
 from plumbing.files import Row
@@ -485,7 +485,7 @@ class Policy:
         words = f"{model.num_parameters() / 1e6:,.2f}M parameters, "
         if self.cfg.lora_rank:
             trained = model.num_parameters(only_trainable=True)
-            words += f"{trained / 1e6:,.2f}M of {lora.coverage(model)}, "
+            words += f"{trained / 1e6:,.2f}M of LoRA adapters, "
         if ranks.size > 1:
             words += f"{ranks.size} x "
         return f"{words}{ranks.device}, {ranks.dtype}"

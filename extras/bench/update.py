@@ -50,8 +50,8 @@ from config import Config
 from engines.choose import dtype_of
 from extras.bench.harness import parser_of, timed
 from grpo import Learner, minibatches
-from models.layers import fuse
 from models.model import empty, forward_packed, hold, shard, skeleton
+from models.packing import fuse
 from plumbing.faults import Fault, first_line, one_line
 from tasks import Question, Trajectory
 from training.duration import find_peak

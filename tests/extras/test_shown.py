@@ -37,7 +37,7 @@ SMALL = {
     "extras/cold_start.py": RUN, "extras/collect.py": "--least 0", "extras.real.demos": "--n 20",
     "extras/table1.py": "--n 4", "evaluate.py": "--n 4", "evaluate.py --compare": "", "ask.py": "", "export.py": "",
     "report.py": "", "extras.bench.step": "--repeat 1",
-    "extras.bench.models": "--only Lfm2", "extras.campaign default": f"--extra '{RUN}' --seeds 0",
+    "extras.campaign default": f"--extra '{RUN}' --seeds 0",
 }  # fmt: skip
 ELSEWHERE = {
     "retrieval.server": "tests/test_retrieval_*.py", "world.optimizer": "tests/test_optimizer.py",
