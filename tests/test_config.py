@@ -28,7 +28,8 @@ BOTH = dict(
     T=300,
     eval_every=100,
     batch=512,
-    mini=256,
+    mini_batch=256,
+    dither=0,
     G=5,
     eps=0.2,
     beta=0.001,
@@ -85,6 +86,7 @@ def test_the_paper_s_presets_have_the_values_of_appendix_b(preset, monkeypatch):
     assert {name: getattr(cfg, name) for name in APP_B[preset]} == APP_B[preset]
     # the task's own, Search-R1's, which the paper starts from
     assert cfg.mode == "inspo" and cfg.instruction == ""
+    assert sorted(name for name, preset in PRESETS.items() if "dither" in preset) == list(APP_B)
 
 
 @pytest.mark.parametrize("value, want", [([], True), (["1"], True), (["0"], False)])
@@ -383,9 +385,11 @@ def test_a_value_outside_its_range_is_refused_by_name(refuses, argv):
     [
         ("--N_parent 8", "--N_parent 8 is more than --N_P 7"),
         ("--N_P 2 --N_parent 3", "--N_parent 3 is more than --N_P 2"),
-        ("--batch 24 --mini 16", "--batch 24 is not a multiple of --mini 16"),
-        ("--batch 12 --mini 24", "--batch 12 is not a multiple of --mini 24"),
-        ("--batch 0 --mini 1", "--batch 0"),
+        ("--mini_batch 121", "--mini_batch 121: a step has 120 trajectories (--batch 24 x --G)"),
+        ("--batch 4 --G 2 --mini_batch 9", "--mini_batch 9: a step has 8 trajectories"),
+        ("--batch 0 --mini_batch 1", "--batch 0"),
+        ("--mini 12", "give --mini_batch 60 for --mini 12 with --G 5"),
+        ("--batch 6 --G 3 --mini=6", "give --mini_batch 18 for --mini 6 with --G 3"),
         ("--topk 1000", "--topk 1000: the search server returns 100 passages at most"),
         ("--engine torch --vllm http://h:1", "not used with --engine torch"),
         ("--lora_rank 8 --offload_reference", "--offload_reference: with --lora_rank"),
@@ -411,12 +415,27 @@ def test_values_at_the_edge_of_the_possible_are_taken(argv):
 
 def test_every_rank_must_have_a_trajectory_to_train_on(refuses, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert parse_flags(["--batch", "3", "--mini", "3", "--G", "2"]).mini == 3  # a cluster's
+    assert parse_flags(["--mini_batch", "7"]).mini_batch == 7  # a cluster's
     monkeypatch.setenv("RANK", "0")
-    assert "8 ranks for 6 trajectories an update" in refuses(
-        "--batch", "3", "--mini", "3", "--G", "2"
-    )
-    assert parse_flags(["--batch", "4", "--mini", "4", "--G", "2"]).mini == 4
+    assert "8 ranks for --mini_batch 7: " in refuses("--mini_batch", "7")
+    assert "8 ranks for --mini_batch 6: " in refuses("--batch", "3", "--G", "2")
+    assert parse_flags(["--mini_batch", "8"]).mini_batch == 8
+
+
+@pytest.mark.parametrize(
+    "argv, n",
+    [
+        ("", 120),  # one update
+        ("--batch 4", 20),
+        ("--G 8", 120),  # 120 and 72
+        ("--model qwen2.5-0.5b", 320),
+        ("--model qwen2.5-3b --batch 16", 80),
+        ("--model qwen2.5-3b", 256),
+        ("--batch 4 --mini_batch 7", 7),
+    ],
+)
+def test_a_preset_s_mini_batch_is_a_smaller_step_s_whole(argv, n):
+    assert parse_flags([*argv.split(), "--mode", "static"]).mini_batch == n
 
 
 def test_another_model_takes_a_preset_s_other_flags(refuses):

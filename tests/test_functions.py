@@ -640,8 +640,6 @@ def test_a_run_with_the_function_of_the_page(tmp_path, monkeypatch, tiny_path, s
             "1",
             "--batch",
             "2",
-            "--mini",
-            "2",
             "--G",
             "2",
             "--eval_n",

@@ -38,7 +38,7 @@ from tasks.sampling import draw_questions, rng_of
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
 FILES = ROOT / "world" / "files"
-SMALL = "--batch 2 --mini 2 --G 2 --T 10 --K_p 1 --K_e 3 --T_e 9 --D_B 4 --eval_n 3 --save_every 3 --rounds 2".split()
+SMALL = "--batch 2 --G 2 --T 10 --K_p 1 --K_e 3 --T_e 9 --D_B 4 --eval_n 3 --save_every 3 --rounds 2".split()
 SEED = 6  # the first policy scores in the first step
 SMALL += ["--instruction", str(FIXTURE / "instruction.txt"), "--seed", str(SEED)]
 # tests share their cores with the servers
@@ -482,9 +482,9 @@ def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_p
     ]
     for name in ("train", "test", "corpus"):
         flags += [f"--{name}", FIXTURE / f"{name}.jsonl"]
-    flags += "--T 2 --batch 4 --mini 2 --G 2 --K_p 1 --K_e 1 --T_e 2 --D_B 3 --max_response 24 --max_prompt 900".split()
-    flags += "--max_observation 120 --failures 2 --rounds 1 --eval_n 2 --device cpu --save_every 1".split()
-    flags += ["--tools", "search,calculator"]
+    flags += "--T 2 --batch 4 --mini_batch 4 --G 2 --K_p 1 --K_e 1 --T_e 2 --D_B 3 --max_response 24".split()
+    flags += "--max_prompt 900 --rounds 1 --max_observation 120 --failures 2 --eval_n 2 --save_every 1".split()
+    flags += ["--tools", "search,calculator", "--device", "cpu"]
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     with chat() as server:
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)

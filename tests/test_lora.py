@@ -205,7 +205,7 @@ def policy_of(path, **knobs):
         warmup=0.0,
         micro_tokens=300,
         G=3,
-        mini=4,
+        mini_batch=12,
         beta=0.0,
         **knobs,
     )

@@ -38,7 +38,7 @@ from training.policy import Policy
 FLAGS = dict(zip(SMALL[::2], SMALL[1::2], strict=True))
 SETTINGS = {f.name: f.type(FLAGS[f"--{f.name}"]) for f in fields(Config) if f"--{f.name}" in FLAGS}
 SETTINGS |= dict(T=4, T_e=4, save_every=2, eval_every=2)
-TINY = dict(preset="world", mode="static", T=1, batch=2, mini=2, G=2, eval_n=2, max_response=4)
+TINY = dict(preset="world", mode="static", T=1, batch=2, G=2, eval_n=2, max_response=4)
 PLAYED = Trajectory(0, Question("q", "word?"), 0, [], 1)
 HANDLERS = [signal.getsignal(number) for number in stop.SIGNALS]
 
@@ -103,7 +103,7 @@ def test_the_page_and_the_readme_show_what_runs_after_an_interrupt_while_torch_i
     task, lines = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert len(lines.splitlines()) == 5
     (tmp_path / "alliteration.py").write_text(task)
-    script = f"page = {page!r}{INTERRUPTED}{lines.replace('T=40', 'T=1, batch=2, mini=2')}"
+    script = f"page = {page!r}{INTERRUPTED}{lines.replace('T=40', 'T=1, batch=2')}"
     env = ENV | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True

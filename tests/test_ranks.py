@@ -38,7 +38,7 @@ CFG = Config(
     temperature=0.9,
     micro_tokens=300,
     G=3,
-    mini=4,
+    mini_batch=19,
     max_rows=8,
     engine="torch",
 )
@@ -61,8 +61,8 @@ def torchrun(n: int, *argv: object) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def batches(tmp_path_factory):
-    """Returns a file of seven groups of three: 12 and 9 trajectories, which neither 2 nor 4 ranks
-    can share evenly."""
+    """Returns a file of seven groups of three, in mini-batches of 19 trajectories, which ranks
+    cannot share evenly, and of 2, fewer than there may be ranks."""
     taus = batch_of(7, seed=3)
     for tau in taus:
         tau.ids = [i % 600 for i in tau.ids]
@@ -508,7 +508,7 @@ def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
     "flags, says",
     [
         (["--no_such_flag", "1"], "unrecognized arguments: --no_such_flag"),
-        (["--mini", "1", "--batch", "1", "--G", "2"], "4 ranks for 2 trajectories an update"),
+        (["--batch", "1", "--G", "2"], "4 ranks for --mini_batch 2: "),
         # only rank 0 looks
         (["--train", "/no.jsonl"], "--train /no.jsonl: no such file"),
         (

@@ -235,9 +235,7 @@ def test_a_run_whose_policy_writes_no_tag_says_so(tmp_path, capsys):
         torch.nn.init.normal_(p, std=0.02)
     model.save_pretrained(tmp_path / "babbler")
     AutoTokenizer.from_pretrained(PRESETS["world"]["model"]).save_pretrained(tmp_path / "babbler")
-    small = (
-        "--T 6 --batch 1 --mini 1 --G 2 --eval_n 1 --eval_every 0 --max_response 4 --max_turns 1"
-    )
+    small = "--T 6 --batch 1 --G 2 --eval_n 1 --eval_every 0 --max_response 4 --max_turns 1"
     flags = f"--max_prompt 900 --mode static --out {tmp_path}/run --save_every 9".split()
     world = [
         x

@@ -213,7 +213,9 @@ def test_a_full_gpu_is_told_in_one_line_that_names_a_remedy(monkeypatch, tmp_pat
 
     monkeypatch.setattr(Learner, "update", update)
     with pytest.raises(SystemExit) as ended:
-        flags = f"--mode static --tools none --T 1 --batch 2 --mini 2 --G 2 --eval_n 2 --out {tmp_path / 'run'}"
+        flags = (
+            f"--mode static --tools none --T 1 --batch 2 --G 2 --eval_n 2 --out {tmp_path / 'run'}"
+        )
         inspo.main(flags.split())
     line = str(ended.value).strip().splitlines()[0]
     assert re.match(

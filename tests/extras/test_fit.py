@@ -383,9 +383,7 @@ def test_the_head_s_gradients_by_measurement():
     weight = torch.randn(V, H, dtype=torch.bfloat16, requires_grad=True)
     with Live([hidden, weight]) as live:
         targets, ones = torch.zeros(N, dtype=torch.long), torch.ones(N)
-        loss, _ = grpo_head(
-            hidden, weight, targets, objective=objective, adv=ones, token_weight=ones
-        )
+        loss, _ = grpo_head(hidden, weight, targets, adv=ones, token_weight=ones)
         live.most = 0
         loss.backward()
     fitted = small_head(H, V, N, tied=True)
@@ -445,7 +443,7 @@ def test_two_real_ranks_use_the_estimated_memory(tmp_path):
 
 M3, H200 = skeleton(B3), find_peak("h200")
 # one micro-batch, as `extras.bench.update --micro` has it: one step of one mini-batch
-ALONE = Config(batch=1, mini=1, G=1)
+ALONE = Config(batch=1, mini_batch=1, G=1)
 
 
 @pytest.mark.parametrize(
@@ -486,7 +484,7 @@ def test_updates_that_did_not_make_the_constants(
 ):
     """Commit e22737a on another H200: two mini-batches, the second of which is scored."""
     monkeypatch.setattr(fit, "trajectory", lambda cfg: (0, tokens))
-    cfg = Config(batch=trajectories // 5, mini=trajectories // 10, G=5, **knobs)
+    cfg = Config(batch=trajectories // 5, mini_batch=trajectories // 2, G=5, **knobs)
     assert fit.update_seconds(cfg, M3, 1, H200) == pytest.approx(measured, rel=0.15)
 
 

@@ -532,7 +532,7 @@ def revise(messages, calls=itertools.count(1)):  # noqa: B008
 @pytest.mark.slow
 def test_a_run_evolves_descriptions_and_its_doors_know_the_format(tmp_path, monkeypatch, capsys):
     model, run = chat_model(tmp_path / "model"), tmp_path / "run"
-    flags = "--T 2 --batch 2 --mini 2 --G 2 --N_P 3 --K_p 2 --K_e 1 --T_e 2 --D_B 0 --rounds 1 --max_turns 2".split()
+    flags = "--T 2 --batch 2 --G 2 --N_P 3 --K_p 2 --K_e 1 --T_e 2 --D_B 0 --rounds 1 --max_turns 2".split()
     flags += "--max_response 8 --max_prompt 1500 --save_every 1 --eval_n 2 --eval_every 0 --engine torch".split()
     flags += [
         x

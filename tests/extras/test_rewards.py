@@ -391,7 +391,7 @@ def test_trl_s_own_rewards_score_as_in_trl(played, tmp_path, monkeypatch):
 
 def test_a_run_trains_on_trl_s_and_verl_s_forms(grades, tmp_path, capsys):
     spec = "grades_here:later,grades_here:awaited"
-    small = dict(T=1, batch=2, mini=2, G=2, eval_n=4, mode="static")
+    small = dict(T=1, batch=2, G=2, eval_n=4, mode="static")
     train(preset="world", reward=spec, out=str(tmp_path / "run"), **small)
     assert "reward: grades_here:later (TRL's, on messages) + grades_here:awaited (verl's)" in (
         capsys.readouterr().out
