@@ -333,8 +333,8 @@ def train(
     from journal.log import Log
     from training.policy import Policy, follow
 
-    # `fitted`: cfg with what this machine decides, such as the engine, and `why` this one
-    began, cfg, fitted, why, task, ranks = started
+    # `fitted`: cfg with what this machine decides, such as the engine
+    began, cfg, fitted, task, ranks = started
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:
             follow(ranks, task, learner)
@@ -348,7 +348,7 @@ def train(
             ranks.broadcast((fitted, task.address()))
             policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, task, learner)))
         log = Log(cfg, run, task, policy, began)
-        log.introduce(why, tools, describe_optimizer(optimizer))
+        log.introduce(tools, describe_optimizer(optimizer))
         evolving = evolution(cfg, task, optimizer, population(cfg), log)
         checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
         with checkpoints.save_on_failure():

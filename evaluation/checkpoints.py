@@ -71,7 +71,10 @@ def choose_checkpoint(run: RunDirectory, step: int | None, best: bool) -> Path:
     """Returns the checkpoint that was asked for; a Fault lists those that there are."""
     steps = {step_of(path): path for path in run.checkpoints()}
     if best:
-        chosen, such = run.best(), " that was evaluated (--eval_every N evaluates in training)"
+        chosen, such = (
+            run.best(),
+            " that was evaluated on --valid (--eval_every N evaluates in training)",
+        )
     elif step is not None:
         chosen, such = steps.get(step), f" of step {step}"
     else:

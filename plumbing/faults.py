@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.outside import printable
-from plumbing.status import status
 
 
 class Fault(Exception):
@@ -129,6 +128,5 @@ def one_line(program: str = "") -> Iterator[None]:
         tell_torchrun(text)
         sys.exit(text)
     finally:
-        status("")
         sys.stdout.flush()
         sys.stdout = before

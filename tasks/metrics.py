@@ -14,7 +14,9 @@ from tasks.trajectories import Trajectory
 
 def set_rewards(task: Task, taus: Sequence[Trajectory]) -> None:
     """Sets `reward` and `failed` of the trajectories; raises Fault unless the task returns a
-    number for each."""
+    number for each. A task is not asked about none."""
+    if not taus:
+        return
     with may_stop():  # a judge may take minutes
         rewards = task.reward(list(taus))  # a copy, which it may sort or filter
 

@@ -45,8 +45,6 @@ def load_questions(path: str | Path, rows: bool = False) -> list[Question]:
             notes["questions have no gold answer: they are measured by their reward"] += 1
         if any(map(PRINTED.fullmatch, question.golds)):
             notes["questions have a list as the text of one gold answer: write a JSON list"] += 1
-    if not questions:
-        raise Fault(f"{path}: no question in it; give a file with at least one row")
     for note, count in notes.items():
         print(f"note: {path}: {count} {note}", flush=True)
     n = Counter(q.id for q in questions)
@@ -63,17 +61,22 @@ def read_rows(
     path: str | Path, columns: Collection[str] | None = None
 ) -> Iterator[tuple[int, Any]]:
     """Yields the rows of a .jsonl or .parquet file, or of one on the hub, counted from 1: of a
-    parquet those of `columns` that it has; None: all. Raises Fault."""
+    parquet those of `columns` that it has; None: all. Raises Fault, also where there is none."""
     file = fetch_file(str(path))
     if not file.is_file():
         raise Fault(f"{path}: no such file; check the path")
     suffix = file.suffix.lower()
     if suffix == ".jsonl":
-        yield from read_json_lines(file)
+        rows: Iterator[tuple[int, Any]] = read_json_lines(file)
     elif suffix == ".parquet":
-        yield from read_parquet(file, columns)
+        rows = read_parquet(file, columns)
     else:
         raise Fault(f"{path}: neither .jsonl nor .parquet; write it as one of them")
+    line = 0
+    for line, row in rows:
+        yield line, row
+    if not line:
+        raise Fault(f"{path}: no question in it; give a file with at least one row")
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:

@@ -52,7 +52,6 @@ def state(t: int) -> dict:
         "seconds": 1.0,
         "memory": {},
         "metrics": ["em"],
-        "spread": {},
         "t": t,
         "ended": True,
     }

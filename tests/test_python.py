@@ -21,7 +21,7 @@ from test_inspo import ENV, ROOT, SMALL, metrics
 
 import ask
 import inspo
-from config import Config, configure, parse_flags
+from config import WORLD, Config, configure, parse_flags
 from evaluation.agents import load_agent
 from grpo import Learner
 from journal.directory import RunDirectory
@@ -74,6 +74,53 @@ def test_what_an_evaluation_in_training_finds_is_shown(tmp_path, capsys):
     for split in ("valid", "test"):
         [line] = [line for line in lines if line.startswith(split)]
         assert line.endswith(f" {row[f'{split}/reward']:.3f}")
+
+
+class Unvalidated(Echo):
+    """Has no validation questions, and a reward of none cannot be computed."""
+
+    def questions(self, split):
+        return [] if split == "valid" else super().questions(split)
+
+    def reward(self, taus):
+        best = max(len(tau.response) for tau in taus)
+        return [len(tau.response) / best for tau in taus]
+
+
+# own files: how many questions each has
+FEW = {
+    "too few to set some aside": {"train": 4, "test": 2},
+    "one in each": {"train": 1, "test": 1, "valid": 1},
+}
+
+
+@pytest.mark.parametrize("case", ["a task", *FEW])
+def test_a_run_evaluates_the_questions_that_there_are_resumed_too(tmp_path, case):
+    settings = TINY | dict(T=3, eval_every=1, save_every=1, keep=9, out=str(tmp_path / "run"))
+    settings |= dict(mode="inspo", K_e=1, T_e=3, D_B=0) | dict(task=Unvalidated)
+    if case in FEW:
+        files = {name: str(WORLD / name) for name in ("corpus.jsonl", "instruction.txt")}
+        settings |= {name.partition(".")[0]: path for name, path in files.items()}
+        settings |= dict(task="tasks.search_qa:SearchQA", valid="", D_B=4, max_response=16)
+    for split, n in FEW.get(case, {}).items():
+        lines = (WORLD / f"{split}.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / f"{split}.jsonl").write_text("".join(lines[:n]))
+        settings[split] = str(tmp_path / f"{split}.jsonl")
+    splits = FEW.get(case, {"test": 3})
+    run, summary = inspo.train(**settings)[::2]
+    first, *steps = rows = metrics(run)
+    for row in steps[:-1]:
+        assert ("valid/reward" in row or "valid/em" in row) == ("valid" in splits)
+        evaluated = {name.split("/")[0] for name in row if name.startswith(("valid/", "test/"))}
+        assert evaluated == splits.keys() - {"train"}
+        assert row.keys() >= {name for name in first if name.startswith("test/")}
+    assert summary["questions"] == min(splits["test"], 2)
+
+    # what was stopped before the second evaluation makes it when it goes on
+    for t in (2, 3):
+        shutil.rmtree(run / f"checkpoints/step-{t:06d}")
+    inspo.train(**settings, resume=True)
+    assert metrics(run) == rows
 
 
 INTERRUPTED = """

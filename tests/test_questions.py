@@ -405,6 +405,8 @@ def test_a_faulty_file_is_named(tmp_path):
     assert fault(tmp_path / "none.jsonl") == ": no such file; check the path"
     assert fault(write(tmp_path / "q.csv", ROW)).startswith(": neither .jsonl nor .parquet; ")
     assert fault(write(tmp_path / "empty.jsonl", "", " ")).startswith(": no question in it; give")
+    pq.write_table(pa.table({"question": pa.array([], pa.string())}), tmp_path / "none.parquet")
+    assert fault(tmp_path / "none.parquet").startswith(": no question in it; give")
 
 
 @pytest.mark.parametrize("kind", ["text", "date"])

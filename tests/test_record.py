@@ -22,11 +22,8 @@ from journal.record import (
     digest,
     digest_file,
 )
-from journal.rows import make_verification_row
-from journal.screen import tell_trouble
 from page.curves import SEED
 from plumbing.faults import Fault
-from population import Candidate
 from tasks import Question
 from tasks.loading import load_task
 
@@ -227,17 +224,3 @@ def test_a_run_is_resumed_on_the_same_questions_golds_and_weights_alone(tmp_path
     reopened(out, content | dict.fromkeys(noted, "x"))
     notes = sorted(f"note: {out} was started with other {name}" for name in noted)
     assert sorted(capsys.readouterr().out.splitlines()) == notes
-
-
-# ---- what is printed
-
-
-@pytest.mark.parametrize("r, r_parent, line", [
-    ([0, 0], [0, 0], "verified nothing: on D_B all revisions and their parent earn 0.00"),
-    ([1, 1], [1, 1], "verified nothing: on D_B all revisions and their parent earn 1.00"),
-    ([1, 0], [1, 1], ""), ([1, 1], [0, 0], ""), ([], [], ""),
-])  # fmt: skip
-def test_a_line_says_when_all_rewards_are_alike_and_nothing_was_verified(r, r_parent, line):
-    verified = [Candidate("I", 0, r, r_parent)]
-    D_B = [Question(str(k), "?") for k in range(len(r))]
-    assert tell_trouble(make_verification_row(15, 0, D_B, verified, verified)) == line

@@ -1,9 +1,7 @@
 """A signal ends a run in one line, resumably, whatever it is doing; nothing is saved half done."""
 
-import contextlib
 import itertools
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -93,25 +91,6 @@ def test_a_run_that_has_shown_its_result_ends_well_whatever_comes(tmp_path, seco
     process.send_signal(signal.SIGINT)
     code, stdout, stderr = finish(process)
     assert (code, stdout) == (0, "") and "stopped" not in stderr
-
-
-def test_a_terminal_shows_what_a_run_does_before_its_first_line(tmp_path):
-    terminal, side = pty.openpty()
-    command = [sys.executable, "inspo.py", "--out", str(tmp_path / "r"), *SMALL]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=ENV, stderr=side, stdout=side, start_new_session=True
-    )
-    os.close(side)
-    shown = b""
-    while b"importing torch ..." not in shown:
-        shown += os.read(terminal, 1000)
-    process.terminate()
-    with contextlib.suppress(OSError):  # the terminal's end
-        while True:
-            shown += os.read(terminal, 1000)
-    os.close(terminal)
-    # in the place of that line
-    assert process.wait(100) == 1 and shown.endswith(b"\r\x1b[Kstopped by SIGTERM\r\n")
 
 
 def test_without_a_terminal_rollouts_are_a_line_now_and_then(capsys):

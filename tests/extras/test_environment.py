@@ -225,15 +225,17 @@ def test_an_environment_of_trl_is_a_task(tiny, tmp_path):
 
 
 def test_a_run_trains_on_an_environment_whose_reward_is_an_attribute(tmp_path, tiny_path):
+    """It has no validation questions, and is evaluated in training."""
     cfg = task_of("Attributed", tmp_path / "rows.jsonl").cfg
-    flags = (
-        f"--model {tiny_path} --mode static --T 1 --batch 2 --G 2 --max_response 8 --max_prompt 900"
-    )
+    flags = f"--model {tiny_path} --mode static --T 2 --eval_every 1 --batch 2 --G 2 --max_response 8"
+    flags += " --max_prompt 900"
     files = ["--task", cfg.task, "--train", cfg.train, "--test", cfg.test]
     inspo.main([*flags.split(), *files, "--out", str(tmp_path / "run")])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["metrics"] == ["reward"] and summary["tools"] == ["count_calls", "dial_calls"]
     assert summary["end"]["reward"] == summary["end"]["reward/rows"] == 0.25
+    _, row, _ = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    assert row["test/reward"] == 0.25 and not any(name.startswith("valid/") for name in row)
 
 
 def test_resets_and_rewards_are_awaited_and_content_blocks_read(tiny, tmp_path):
@@ -286,7 +288,11 @@ def test_an_environment_that_cannot_be_played_is_refused(tiny, tmp_path, name, s
     ],
 )  # fmt: skip
 def test_a_row_without_a_text_to_ask_is_one_line(tmp_path, row):
-    task = task_of("Vault", tmp_path / "rows.jsonl", [ROWS[0], row], test="rows.csv")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    files = {"test": "rows.csv", "valid": str(tmp_path / "empty.jsonl")}
+    task = task_of("Vault", tmp_path / "rows.jsonl", [ROWS[0], row], **files)
+    with pytest.raises(Fault, match="--valid .*empty.jsonl: no question in it; give a file"):
+        task.questions("valid")
     with pytest.raises(Fault, match="rows.jsonl:2: nothing is asked that is text; fill `prompt`"):
         task.questions("train")
     with pytest.raises(Fault, match="--test rows.csv: no such file"):
