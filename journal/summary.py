@@ -11,7 +11,7 @@ WON = "trained policy, I_star"
 TABLE = (WON, TRAINED, START, "first policy, I_star")
 SHARES = {"em": "EM", "f1": "F1"}  # metrics that lie between 0 and 1, as they are shown
 
-SPEEDS = ("sampled_per_s", "trained_per_s", "mfu")  # columns of time/
+SPEEDS = ("sampled_per_s", "trained_per_s")  # columns of time/
 
 
 def count_calls(row: Row, tools: Sequence[str]) -> Row:

@@ -7,7 +7,7 @@
 from engines import Engine
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine
-from engines.vllm_server import VllmServer
+from extras.engines.vllm_server import VllmServer
 
 
 def engines(

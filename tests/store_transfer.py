@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from engines.vllm_engine import rebuild_heads
-from engines.vllm_server import VllmServer
+from extras.engines.vllm_server import VllmServer
 
 
 def join(info, rank: int) -> StatelessProcessGroup:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from engines import Engine, watch_ends
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine, graph_sizes
-from engines.vllm_server import VllmServer, sampling
+from extras.engines.vllm_server import VllmServer, sampling
 from models.model import export, load_config, load_model, load_tokenizer
 from plumbing.chat import turn_ends
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engines.chat_engine import ChatEngine, Words
 from json_server import json_servers
 
 import ask
 import evaluate
 from config import HERE, PRESETS, Config
-from engines.chat_engine import ChatEngine, Words
 from evaluation import measure
 from evaluation.agents import METHODS
 from evaluation.compare import compare

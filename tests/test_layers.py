@@ -13,10 +13,10 @@ from ranks_fit import Live
 from test_model import SHAPES, make_family
 
 from config import Config
+from extras.fit import activations
 from models.model import empty, forward_packed, load_model, skeleton
 from models.packing import FUSED, Packing, fuse
 from training import policy
-from training.fit import activations
 
 triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 pytest.importorskip("liger_kernel")

@@ -174,15 +174,13 @@ def test_settings_are_those_of_the_flags():
         "--mode static --T 7",
         "--model smollm2-135m --lr 1e-4",
         "--lora_rank 8",
-        "--offload_reference",
         "--preset world --model m",
         "--preset world --model m --lora_rank 4 --N_P 3",
     ):
         words = flags.split()
-        given = {name[2:]: True for name in words if name == "--offload_reference"}
-        pairs = [] if given else zip(words[::2], words[1::2], strict=True)
         types = {f.name: f.type for f in fields(Config)} | {"preset": str}
-        given |= {name[2:]: types[name[2:]](value) for name, value in pairs}
+        pairs = zip(words[::2], words[1::2], strict=True)
+        given = {name[2:]: types[name[2:]](value) for name, value in pairs}
         assert configure(**given) == parse_flags(words)
     exact = configure(T=np.int64(3), lr=1, out=Path("a") / "b", temperature=np.float32(0.5))
     assert (exact.T, exact.lr, exact.out, exact.temperature) == (3, 1.0, "a/b", 0.5)

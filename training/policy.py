@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from config import Config
 from engines import Engine
+from engines.choose import choose_engine, device_of, dtype_of
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine
 from grpo import MAX_SKIPPED, Learner, minibatches
@@ -48,8 +50,8 @@ from population import Instruction
 from rollout import rollout
 from tasks import Job, Task, Trajectory
 from tasks.metrics import set_rewards
+from tasks.plugs import import_named
 from tasks.sampling import STORED, rng_of, space_evenly, take_subset
-from training.duration import find_peak
 from training.ranks import Ranks
 
 S = ParamSpec("S")
@@ -57,9 +59,10 @@ A = TypeVar("A")
 R = TypeVar("R")
 Digests = dict[str, str]  # of a checkpoint's files, by name
 
+CPU_TOKENS = 1024  # of a micro-batch on a CPU, unless --micro_tokens says otherwise
 # what saves GPU memory in an update, and in a rollout
-UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens, --offload_reference or more GPUs"
-ROLLOUT = "a smaller --vllm_memory, or --max_rows of the torch engine"
+UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens, --lora_rank 32 or more GPUs"
+ROLLOUT = "a smaller --vllm_memory"
 
 
 def on_all_ranks(
@@ -89,7 +92,7 @@ def on_all_ranks(
                 smaller = ROLLOUT if method.__name__ == "rollout" else UPDATE
                 reason = str(e).partition(". ")[0]
                 raise Fault(
-                    f"\n{method.__name__}: {reason}; resume with {smaller}, or look at --dry_run"
+                    f"\n{method.__name__}: {reason}; resume with {smaller} (docs/gpus.md)"
                 ) from None
             except (Fault, stop.Stopped) as e:  # after it all ranks can still work together
                 answer = e
@@ -161,47 +164,68 @@ def shard_models(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
         if ranks.rank == 0:
             print(f"fused layers: {fused}", flush=True)
 
-    gather, offload = cfg.gather == 1, cfg.offload_reference
+    gather = cfg.gather == 1
     shard(trained, ranks.device, compute=compute, gather=gather)
     fill(trained, first, choose_dither_seed(cfg, ranks))
     if frozen:
-        shard(frozen, ranks.device, frozen=True, offload=offload, gather=gather)
+        shard(frozen, ranks.device, frozen=True, gather=gather)
         fill(frozen, first)
     return trained, frozen
 
 
-def make_vllm(policy: Policy) -> Engine:
-    """Returns vLLM in this process, or a client of the servers that --vllm names."""
-    cfg = policy.cfg
-    if cfg.vllm == "colocate":
+def make_engine(policy: Policy, first: Any) -> Engine:
+    """Returns the engine that the configuration names. Torch's samples from the model in training,
+    or from a whole copy of it on every rank: FSDP cuts the model that it trains, and a model with
+    LoRA would merge its weights for every token."""
+    cfg, ranks, model = policy.cfg, policy.ranks, policy.learner.model
+    if cfg.engine == "vllm":
         return VllmEngine(
             cfg.model,
             policy.tokenizer,
             policy.stop_strings,
             max_len=cfg.longest,
-            dtype=policy.ranks.dtype,
+            dtype=ranks.dtype,
             memory=cfg.vllm_memory,
-            rows=math.ceil(max(cfg.batch * cfg.G, cfg.eval_n) / policy.ranks.size),
+            rows=math.ceil(max(cfg.batch * cfg.G, cfg.eval_n) / ranks.size),
         )
-    from engines.vllm_server import VllmServer
-
-    return VllmServer(
-        cfg.vllm, policy.tokenizer, policy.stop_strings, model=cfg.model, max_len=cfg.longest
-    )
-
-
-def make_torch_engine(policy: Policy, first: Any) -> Engine:
-    """Returns an engine that samples from the model in training, or from a whole copy of it on
-    every rank.
-
-    FSDP cuts the model that it trains, and a model with LoRA would merge its weights for every
-    token.
-    """
-    cfg, ranks, model = policy.cfg, policy.ranks, policy.learner.model
+    if cfg.engine != "torch":
+        kind = import_named(f"--engine {cfg.engine}", cfg.engine, "class")
+        engine: Engine = kind(cfg, policy.tokenizer, policy.stop_strings)
+        return engine
     if ranks.grouped or cfg.lora_rank:
         whole = empty(load_config(cfg.model), getattr(torch, ranks.dtype), ranks.device)
         model = fill(whole, first)
-    return TorchEngine(model, policy.tokenizer, policy.stop_strings, cfg.max_rows)
+    return TorchEngine(model, policy.tokenizer, policy.stop_strings)
+
+
+def choose_for_machine(cfg: Config, task: Task) -> tuple[Config, Config, Ranks]:
+    """Joins the ranks; returns the configuration to record, with its precision, the same with what
+    this machine decides, and the ranks. Raises Fault where the flags ask for what is not there, or
+    the first instruction leaves no room for a turn."""
+    if torch.get_num_threads() != cfg.threads:  # it was imported before the run was configured
+        torch.set_num_threads(cfg.threads)
+    device, fitted = device_of(cfg), cfg
+    if stop.leads():
+        # a resumed run and an export take the run's precision, on any machine
+        cfg = replace(cfg, dtype=dtype_of(cfg, device))
+        on_cpu = device == "cpu"
+        fitted = replace(
+            cfg,
+            engine=choose_engine(cfg, device),
+            recompute=cfg.recompute if cfg.recompute >= 0 else int(not on_cpu),
+        )
+        if on_cpu and cfg.micro_tokens == Config.micro_tokens:
+            fitted = replace(fitted, micro_tokens=CPU_TOKENS)
+        load_config(cfg.model, cfg.longest)
+        form = task.make_format(load_tokenizer(cfg.model, task.make_format().stop_strings()))
+        questions = task.questions("train")[:64]
+        shortest = min(len(form.encode_prompt(task.instruction, q)) for q in questions)
+        if shortest > cfg.max_prompt:
+            raise Fault(
+                f"--max_prompt {cfg.max_prompt}: the first instruction and a question are {shortest} tokens at least,"
+                " so no turn could start; raise it"
+            )
+    return cfg, fitted, Ranks(device, cfg.patience, cfg.dtype)
 
 
 class Policy:
@@ -229,7 +253,7 @@ class Policy:
         if first and first is not model:
             # a cycle: after vLLM's gc.freeze() the policy would stay for ever
             vars(first).pop("forward_packed", None)
-        self.engine = make_vllm(self) if cfg.engine == "vllm" else make_torch_engine(self, first)
+        self.engine = make_engine(self, first)
         self.t = 0  # the last step whose update has begun; -1: the weights are those of no step
         self.seconds: dict[str, float] = {}  # of each method's last call, and "tools"
         self.in_step = True  # whether all ranks wait for the next call
@@ -336,7 +360,6 @@ class Policy:
         of its process. Columns of time/ are what a resumed run does not repeat.
         """
         rollout, update = self.seconds["rollout"], self.seconds["update"]
-        trained_per_s = sum(len(tau.ids) for tau in taus) / update
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS has bytes, Linux KiB
         peak *= 1 if sys.platform == "darwin" else 1024
         if self.ranks.device == "cuda":
@@ -346,26 +369,10 @@ class Policy:
             "time/tools": self.seconds["tools"],
             "time/update": update,
             "time/sampled_per_s": sum(sum(tau.mask) for tau in taus) / rollout,
-            "time/trained_per_s": trained_per_s,
-            **self.compute_mfu(trained_per_s),
+            "time/trained_per_s": sum(len(tau.ids) for tau in taus) / update,
             "time/peak_gb": peak / 1e9,
             "search/faults": self.count_faults(),
         }
-
-    def compute_mfu(self, tokens_per_s: float) -> Row:
-        """Returns the share of the cards' peak that an update of so many tokens a second takes; {}
-        for a card whose peak is not known.
-
-        A token takes 6 FLOPs for each trained parameter and 4 for a frozen one: attention and what
-        is recomputed do not count.
-        """
-        if self.ranks.device != "cuda" or self.ranks.dtype != "bfloat16":
-            return {}
-        flops = 0
-        for p in self.learner.model.parameters():
-            flops += p.numel() * (6 if p.requires_grad else 4)
-        peak = find_peak(torch.cuda.get_device_name(0))
-        return {"time/mfu": flops * tokens_per_s / peak / self.ranks.size} if peak else {}
 
     @on_all_ranks(sum)
     def count_faults(self) -> int:

@@ -53,6 +53,7 @@ from extras.bench.update import (
     randomize,
     time_update,
 )
+from extras.fit import KNOWN
 from plumbing.chat import turn_ends
 from plumbing.faults import one_line
 from tasks import Trajectory
@@ -61,7 +62,6 @@ from tasks.loading import load_task
 from tasks.questions import em
 from tasks.sampling import draw_questions
 from tasks.tools import find_answer
-from training.fit import KNOWN
 
 ROWS = 40  # trajectories in a forward pass of TRL's, at most
 GOAL = 1.5  # times TRL's tokens/s of an update, on a GPU

@@ -11,8 +11,9 @@ directory.
 import re
 from typing import Any
 
-from engines import Contexts, FinishedTurn, Turns
 from engines.remote import RemoteEngine
+
+from engines import Contexts, FinishedTurn, Turns
 from plumbing.client import TOO_LONG, Client, RequestFailed
 from plumbing.faults import EngineFault, Fault
 from plumbing.outside import without_secrets

@@ -265,7 +265,7 @@ def test_cards_that_are_none_are_refused(text):
 
 
 @pytest.mark.parametrize("text, cards", [
-    ("8xh100", (8, "h100", 80)), ("A100", (1, "a100", 80)), ("2x48gb", (2, "48gb", 48)), ("rtx4090", (1, "rtx4090", 24)),
+    ("8xH100", (8, "h100", 80)), ("a100", (1, "a100", 80)), ("2x48gb", (2, "48gb", 48)),
 ])  # fmt: skip
 def test_cards_by_name_or_memory(text, cards):
     assert read_cards(text) == cards

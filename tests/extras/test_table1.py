@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from engines.chat_engine import Words
 from test_inspo import ENV, finish, metrics, popen, wait_for_step
 
 from config import PRESETS, WORLD, Config, parse_flags
 from engines import FinishedTurn
-from engines.chat_engine import Words
 from evaluation.agents import Agent, Subject, infer_method
 from extras import table1
 from extras.prompts import IN_WORLD

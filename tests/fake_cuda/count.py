@@ -23,7 +23,7 @@ from extras.bench.update import count_operations, draw_row
 from grpo import Learner
 from models.packing import fuse
 from models.model import hold, forward_packed, shard, skeleton
-from training.fit import KNOWN
+from extras.fit import KNOWN
 
 SHAPE = KNOWN["Qwen/Qwen2.5-0.5B"]
 
