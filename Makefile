@@ -96,9 +96,6 @@ mutants: setup     ## do the tests notice small faults? (ARGS="rollout tools": t
 chaos: setup       ## runs of the world, killed, stopped or starved, and resumed (25 minutes; ARGS="--runs 5" is fewer)
 	OMP_NUM_THREADS=1 $(PY) -m extras.bench.chaos $(ARGS)
 
-fuzz: setup        ## hostile servers and files: 10^5 answers of each server, 10^4 rows of each file (half an hour)
-	OMP_NUM_THREADS=1 FUZZ=$(or $(FUZZ),100000) $(PY) -m pytest tests/test_fuzz*.py -n 2 $(ARGS)
-
 chromium:          ## a Chromium for the tests of the page, which are skipped without it (Debian, Ubuntu; root)
 	command -v chromedriver || (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver)
 

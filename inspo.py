@@ -12,6 +12,7 @@ paper is silent (docs/choices.md lists them).
 from __future__ import annotations
 
 import contextlib
+import difflib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -224,12 +225,7 @@ class Evolution:
     def ask(self, I_parent: Instruction, prompt: str, golds: list[str], n: int) -> list[str]:
         """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that
         shows these golds."""
-        try:
-            call = self.optimizer.ask(prompt, f"t{self.t} r{self.round}")
-        except OptimizerDown as e:
-            if e.call:  # what could not be read was billed, too
-                self.note(I_parent, call=vars(e.call))
-            raise
+        call = self.optimizer.ask(prompt, f"t{self.t} r{self.round}")
         # noted before it is read, since it was billed; a call of an earlier process is there already
         if not call.paid_before:
             self.note(I_parent, call=vars(call))
@@ -297,18 +293,48 @@ def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: 
         log.add_result("first policy, I_star", policy.evaluate(T, I_star, "test"))
 
 
-def list_custom_parts(learner: Any, population: Any, evolution: Any, algorithm: Any) -> list[Any]:
-    """Returns the parts of a run that are not the usual ones, which its record names. Raises Fault
-    for a class that is none of its kind."""
+def list_custom_parts(
+    learner: Any, population: Any, evolution: Any, algorithm: Any
+) -> tuple[list[Any], str]:
+    """Returns the parts of a run that are not the usual ones, which its record names, and a line
+    about them. Raises Fault for a class that is none of its kind, or overrides nothing."""
     import grpo
 
     parts = learner, population, evolution
     kinds = grpo.Learner, Population, Evolution
+    told = []
     for part, kind in zip(parts, kinds, strict=True):
-        if isinstance(part, type) and not issubclass(part, kind):
-            raise Fault(f"{kind.__name__.lower()}: {part} does not extend {kind.__name__}")
-    usual = (None, *kinds, inspo)
-    return [part for part in (*parts, algorithm) if part not in usual]
+        if isinstance(part, type) and part is not kind:
+            if not issubclass(part, kind):
+                raise Fault(f"{kind.__name__.lower()}: {part} does not extend {kind.__name__}")
+            told += list_overrides(part, kind)
+    custom = [part for part in (*parts, algorithm) if part not in (None, *kinds, inspo)]
+    told += [
+        getattr(part, "__qualname__", str(part)) for part in custom if not isinstance(part, type)
+    ]
+    return custom, f"parts: {', '.join(told)}" if told else ""
+
+
+def list_overrides(part: type, kind: type) -> list[str]:
+    """Returns the classes that `part` adds to its `kind`, each with the methods that it overrides.
+    Raises Fault if that is none."""
+    known = [name for name in dir(kind) if not name.startswith("__") or name == "__init__"]
+    told, others = [], list[str]()
+    for owner in part.__mro__:
+        if owner in kind.__mro__:
+            continue
+        overridden = [name for name in vars(owner) if name in known]
+        if overridden:
+            told.append(f"{owner.__qualname__} ({', '.join(overridden)})")
+        others += [name for name in vars(owner) if not name.startswith("__")]
+    if told:
+        return told
+    for name in others:
+        for nearest in difflib.get_close_matches(name, known, 1, cutoff=0):
+            raise Fault(
+                f"{part.__qualname__}: {kind.__name__} has no {name}; the nearest is {nearest}"
+            )
+    raise Fault(f"{part.__qualname__} overrides no method of {kind.__name__} (docs/forks.md)")
 
 
 class Result(NamedTuple):
@@ -377,7 +403,7 @@ def train(
             follow(ranks, task, learner)
             return None
         with stop.may_stop():
-            parts = list_custom_parts(learner, population, evolution, algorithm)
+            parts, told = list_custom_parts(learner, population, evolution, algorithm)
             run = stack.enter_context(RunDirectory.opened(cfg, task, *parts))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
@@ -385,7 +411,7 @@ def train(
             ranks.broadcast((fitted, task.address()))
             policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, task, learner)))
         log = Log(cfg, run, task, policy, began)
-        log.introduce(tools, describe_optimizer(optimizer))
+        log.introduce(tools, describe_optimizer(optimizer), told)
         evolving = evolution(cfg, task, optimizer, population(cfg), log)
         checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
         with checkpoints.save_on_failure():

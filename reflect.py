@@ -292,19 +292,15 @@ class Optimizer:
         timeout: float = 300,
         retries: int = 4,
         paid: dict[str, Call] | None = None,
-        revive: Callable[[], str] = lambda: "",
+        restart: Callable[[], object] = lambda: None,
         max_tokens: int = 0,
     ):
         self.url, self.model, self.paid, self.max_tokens = url, model, paid or {}, max_tokens
         self.tokens = sum(
             call.prompt_tokens + call.completion_tokens for call in self.paid.values()
         )
-
-        def before_retry() -> str:
-            self.check_budget()
-            return revive()
-
-        self._client = Client([url], timeout, retries, api_key, revive=before_retry)
+        self.restart = restart  # starts this run's own server again if it has died
+        self._client = Client(url, timeout, retries, api_key)
 
     def check_budget(self) -> None:
         """Raises OptimizerDown if `max_tokens` are used up."""
@@ -316,7 +312,7 @@ class Optimizer:
     def ask(self, prompt: str, when: str) -> Call:
         """Returns the call with its reply. `when` tells calls with the same prompt apart.
 
-        Raises OptimizerDown; its `call` has what replies that could not be read have cost.
+        Raises OptimizerDown.
         """
         key = f"{when} " + hashlib.sha256(f"{self.model}\n{prompt}".encode()).hexdigest()[:16]
         if key in self.paid:
@@ -324,22 +320,16 @@ class Optimizer:
         self.check_budget()
         began = time.perf_counter()
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
-        billed = [0, 0]  # tokens of prompt and reply, of all tries
 
-        def read(answer: Any) -> Reply:
-            # count every try before parsing can fail
-            for k, tokens in enumerate(usage_of(answer)):
-                billed[k] += tokens
-                self.tokens += tokens
-            return read_reply(answer)
+        def read(answer: Any) -> tuple[Reply, tuple[int, int]]:
+            return read_reply(answer), usage_of(answer)
 
-        reply, down = Reply(""), None
         try:
             with may_stop():
-                reply = self._client.chat(body, read)
-        except Outage as e:  # also from `before_retry`
-            down = OptimizerDown(str(e))
-            key += f", unread at {self.tokens} tokens"  # a resumed run must not find it
+                self.restart()
+                reply, billed = self._client.ask("/chat/completions", body, read)
+        except Outage as e:
+            raise OptimizerDown(str(e)) from None
         call = Call(
             key=key,
             prompt=prompt,
@@ -351,11 +341,7 @@ class Optimizer:
             cut=reply.cut or len(reply.text) > MAX_REPLY,
             refused=reply.refused,
         )
-        if down:
-            down.call = call if any(billed) else None
-            raise down
-        # `read` has added what was billed; where that is nothing, the estimates count
-        self.tokens += call.prompt_tokens + call.completion_tokens - sum(billed)
+        self.tokens += call.prompt_tokens + call.completion_tokens
         return call
 
 
@@ -398,7 +384,7 @@ def connect_optimizer(
         key,
         retries=cfg.optimizer_retries,
         paid=read_paid_calls(rows),
-        revive=start,
+        restart=start,
         max_tokens=cfg.max_optimizer_tokens,
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from config import Config, knob, parse_flags
-from inspo import train
+from inspo import list_overrides, train
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 from tasks.plugs import import_named
@@ -31,10 +31,11 @@ def load_parts(cfg: ForkConfig) -> dict[str, Any]:
     kinds: dict[str, list[type]] = {"Learner": [], "Population": [], "Evolution": []}
     for spec in filter(None, map(str.strip, cfg.parts.split(","))):
         part = import_named(f"--parts {spec}", spec, "class")
-        bases = [base.__name__ for base in part.__mro__ if base.__name__ in kinds]
+        bases = [base for base in part.__mro__ if base.__name__ in kinds]
         if not bases:
             raise Fault(f"--parts {spec}: extends neither Learner nor Population nor Evolution")
-        kinds[bases[0]].append(part)
+        list_overrides(part, bases[-1])
+        kinds[bases[-1].__name__].append(part)
     return {name.lower(): type(name, tuple(some), {}) for name, some in kinds.items() if some}
 
 

@@ -54,7 +54,7 @@ class Log:
         for name in BOOKS:
             setattr(self, name, state[name])
 
-    def introduce(self, tools: str, optimizer: str) -> None:
+    def introduce(self, tools: str, optimizer: str, parts: str) -> None:
         """Prints what is about to be trained, and with what."""
         cfg, task = self.cfg, self.task
         train, test = task.questions("train"), take_subset(task.questions("test"), cfg.eval_n)
@@ -64,6 +64,7 @@ class Log:
         lines = [
             f"{cfg.mode}: {preset_of(cfg.model)} ({policy}) on {asked}",
             tools,
+            parts,
             f"optimizer: {optimizer}",
             f"{steps}; everything goes to {self.run.path}",
         ]

@@ -121,15 +121,15 @@ def describe_corpus(task: Task) -> str | None:
 
     "" where nothing is searched, None where the server does not answer.
     """
-    if not any(hasattr(tool, "urls") for tool in task.tools):  # as tasks.search.Search has
+    if not any(hasattr(tool, "url") for tool in task.tools):  # as tasks.search.Search has
         return ""
     if not task.cfg.retriever:
         return digest_file(Path(task.cfg.corpus))
     try:
-        client = Client(task.cfg.retriever.split(","), timeout=30, retries=0)
+        client = Client(task.cfg.retriever, timeout=30, retries=0)
         return client.ask("/health", None, lambda answer: str(answer["corpus"]))
     except RequestFailed as e:
-        return None if e.transient else without_secrets(task.cfg.retriever)
+        return None if e.status == 0 else without_secrets(task.cfg.retriever)
 
 
 def digest(value: Any) -> str:

@@ -70,11 +70,9 @@ def sum_costs(run: Run) -> Row:
     total = run.summary.get("seconds") or max(read_column(run.steps, "time/total"), default=0.0)
     phases = count_seconds(run.steps)
     phases["other"] = max(0.0, total - sum(phases.values()))
-    failed = {name for row in run.steps for name in row if name.endswith("/faults")}
     return count_costs(run.steps, run.reflections, run.events, run.tools) | {
         "optimizer": run.config.get("optimizer_model"),
         **{name: sum(read_column(calls, name)) for name in ("prompt_tokens", "completion_tokens")},
-        "faults": sum(max(read_column(run.steps, name), default=0) for name in failed),
         "seconds": total,
         "phases": phases,
         "speed": measure_speed(run.steps),

@@ -70,8 +70,6 @@ class Diverged(Fault):
 class OptimizerDown(Outage):
     """The LLM-based optimizer gave no usable reply; training continues without it."""
 
-    call: Any = None  # what its replies have cost nevertheless
-
 
 class Outlived(io.FileIO):
     """Standard output that its program may lose: once it cannot be written, one line on standard

@@ -32,35 +32,23 @@ class Search(Tool):
     """Client of Search-R1's POST /retrieve: queries in, passages out.
 
     One thread sends whatever has queued up since its last request as one request: batches form
-    under load, and a lone query leaves at once. `url` may name several servers, with commas. A
-    transient fault (connection, time-out, 429, 5xx) moves on to the next one at once; when all have
-    failed, they are asked again with exponential back-off or after the time that Retry-After asks
-    for. `revive` is called before that (the run restarts its own server there) and may return a new
-    URL. After `retries` such rounds the futures raise ToolDown.
+    under load, and a lone query leaves at once. Where the server stays away (plumbing/client.py says
+    what is retried), the futures raise ToolDown.
     """
 
     tag, noun, argument = "search", "a search", "query"
     plural, result_tag = "searches", "information"
     description = "Searches a collection of passages and returns those that match the query best."
 
-    def __init__(self, url: str, topk: int, timeout: float = 30, retries: int = 6):
-        self.topk = topk
-        self._client_of = partial(Client, timeout=timeout, retries=retries)
+    def __init__(self, url: str, topk: int, timeout: float = 30, retries: int = 5):
+        self.topk, self.timeout, self.retries = topk, timeout, retries
         self.connect(url)
         self._batches = Batches(self._retrieve, 256)
 
-    def connect(self, url: str, revive: Callable[[], str] = str) -> None:
-        """Searches at other servers from now on."""
-        self._client = self._client_of(url.split(","), revive=revive)
-
-    @property
-    def urls(self) -> list[str]:
-        """The servers, the one in use first."""
-        return self._client.urls
-
-    @property
-    def faults(self) -> int:
-        return self._client.faults
+    def connect(self, url: str, restart: Callable[[], object] = lambda: None) -> None:
+        """Searches at another server from now on; `restart` starts it again if it has died."""
+        self.url, self._restart = url, restart
+        self._client = Client(url, self.timeout, self.retries)
 
     def submit(self, argument: str) -> Future[list[str]]:
         """Returns a Future of the passages' `contents`, best first."""
@@ -84,10 +72,14 @@ class Search(Tool):
             return passages
 
         body = {"queries": queries, "topk": self.topk, "return_scores": True}
-        try:
-            return self._client.ask("/retrieve", body, read)
-        except Outage as e:  # also from `revive`
-            raise ToolDown(f"the search server gives no usable answer ({e})") from e
+        fault: Outage | None = None
+        for _ in range(2):  # this run's own server may die while it is asked
+            try:
+                self._restart()
+                return self._client.ask("/retrieve", body, read)
+            except Outage as e:
+                fault = e
+        raise ToolDown(f"the search server gives no usable answer ({fault})") from fault
 
 
 def choose_source(cfg: Config) -> Config:
@@ -132,8 +124,8 @@ def find_index(corpus: str) -> str:
     return ""
 
 
-def start_server(cfg: Config, serve: Callable[..., str]) -> tuple[str, Callable[[], str], str]:
-    """Returns the URLs of --retriever, which answers, or of a server over --corpus; what restarts
+def start_server(cfg: Config, serve: Callable[..., str]) -> tuple[str, Callable[[], object], str]:
+    """Returns the URL of --retriever, which answers, or of a server over --corpus; what restarts
     that; and where a run searches, in words."""
     if cfg.retriever:
         fault = probe(cfg.retriever, cfg.topk)
@@ -141,7 +133,11 @@ def start_server(cfg: Config, serve: Callable[..., str]) -> tuple[str, Callable[
             raise Fault(
                 f"--retriever: {fault}; start it (at http://...), or serve --corpus with --retriever ''"
             )
-        return cfg.retriever, str, without_secrets(cfg.retriever)  # there is nothing to restart
+        return (
+            cfg.retriever,
+            lambda: None,
+            without_secrets(cfg.retriever),
+        )  # there is nothing to restart
     argv = ["-m", "retrieval.server", "--corpus", cfg.corpus]
     index = find_index(cfg.corpus)
     if index:  # on the CPU: the GPUs are the policy's
@@ -162,7 +158,7 @@ def try_search(search: Search, questions: Sequence[Question]) -> str:
     seconds = time.perf_counter() - start
     if not any(text.strip() for passages in results for text in passages):
         raise Fault(
-            f"{without_secrets(search.urls[0])} found no passage for any of {n} questions: check its index, and that it"
+            f"{without_secrets(search.url)} found no passage for any of {n} questions: check its index, and that it"
             " answers as Search-R1's server does"
         )
     hits = 0

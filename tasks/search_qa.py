@@ -45,12 +45,12 @@ class SearchQA(Task):
         if not names:
             self.instruction = WITHOUT_SEARCH
 
-    def connect(self, address: str, revive: Callable[[], str] = str) -> None:
-        """Searches at these URLs, separated by commas."""
-        self.search.connect(address, revive)
+    def connect(self, address: str, restart: Callable[[], object] = lambda: None) -> None:
+        """Searches at this URL."""
+        self.search.connect(address, restart)
 
     def address(self) -> str:
-        return ",".join(self.search.urls)
+        return self.search.url
 
     def check(self) -> None:
         if self.search in self.tools:
@@ -59,8 +59,8 @@ class SearchQA(Task):
     def start(self, serve: Callable[..., str]) -> str:
         if self.search not in self.tools:
             return super().start(serve) or "tools: none"
-        url, revive, where = start_server(self.cfg, serve)
-        self.connect(url, revive)
+        url, restart, where = start_server(self.cfg, serve)
+        self.connect(url, restart)
         # an evaluation needs none
         questions = self.questions("train")[:64] if find_on_disk(self.cfg.train) else []
         if questions:

@@ -47,11 +47,6 @@ class Tool(ABC):
     # what it does, where a format describes it (--format hermes); "": made from its noun
     description: str = ""
 
-    @property
-    def faults(self) -> int:
-        """Requests that have failed so far."""
-        return 0
-
     def of(self, tau: Trajectory) -> "Tool":
         """Returns the tool as an episode has it, for one that reads or changes `tau.state`."""
         return self

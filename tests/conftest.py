@@ -4,6 +4,8 @@ a BPE tokenizer."""
 import gc
 import os
 import signal
+import time
+from types import SimpleNamespace
 
 import pytest
 from json_server import json_servers
@@ -64,6 +66,15 @@ def serve():
     """Starts HTTP servers with a script each (json_server.py); they stop with the test."""
     with json_servers() as start:
         yield start
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The seconds that clients would have waited before another attempt; they do not wait here."""
+    waited = []
+    stub = SimpleNamespace(sleep=waited.append, time=time.time)
+    monkeypatch.setattr("urllib3.util.retry.time", stub)
+    return waited
 
 
 @pytest.fixture(scope="session")

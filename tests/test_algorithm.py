@@ -572,15 +572,6 @@ def test_what_joined_before_the_optimizer_fell_silent_stays_and_the_weights_rest
     assert e.shortfall == "the optimizer gave no reply (time-out)" and len(e.optimizer.prompts) == 2
 
 
-def test_what_replies_that_could_not_be_read_have_cost_is_logged():
-    down = OptimizerDown("malformed answer")
-    down.call = Call("unread", "prompt", "", 6000, 600, 1.0, False)
-    e = Evolved(BOTH, {"a": 5}, down)
-    [row] = e.log.rows("call")
-    assert row == {"t": T_NOW, "round": 0, "parent": 0, "call": vars(down.call)}
-    assert not e.log.rows("accepted")
-
-
 def test_a_call_is_logged_before_its_reply_is_read():
     e = Evolved({"old": 0.5}, {"old": 5, "new": 5}, ["new"], N_P=2)
     names = [name for name, *_ in e.log.events]

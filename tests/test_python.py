@@ -187,6 +187,18 @@ def test_settings_are_those_of_the_flags():
     assert {type(getattr(exact, f.name)) for f in fields(exact) if f.type is int} == {int}
 
 
+class Misspelt(Learner):
+    def set_advantage(self, taus):
+        raise AssertionError
+
+
+class Idle(inspo.Evolution):
+    """Has a method of its own, which nothing calls."""
+
+    def fill(self):
+        raise AssertionError
+
+
 REFUSED = {
     "a name with a letter too few": (dict(lora_rnk=8), "lora_rnk: .*nearest is lora_rank"),
     "one in another case": (dict(t=3), "t: .*nearest is T \\("),
@@ -202,6 +214,19 @@ REFUSED = {
         "population: .*Learner.* Population",
     ),
     "an evolution of another kind": (dict(evolution=Echo), "evolution: .*Echo.* Evolution"),
+    "a method that is misspelt": (
+        dict(learner=Misspelt),
+        "Misspelt: Learner has no set_advantage; the nearest is set_advantages$",
+    ),
+    "the same, inherited": (
+        dict(learner=type("Mine", (Misspelt,), {})),
+        "Mine: Learner has no set_advantage; the nearest is set_advantages$",
+    ),
+    "a method of its own alone": (dict(evolution=Idle), "Idle: Evolution has no fill; .* fill_"),
+    "a class that changes nothing": (
+        dict(population=type("Same", (Population,), {"__doc__": "None."})),
+        "Same overrides no method of Population",
+    ),
     "a preset": (dict(preset="wrld"), "preset 'wrld': choose world, "),
     "text for a number": (dict(T="4"), "T: give a value of type int, not str"),
     "a fraction": (dict(T=2.5), "T: give a value of type int, not float"),
@@ -294,7 +319,7 @@ class Bare(inspo.Evolution):
         super().fill_population()
 
 
-def test_a_run_uses_the_callers_classes_and_returns_what_it_leaves(tmp_path):
+def test_a_run_uses_the_callers_classes_and_returns_what_it_leaves(tmp_path, capsys):
     parts = dict(learner=Counted, population=Wide, evolution=Bare)
     result = inspo.train(
         task=Echo(Config(), prize=2.0), **parts, **TINY, out=tmp_path / "r", seed=np.int64(3)
@@ -313,6 +338,8 @@ def test_a_run_uses_the_callers_classes_and_returns_what_it_leaves(tmp_path):
         and len(Bare.begun) == 1
     )
     assert json.loads((result.path / "config.json").read_text())["task"] == f"{__name__}:Echo"
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("parts: ")]
+    assert line == "parts: Counted (update), Wide (__init__), Bare (fill_population)"
 
 
 @pytest.mark.parametrize(
@@ -321,7 +348,7 @@ def test_a_run_uses_the_callers_classes_and_returns_what_it_leaves(tmp_path):
         (dict(learner=Counted), "Counted"), (dict(evolution=Bare), "Bare"),
         (dict(population=lambda cfg: Wide(cfg)), "<lambda>"),
         (dict(algorithm=partial(other_algorithm, ())), "other_algorithm"),
-        (dict(learner=type("Learner", (Learner,), {"__module__": __name__})), "Learner"),
+        (dict(learner=type("Learner", (Counted,), {"__module__": __name__})), "Learner"),
     ],
 )  # fmt: skip
 def test_a_run_resumes_with_the_classes_that_it_started_with(tmp_path, parts, names):

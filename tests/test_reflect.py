@@ -3,14 +3,13 @@ an endpoint stops."""
 
 import json
 import re
-import socket
 import sys
 import time
 from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
-from json_server import json_servers
+from json_server import free_port, json_servers
 
 from plumbing.faults import OptimizerDown
 from plumbing.replies import read_blocks
@@ -542,11 +541,8 @@ def endpoint():
 
 
 @pytest.fixture(autouse=True)
-def waits(monkeypatch):
-    """The seconds that the client would have waited between attempts; it does not wait here."""
-    waited = []
-    monkeypatch.setattr("plumbing.client.sleep", waited.append)
-    return waited
+def no_waits(waits):
+    pass
 
 
 def base(server):
@@ -564,7 +560,6 @@ def test_the_client_speaks_openai_s_chat_completions(endpoint):
     assert json.loads(body) == {
         "model": "some-model",
         "messages": [{"role": "user", "content": "what?\n☃"}],
-        "stream": False,
     }
     assert call.reply == "héllo"
     assert (call.prompt_tokens, call.completion_tokens) == (11, 7)
@@ -598,11 +593,11 @@ def test_tokens_that_the_endpoint_does_not_count_are_estimated(endpoint, usage):
 def test_an_optimizer_that_stays_away_is_down_and_the_fault_is_named(endpoint, waits):
     server = endpoint((503, {}, "overloaded\n"))
     with pytest.raises(
-        OptimizerDown, match=f"^{base(server)}/chat/completions: HTTP 503: overloaded, 3 times$"
+        OptimizerDown, match=f"^{base(server)}/chat/completions: HTTP 503: overloaded$"
     ):
         Optimizer(base(server), "m", retries=2).ask("p", "t0 r0")
     assert len({body for _, _, body in server.requests}) == 1 and len(server.requests) == 3
-    assert 0.5 <= waits[0] <= 1.5 and 1 <= waits[1] <= 3
+    assert len(waits) == 1  # the first attempt after a fault does not wait
     with pytest.raises(OptimizerDown, match="HTTP 401: no such key$"):
         Optimizer(base(endpoint((401, {}, "no such key"))), "m", "bad").ask("p", "t0 r0")
     with pytest.raises(OptimizerDown):
@@ -619,9 +614,9 @@ def test_an_optimizer_that_stays_away_is_down_and_the_fault_is_named(endpoint, w
 )  # fmt: skip
 def test_a_malformed_completion_is_never_taken_for_a_reply(endpoint, waits, text):
     server = endpoint((200, {"Content-Type": "application/json"}, text))
-    with pytest.raises(OptimizerDown, match=r"malformed answer \(\w+Error: .*\), 2 times$") as down:
+    with pytest.raises(OptimizerDown, match=r"malformed answer \(\w+Error: ") as down:
         Optimizer(base(server), "m", retries=1).ask("p", "t0 r0")
-    assert len(server.requests) == 2  # a model may do better the second time
+    assert len(server.requests) == 1
     assert "quota" not in text or "quota" in str(down.value)
 
 
@@ -654,18 +649,11 @@ def test_a_reply_that_ended_at_a_limit_is_marked(endpoint):
     assert call.cut and len(call.reply) == MAX_REPLY and call.completion_tokens == 250_000
 
 
-def test_an_optimizer_that_was_killed_is_revived(endpoint):
-    new = endpoint(completion("back"))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        gone = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-    assert Optimizer(gone, "m", revive=lambda: base(new)).ask("p", "t0 r0").reply == "back"
-
-
-def test_a_reply_that_cannot_be_read_counts_before_it_is_asked_for_again(endpoint):
-    server = endpoint({"usage": {"prompt_tokens": 80, "completion_tokens": 40}}, completion("late"))
-    with pytest.raises(OptimizerDown, match="100 is used up: 120 tokens"):
-        Optimizer(base(server), "m", max_tokens=100).ask("p", "t1 r0")
-    assert len(server.requests) == 1
+def test_a_scripted_optimizer_that_died_is_started_again(endpoint):
+    port = free_port()
+    restart = lambda: endpoint(completion("back"), port=port)  # noqa: E731
+    gone = f"http://127.0.0.1:{port}/v1"
+    assert Optimizer(gone, "m", restart=restart).ask("p", "t0 r0").reply == "back"
 
 
 def test_after_max_tokens_no_call_is_made_and_an_earlier_process_s_count(endpoint):

@@ -8,7 +8,7 @@ from json_server import json_servers
 
 from plumbing.faults import OptimizerDown
 from plumbing.replies import read_blocks, read_reply, usage_of
-from reflect import Optimizer, read_paid_calls
+from reflect import Optimizer
 
 
 @pytest.fixture
@@ -18,8 +18,8 @@ def serve():
 
 
 @pytest.fixture(autouse=True)
-def no_waits(monkeypatch):
-    monkeypatch.setattr("plumbing.client.sleep", lambda _: None)
+def no_waits(waits):
+    pass
 
 
 def said(message, ended="stop", **more):
@@ -172,54 +172,6 @@ def test_usage_of_what_is_no_object():
 
 
 BILLED = {"usage": {"prompt_tokens": 3000, "completion_tokens": 300}}
-
-
-@pytest.mark.parametrize(
-    "shape", [name for name, (answer, _) in NO_REPLY.items() if isinstance(answer, dict)]
-)
-def test_tries_without_a_reply_are_billed_and_the_bound_holds(serve, shape):
-    """--max_optimizer_tokens 4000: the second try goes beyond it, a third is not made, here or
-    after a resume."""
-    server = serve(NO_REPLY[shape][0] | BILLED)
-    optimizer = Optimizer(server.url, "m", max_tokens=4000)
-    with pytest.raises(
-        OptimizerDown, match="--max_optimizer_tokens 4000 is used up: 6600 tokens"
-    ) as down:
-        optimizer.ask("p", "t0")
-    assert len(server.requests) == 2 and optimizer.tokens == 6600
-    call = down.value.call
-    assert (call.prompt_tokens, call.completion_tokens, call.reply) == (6000, 600, "")
-    paid = read_paid_calls([{"call": json.loads(json.dumps(vars(call)))}])
-    resumed = Optimizer(server.url, "m", max_tokens=4000, paid=paid)
-    with pytest.raises(OptimizerDown, match="used up: 6600 tokens") as down:
-        resumed.ask("p", "t0")
-    assert len(server.requests) == 2 and not down.value.call
-
-
-def test_a_call_costs_what_all_its_tries_cost_and_what_failed_is_asked_again_after_a_resume(serve):
-    wrong, right = {"choices": []} | BILLED, said({"content": "A"}) | BILLED
-    server = serve(wrong, (503, {}, "busy"), wrong, right)
-    optimizer = Optimizer(server.url, "m")
-    call = optimizer.ask("p", "t0")
-    assert (call.reply, call.prompt_tokens, call.completion_tokens) == ("A", 9000, 900)
-    assert optimizer.tokens == 9900 and len(server.requests) == 4
-    failing = Optimizer(serve(wrong).url, "m", retries=1)
-    calls = []
-    for _ in range(2):
-        with pytest.raises(OptimizerDown) as down:
-            failing.ask("p", "t0")
-        calls.append(down.value.call)
-    paid = read_paid_calls([{"call": vars(call)} for call in calls])
-    resumed = Optimizer(serve(right).url, "m", paid=paid)
-    assert resumed.tokens == 4 * 3300
-    assert resumed.ask("p", "t0").reply == "A" and resumed.tokens == 5 * 3300
-
-
-def test_what_was_not_billed_is_no_call(serve):
-    for answer in ({"choices": []}, (503, {}, "busy")):
-        with pytest.raises(OptimizerDown) as down:
-            Optimizer(serve(answer).url, "m", retries=0).ask("p", "t0")
-        assert down.value.call is None
 
 
 # ---- thoughts

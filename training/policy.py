@@ -371,13 +371,7 @@ class Policy:
             "time/sampled_per_s": sum(sum(tau.mask) for tau in taus) / rollout,
             "time/trained_per_s": sum(len(tau.ids) for tau in taus) / update,
             "time/peak_gb": peak / 1e9,
-            "search/faults": self.count_faults(),
         }
-
-    @on_all_ranks(sum)
-    def count_faults(self) -> int:
-        """Returns how many requests to tools have failed."""
-        return sum(tool.faults for tool in self.task.tools)
 
     def sync(self) -> None:
         """Gives the engine the policy's present weights, unless it has them."""

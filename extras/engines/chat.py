@@ -11,13 +11,17 @@ directory.
 import re
 from typing import Any
 
-from engines.remote import RemoteEngine
-
 from engines import Contexts, FinishedTurn, Turns
-from plumbing.client import TOO_LONG, Client, RequestFailed
+from extras.engines import RemoteEngine
+from plumbing.client import Client, RequestFailed
 from plumbing.faults import EngineFault, Fault
 from plumbing.outside import without_secrets
 from plumbing.replies import Reply, read_reply
+
+# how servers say that a conversation is too long
+TOO_LONG = re.compile(
+    r"HTTP 413|\btokens\b|context.?(?:length|size|window|limit)|too.?(?:long|large)", re.I
+)
 
 
 class Words:
@@ -61,7 +65,8 @@ class ChatEngine(RemoteEngine):
         retries: int = 4,
     ):
         self.url, self.tokenizer, self.stop = without_secrets(url), tokenizer, stop
-        self.client = Client([url], 300, retries, api_key)
+        self.client = Client(url, 300, retries, api_key)
+        self.once = Client(url, 300, 0, api_key)
         self.name = self.choose(name)
         super().__init__(32)
 
@@ -73,7 +78,7 @@ class ChatEngine(RemoteEngine):
             return [str(model["id"]) for model in answer["data"]]
 
         try:
-            served = self.client.ask("/models", None, read_names, 0)
+            served = self.once.ask("/models", None, read_names)
             remedy = f"not {name}" if name else "choose one"
             fault = (
                 f"--served_model: {self.url} has {', '.join(served[:5]) or 'no model'}: {remedy}"
@@ -101,7 +106,7 @@ class ChatEngine(RemoteEngine):
             messages.append({"role": "user", "content": content})
             self.sent[key] = len(ids)
             body = {"model": self.name, "messages": list(messages), "temperature": temperature}
-            body |= dict.fromkeys(("max_tokens", "max_completion_tokens"), max_new)
+            body["max_tokens"] = max_new
             if self.stop:
                 body["stop"] = list(self.stop[:4])  # OpenAI takes no more
             if temperature:
@@ -123,21 +128,22 @@ class ChatEngine(RemoteEngine):
         """Returns the server's turn, the last one if it refuses this conversation alone; raises
         EngineFault."""
         try:
-            reply = self.client.chat(body, read_reply)
+            reply = self.client.ask("/chat/completions", body, read_reply)
             stop = "refused" if reply.refused else ""
         except RequestFailed as e:
-            if e.transient or not self.serves(body):
+            long = TOO_LONG.search(str(e))
+            final = long or e.status in range(400, 500)
+            if not final or not self.serves(body):
                 raise EngineFault(str(e)) from None
-            reply, stop = Reply(""), "length" if TOO_LONG.search(str(e)) else "refused"
+            reply, stop = Reply(""), "length" if long else "refused"
         ids = self.tokenizer(self.closed(reply.text, reply.cut or reply.refused))["input_ids"]
         return FinishedTurn(key, ids, [0.0] * len(ids), stop)
 
     def serves(self, body: dict) -> bool:
         """Returns whether the server answers a greeting."""
         try:
-            self.client.chat(
-                body | {"messages": [{"role": "user", "content": "Hi"}]}, read_reply, 0
-            )
+            body = body | {"messages": [{"role": "user", "content": "Hi"}]}
+            self.once.ask("/chat/completions", body, read_reply)
         except RequestFailed:
             return False
         return True

@@ -55,9 +55,8 @@ class VllmServer(RemoteEngine):
         self.where = without_secrets(",".join(self.urls))
         self.tokenizer, self.stop, self.loads = tokenizer, stop, 0
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.clients = {
-            url: Client([url], self.timeout, self.retries, retry_timeout=False) for url in self.urls
-        }
+        self.clients = {url: Client(url, self.timeout, self.retries) for url in self.urls}
+        self.once = {url: Client(url, self.timeout, 0) for url in self.urls}
         configs = [self.inspect(url, cfg.longest) for url in self.urls]
         super().__init__(sum(config["scheduler_config"]["max_num_seqs"] for config in configs))
         parallel = [config["parallel_config"] for config in configs]
@@ -250,16 +249,19 @@ class VllmServer(RemoteEngine):
         The servers wait for each other, hence simultaneous; they count requests, hence no retries.
         """
         with ThreadPoolExecutor(len(self.urls)) as pool:
-            return list(
-                pool.map(self.request, self.urls, repeat(path), cycle(bodies or [{}]), repeat(0))
-            )
+            sent = cycle(bodies or [{}])
+            return [*pool.map(self.request, self.urls, repeat(path), sent, repeat(self.once))]
 
     def request(
-        self, url: str, path: str, body: dict | None = None, retries: int | None = None
+        self,
+        url: str,
+        path: str,
+        body: dict | None = None,
+        clients: dict[str, Client] | None = None,
     ) -> Any:
         """Returns a server's answer to a POST of `body`, or to a GET; raises Outage after the last
         attempt."""
-        return self.clients[url].ask(path, body, dict, retries)
+        return (clients or self.clients)[url].ask(path, body, dict)
 
     def close(self) -> None:
         super().close()

@@ -23,7 +23,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from plumbing.client import back_off
 from plumbing.faults import Fault, ToolDown, first_line
 from plumbing.outside import decoded, printable, without_secrets
 from tasks.functions import Failed, SchemaTool
@@ -56,9 +55,9 @@ def tools_of(target: str, where: str) -> Sequence[Tool | Fault]:
     found = make_tools(ServerTool, where, server.start())
     if not found:
         raise Fault(f"{where}: the server has no tools")
-    server.tools = [tool for tool in found if isinstance(tool, ServerTool)]
-    for tool in server.tools:
-        tool.server = server
+    for tool in found:
+        if isinstance(tool, ServerTool):
+            tool.server = server
     return found
 
 
@@ -72,6 +71,11 @@ def make_tools(kind: Callable[..., Tool], where: str, listed: Sequence[Any]) -> 
         except Fault as e:
             made.append(e)
     return made
+
+
+def back_off(round: int) -> float:
+    """Returns the seconds to wait after a round of attempts that has failed; the first one is 1."""
+    return min(60.0, 2.0 ** (round - 1))
 
 
 def _refuse(uri: str) -> Any:
@@ -132,7 +136,7 @@ class ServerTool(CheckedTool):
 
     grace = 3600.0  # its calls wait while the server is replaced, which takes minutes
     server: Server
-    unserved, rounds = 0, 0
+    rounds = 0
 
     def call(self, arguments: dict[str, Any]) -> str:
         """Raises Failed if there is no result, and ToolDown if the server is gone, or serves no
@@ -140,26 +144,18 @@ class ServerTool(CheckedTool):
         round = self.rounds + 1
         text, served = _begun(self.server.call(self.name, arguments, self.timeout)).result()
         self.rounds = 0 if served else max(round, self.rounds)
-        self.unserved += not served
         if not served and round >= ROUNDS:  # or the policy would learn not to use it
             raise ToolDown(f"{self.server.where}: {text}; it has served no call in {round} rounds")
         if isinstance(text, Failed):
             raise text
         return text  # type: ignore[no-any-return]
 
-    @property
-    def faults(self) -> int:
-        """Calls that were not served, and restarts of the server, counted once for all its
-        tools."""
-        return self.unserved + (self.server.restarts if self is self.server.tools[0] else 0)
-
 
 class Server:
     """A connection that is opened again when it breaks, and whose calls run side by side."""
 
     def __init__(self, target: str, where: str):
-        self.target, self.where, self.restarts = target, where, 0
-        self.tools: list[ServerTool] = []
+        self.target, self.where = target, where
         self.client: Any = None
         self.lost = asyncio.Event()  # set when the connection is given up
         self.renewal: asyncio.Task[None] | None = None
@@ -257,7 +253,6 @@ class Server:
             await asyncio.wait_for(client.list_tools(cache_mode="bypass"), PROBE)
             return
         except Exception:
-            self.restarts += 1
             self.lost.set()
         for round in range(1, RETRIES + 2):
             try:

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from extras.plugs.environment import EnvironmentTask, close
-from extras.plugs.mcp import RETRIES, CheckedTool, make_tools
-from plumbing.client import Client, back_off
+from extras.plugs.mcp import RETRIES, CheckedTool, back_off, make_tools
+from plumbing.client import Client
 from plumbing.faults import Fault, ToolDown, first_line
 from plumbing.outside import at, decoded, without_secrets
 from plumbing.stop import count_ranks
@@ -161,7 +161,7 @@ class OpenEnvTask(EnvironmentTask):
             if listed:
                 tools = make_tools(Call, where, [SimpleNamespace(**tool) for tool in listed])
                 return choose_fitting(where, [], tools)
-        client = Client([episode.url], 10, 0)
+        client = Client(episode.url, 10, 0)
         action = client.ask("/schema", None, lambda answer: dict(answer["action"]))
         action.setdefault("properties", {}).pop("metadata", None)
         about = action.get("description") or "Makes a step in the environment."

@@ -32,6 +32,7 @@ class JudgedQA(SearchQA):
     """r(tau) is the judge's score / 10; 0 without an answer, and then the judge is not asked."""
 
     timeout, retries, threads = 120.0, 6, 32  # seconds a verdict, times, verdicts at once
+    options: dict[str, float] = {"temperature": 0}
 
     def check(self) -> None:
         super().check()
@@ -46,7 +47,7 @@ class JudgedQA(SearchQA):
         url, key = os.environ["JUDGE_BASE_URL"], os.environ.get("JUDGE_API_KEY", "").strip()
         self.model, self.verdicts = os.environ["JUDGE_MODEL"], dict[tuple[Question, str], float]()
         self.judge = f"judge: {self.model} at {without_secrets(url)}"
-        self.client = Client([url], self.timeout, self.retries, key)
+        self.client = Client(url, self.timeout, self.retries, key)
         return f"{super().start(serve)}\n{self.judge}"
 
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
@@ -70,8 +71,14 @@ class JudgedQA(SearchQA):
         # spells no control token of the judge's
         text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
         messages = [{"role": "system", "content": RUBRIC}, {"role": "user", "content": text}]
-        request = {"model": self.model, "messages": messages, "temperature": 0}
-        return self.client.chat(request, score_of)
+        request = {"model": self.model, "messages": messages} | self.options
+        try:
+            return self.client.ask("/chat/completions", request, score_of)
+        except RequestFailed as e:
+            if "temperature" not in str(e) or "temperature" not in request:
+                raise
+        self.options = {}  # reasoning models have a temperature of their own
+        return self.verdict(pair)
 
     def failed(self, tau: Trajectory) -> bool:
         return tau.reward < GOOD

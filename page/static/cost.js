@@ -9,7 +9,7 @@ function drawCost(k) {
     h("div", {}, h("h3", {}, "The optimizer"),
       definitions([["Model", cost.optimizer || "none"], ["Calls", num(cost.optimizer_calls)], ["Tokens", `${num(cost.prompt_tokens)} of prompts, ${num(cost.completion_tokens)} of replies`], ["Waiting", duration(cost.optimizer_seconds)], ["Price", priceFields(cost, tokens)]]),
       h("h3", {}, "Rollouts"),
-      definitions([["Training", num(cost.training_rollouts)], ["Verification", num(cost.verification_rollouts)], ["Tool calls", num(cost.tool_calls)], ["Failed requests", num(cost.faults)]]),
+      definitions([["Training", num(cost.training_rollouts)], ["Verification", num(cost.verification_rollouts)], ["Tool calls", num(cost.tool_calls)]]),
       overheadBar(cost)),
     h("div", {}, h("h3", {}, `Time: ${duration(cost.seconds)}`), phaseBar(cost.phases, false), phaseTable(cost),
       h("h3", {}, "Speed of the middle step"), definitions(speedFacts(cost.speed)))));

@@ -23,6 +23,7 @@ from extras.examples.ucb import UCB
 from models.model import load_tokenizer
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
+from population import Population
 from tasks import Question, Trajectory
 from tasks.loading import load_task
 from tasks.questions import load_questions
@@ -137,6 +138,16 @@ def test_parts_of_one_kind_become_one_class():
 def test_a_part_that_is_none_is_one_line(parts, says):
     with pytest.raises(SystemExit, match=f"^--parts {parts}: .*{says}"):
         fork.main(["--parts", parts])
+
+
+class Misspelt(Population):
+    def probabilitys(self):
+        raise AssertionError
+
+
+def test_a_part_that_overrides_nothing_is_refused_beside_one_that_does():
+    with pytest.raises(SystemExit, match="^Misspelt: .* probabilitys; the nearest is probabili"):
+        fork.main(["--parts", "extras.examples.ucb:UCB,test_examples:Misspelt"])
 
 
 @pytest.mark.slow

@@ -97,7 +97,6 @@ def test_calls_run_side_by_side_and_errors_are_replies_that_restart_nothing(by, 
             assert isinstance(result, Failure) == (name in ("fail", "refuse", "sleep"))
     calls = [found["add"].submit(json.dumps({"a": k})) for k in range(20)]
     assert [call.result(60) for call in calls] == [[str(k + 1)] for k in range(20)]
-    assert sum(tool.faults for tool in found.values()) == 1  # the call that took too long
 
 
 @pytest.mark.slow
@@ -110,7 +109,6 @@ def test_a_server_that_dies_or_freezes_is_replaced_and_the_call_repeated(number,
     mine.send_signal(number)
     found["add"].timeout = 3
     assert answered(found["add"], '{"a": 1}') == "2"
-    assert sum(tool.faults for tool in found.values()) == 1
 
 
 @pytest.mark.slow
@@ -156,7 +154,7 @@ def test_a_server_by_http_that_is_away_for_a_while_is_waited_for(http, monkeypat
     calls = [found["add"].submit(json.dumps({"a": k})) for k in range(8)]
     assert [call.result(60) for call in calls] == [[str(k + 1)] for k in range(8)]
     # once for all calls
-    assert waits == [1, 2, 3] and sum(tool.faults for tool in found.values()) == 1
+    assert waits == [1, 2, 3]
 
 
 def test_calls_that_all_take_too_long_are_counted_and_stop_the_run(monkeypatch):
@@ -170,7 +168,6 @@ def test_calls_that_all_take_too_long_are_counted_and_stop_the_run(monkeypatch):
         assert answered(found["sleep"], '{"seconds": 5}') == "sleep took longer than 0.1 s"
         # says nothing of the server
         assert answered(found["sleep"], "{}").startswith("wrong arguments")
-    assert found["sleep"].faults == 3 * ROUNDS - 2
     with pytest.raises(
         ToolDown, match="sleep took longer than 0.1 s; it has served no call in 6 rounds"
     ):
