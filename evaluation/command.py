@@ -3,11 +3,10 @@ file; compare agents.
 
     python evaluate.py runs/NAME                                               # a run under its I_star
     python evaluate.py Qwen/Qwen2.5-3B --data nq hotpotqa --retriever http://127.0.0.1:8000
-    python evaluate.py http://127.0.0.1:8001/v1 --data my.jsonl --corpus passages.jsonl
     python evaluate.py --compare runs/evaluation/A runs/evaluation/B           # seeds of one arm: A0,A1,A2 B0,B1,B2
 
 WHAT is a run, a checkpoint that export.py wrote, a Hugging Face directory or id, a preset, or the
-URL of an OpenAI-compatible chat endpoint (OPENAI_API_KEY). Greedy unless --temperature says
+URL of a server whose engine --engine names (docs/gpus.md). Greedy unless --temperature says
 otherwise. --out gets summary.json, table.md and results.jsonl, one line per question; the same command
 again continues where it was stopped, unless questions, gold answers, instruction, weights,
 passages, or the code of task, reward and tools have changed since (a model behind a URL is known by
@@ -34,7 +33,6 @@ PLAYER: dict[str, tuple[Any, str]] = {
     "seed": (0, "of what is sampled"),
     "temperature": (0.0, "0 is greedy"),
     "instruction": ("", "file; default: I_star for inspo, else the run's first one or the task's"),
-    "served_model": ("", "model of a URL; default: the only one that it serves"),
 }
 
 

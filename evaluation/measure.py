@@ -48,7 +48,7 @@ Chunk = tuple[str, int, list[Question]]  # name of the set, number of the chunk 
 def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
     """Evaluates as the flags say, writes --out and prints its table."""
     # who plays which questions
-    chosen = find_subject(args.what, args.served_model)
+    chosen = find_subject(args.what)
     name = args.method or infer_method(chosen, methods)
     method = methods[name]
     task = load_task(chosen.configure(vars(args), (*PLAYED, *SERVED), **method.knobs))
@@ -59,7 +59,7 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
     instruction = instruction_of(chosen, task, method, args.instruction)
     questions = collect_questions(task, args)
     task.check()
-    weights = f"{chosen.served} {describe_model(chosen.weights)}".strip()
+    weights = describe_model(chosen.weights)
     setting = {
         "model": without_secrets(args.what),
         **{key: getattr(args, key) for key in ("data", "n", "seed", "temperature")},

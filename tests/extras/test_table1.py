@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from engines.chat_engine import Words
 from test_inspo import ENV, finish, metrics, popen, wait_for_step
 
 from config import PRESETS, WORLD, Config, parse_flags
 from engines import FinishedTurn
 from evaluation.agents import Agent, Subject, infer_method
 from extras import table1
+from extras.engines.chat import Words
 from extras.prompts import IN_WORLD
 from extras.supervised import Demonstrated, gold_answers
 from extras.table1 import TABLE_1, answer_of, config_of
