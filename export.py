@@ -11,10 +11,10 @@ For a run with --lora_rank the weights are those that the policy computed with, 
 (models/lora.py).
 """
 
-from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 from pathlib import Path
 
+from plumbing import stop
 from plumbing.faults import one_line
 
 

@@ -293,11 +293,9 @@ def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: 
         log.add_result("first policy, I_star", policy.evaluate(T, I_star, "test"))
 
 
-def list_custom_parts(
-    learner: Any, population: Any, evolution: Any, algorithm: Any
-) -> tuple[list[Any], str]:
-    """Returns the parts of a run that are not the usual ones, which its record names, and a line
-    about them. Raises Fault for a class that is none of its kind, or overrides nothing."""
+def describe_custom_parts(learner: Any, population: Any, evolution: Any, algorithm: Any) -> str:
+    """Returns a line about the parts of a run that are not the usual ones. Raises Fault for a class
+    that is none of its kind, or overrides nothing."""
     import grpo
 
     parts = learner, population, evolution
@@ -312,7 +310,7 @@ def list_custom_parts(
     told += [
         getattr(part, "__qualname__", str(part)) for part in custom if not isinstance(part, type)
     ]
-    return custom, f"parts: {', '.join(told)}" if told else ""
+    return f"parts: {', '.join(told)}" if told else ""
 
 
 def list_overrides(part: type, kind: type) -> list[str]:
@@ -403,8 +401,8 @@ def train(
             follow(ranks, task, learner)
             return None
         with stop.may_stop():
-            parts, told = list_custom_parts(learner, population, evolution, algorithm)
-            run = stack.enter_context(RunDirectory.opened(cfg, task, *parts))
+            told = describe_custom_parts(learner, population, evolution, algorithm)
+            run = stack.enter_context(RunDirectory.opened(cfg))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
             optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))

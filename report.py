@@ -9,8 +9,8 @@ The directory page/ has its parts: what is read, what is concluded, and the HTML
 as files.
 """
 
-from plumbing import stop  # noqa: F401  isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
+import signal
 from pathlib import Path
 
 from page.html import write_page
@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with one_line("report.py"):
         if args.serve:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save
             app = make_app(args.runs)
             return serve_app(app, listen("127.0.0.1", args.port), child=False)
         out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"

@@ -7,10 +7,8 @@ file; compare agents.
 
 WHAT is a run, a checkpoint that export.py wrote, a Hugging Face directory or id, a preset, or the
 URL of a server whose engine --engine names (docs/gpus.md). Greedy unless --temperature says
-otherwise. --out gets summary.json, table.md and results.jsonl, one line per question; the same command
-again continues where it was stopped, unless questions, gold answers, instruction, weights,
-passages, or the code of task, reward and tools have changed since (a model behind a URL is known by
-its name). Options that a model at a URL refuses (temperature, stop, seed, max_tokens) are left out,
+otherwise. --out, a new folder, gets summary.json, table.md and results.jsonl, one line per
+question. Options that a model at a URL refuses (temperature, stop, seed, max_tokens) are left out,
 and named; a conversation that its server refuses counts as wrong, with "length" or "refused" as its
 `stop`. Benchmarks come from the Hugging Face hub, once.
 """

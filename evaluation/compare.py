@@ -17,7 +17,6 @@ from evaluation.statistics import (
     compare_pairs,
     compare_seeds,
 )
-from journal.record import differences
 from journal.summary import SHARES, label
 from plumbing.faults import Fault
 from plumbing.files import Row, read_jsonl
@@ -32,6 +31,7 @@ class Evaluation(NamedTuple):
     metric: str  # the main one
     measured: str  # it, and of which task
     values: dict[str, Array]  # of that metric, by set of questions, in the order of their ids
+    asked: dict[str, list[tuple[str, list[str]]]]  # ids and gold answers of these questions
 
 
 Arm = list[Evaluation]  # what is compared: one evaluation, or one for each seed of a method
@@ -61,19 +61,21 @@ def read_evaluation(path: Path) -> Evaluation:
         measured = f"{metric} of {setting['task']}"
         # by their ids, however the file was sorted since
         rows = sorted(read_jsonl(path / "results.jsonl"), key=lambda row: row["id"])
-        values = {}
+        values, asked = {}, {}
         for data, part in summary["benchmarks"].items():
-            values[data] = np.array([float(row[metric]) for row in rows if row["data"] == data])
+            own = [row for row in rows if row["data"] == data]
+            values[data] = np.array([float(row[metric]) for row in own])
+            asked[data] = [(row["id"], row["golds"]) for row in own]
             whole = len(values[data]) == part["questions"] > 0
             if not (whole and np.isfinite(values[data]).all()):
                 raise ValueError  # it has not finished
-        if not values or not isinstance(setting["content"], dict):
-            raise ValueError  # it is of another version
+        if not values:
+            raise ValueError
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise Fault(
             f"--compare {path}: no finished evaluation of this version is in it; evaluate.py writes one"
         ) from None
-    return Evaluation(path, setting, metric, measured, values)
+    return Evaluation(path, setting, metric, measured, values, asked)
 
 
 def check_comparable(one: Evaluation, other: Evaluation) -> dict[str, str]:
@@ -84,12 +86,16 @@ def check_comparable(one: Evaluation, other: Evaluation) -> dict[str, str]:
         raise Fault(
             f"--compare: {paths} measure {one.measured} and {other.measured}: compare evaluations of one task"
         )
-    unlike = differences(one.setting, other.setting, ("data",))
-    for name in unlike:
-        if name.startswith(("questions of ", "golds of ")):
-            raise Fault(
-                f"--compare: {paths} differ in the {name}: evaluate both with the same --data, --n and --seed"
-            )
+    if one.asked != other.asked:
+        raise Fault(
+            f"--compare: {paths} differ in questions or gold answers: evaluate both with the same --data, --n and"
+            " --seed"
+        )
+    unlike = {}
+    for name in sorted((one.setting | other.setting).keys() - {"data", "model"}):
+        a, b = (e.setting.get(name, "") for e in (one, other))
+        if a != b:
+            unlike[name] = f"{name} {a!s:.60}, not {b!s:.60}"
     return unlike
 
 

@@ -5,8 +5,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,12 +25,10 @@ from evaluation.agents import (
 from evaluation.benchmarks import load_benchmark
 from evaluation.statistics import Interval, average_intervals, estimate_mean
 from journal.directory import RunDirectory
-from journal.record import describe, describe_model, differences
 from journal.summary import SHARES, count_calls, label
-from plumbing import stop
-from plumbing.faults import Fault, Outage
-from plumbing.files import Row, read_jsonl, writing
-from plumbing.outside import decoded, finite, without_secrets
+from plumbing.faults import Fault
+from plumbing.files import Row, writing
+from plumbing.outside import finite, without_secrets
 from plumbing.versions import commit
 from tasks import Question, Task, Trajectory
 from tasks.loading import load_task
@@ -39,10 +36,9 @@ from tasks.questions import holds_gold
 from tasks.sampling import rng_of, take_subset
 from tasks.search_qa import SearchQA
 
-# questions that are played together; an evaluation that was stopped repeats at most so many
+# questions that are played together
 CHUNK = 256
 SPLITS = ("test", "valid", "train")
-Chunk = tuple[str, int, list[Question]]  # name of the set, number of the chunk in it, its questions
 
 
 def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
@@ -59,27 +55,26 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
     instruction = instruction_of(chosen, task, method, args.instruction)
     questions = collect_questions(task, args)
     task.check()
-    weights = describe_model(chosen.weights)
     setting = {
         "model": without_secrets(args.what),
         **{key: getattr(args, key) for key in ("data", "n", "seed", "temperature")},
         "method": name,
         **{key: getattr(task.cfg, key) for key in PLAYED},
         "commit": commit(),
-        "content": describe(task, questions, instruction, weights),
     }
-    open_player = partial(open_agent, chosen, task, instruction, args.temperature, method=method)
 
     # what is played, and its figures
     data = [] if args.data == ["test"] else list(questions)
     out = Path(args.out or "runs/evaluation/" + "-".join([chosen.name, name, *data]))
-    if (out / "config.json").exists():
-        raise Fault(f"--out {out} holds a run: choose another")
+    for file in ("config.json", "summary.json"):
+        if (out / file).exists():
+            raise Fault(f"{out} has a {file} already: remove it, or choose another --out")
     with contextlib.closing(RunDirectory(out)) as files:
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
         files.lock()
-        metrics, rows = play_what_is_left(files, setting, questions, method, open_player)
+        with open_agent(chosen, task, instruction, args.temperature, method=method) as agent:
+            metrics, rows = play(files, args.seed, agent, method, questions)
         tools = [tool.plural for tool in list_counted_tools(task)]
         summary = summarize_sets(setting, metrics, tools, rows)
         table = tabulate(summary)
@@ -119,91 +114,21 @@ def collect_questions(task: Task, args: argparse.Namespace) -> dict[str, list[Qu
 # ---- playing
 
 
-def play_what_is_left(
-    files: RunDirectory,
-    setting: Row,
-    questions: Mapping[str, list[Question]],
-    method: Method,
-    open_player: Callable[[], Agent],
-) -> tuple[list[str], list[Row]]:
-    """Plays what no earlier call has played; returns the names of the metrics and all rows.
-
-    `open_player` returns the agent.
-    """
-    # what an earlier call has played
-    rows, metrics = read_earlier(files, setting)
-    left = cut_chunks(rows, questions)
-    files.write("results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    total = sum(map(len, questions.values()))
-    if rows:
-        print(
-            f"{len(rows)} of {total} rows are from an earlier call, at commit {setting['commit']}; "
-            f"remove {files.path} to play them again",
-            flush=True,
-        )
-
-    # the rest
-    if not left:
-        return metrics, rows
-    try:
-        with open_player() as agent:
-            return play(files, setting, agent, method, left, rows, total), rows
-    except (Outage, stop.Stopped) as e:
-        kept = f"{len(rows)} of {total} rows are kept in {files.path}"
-        raise Fault(f"{e}; {kept}: the same command continues there") from None
-
-
-def read_earlier(files: RunDirectory, setting: Row) -> tuple[list[Row], list[str]]:
-    """Reads the rows of an earlier call and the names of its metrics; `setting` takes its commit.
-
-    Fault if it differs from this one in anything else. (Code that it does not use may have changed:
-    the reader decides.)
-    """
-    path = files.path / "summary.json"
-    if not path.exists():
-        return [], []
-    try:
-        summary = decoded(path.read_bytes())
-        since, metrics = summary["setting"]["commit"], summary["metrics"]
-        unlike = list(differences(summary["setting"], setting, ("commit",)).values())
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise Fault(f"{path} is no evaluation's, or damaged: choose another --out") from None
-    if unlike:
-        raise Fault(f"{files.path} was started with {unlike[0]}: choose another --out")
-    setting["commit"] = since
-    return read_jsonl(files.path / "results.jsonl"), metrics
-
-
-def cut_chunks(rows: list[Row], questions: Mapping[str, list[Question]]) -> list[Chunk]:
-    """Cuts `rows` after the last chunk that is whole; returns the chunks left to play."""
-    left, end = list[Chunk](), 0
-    played = [(row.get("data"), row.get("id")) for row in rows]
-    for title, some in questions.items():
-        for first in range(0, len(some), CHUNK):
-            chunk = some[first : first + CHUNK]
-            ids = [(title, q.id) for q in chunk]
-            if not left and played[end : end + len(ids)] == ids:
-                end += len(ids)
-            else:
-                left.append((title, first // CHUNK, chunk))
-    del rows[end:]
-    return left
-
-
 def play(
     files: RunDirectory,
-    setting: Row,
+    seed: int,
     player: Agent,
     method: Method,
-    chunks: Sequence[Chunk],
-    rows: list[Row],
-    total: int,
-) -> list[str]:
-    """Plays chunks and adds their rows, of `total` in the end, to `rows` and results.jsonl; returns
-    the names of the metrics."""
+    questions: Mapping[str, list[Question]],
+) -> tuple[list[str], list[Row]]:
+    """Plays all questions, writes their rows to results.jsonl; returns the names of the metrics and
+    the rows."""
     print(player.tools or f"task: {player.task.cfg.task}", flush=True)
+    files.write("results.jsonl", "")
+    metrics, rows = list[str](), list[Row]()
     seconds = 0.1 if sys.stderr.isatty() else 30
-    with tqdm(total=total, initial=len(rows), unit="question", mininterval=seconds) as bar:
+    total = sum(map(len, questions.values()))
+    with tqdm(total=total, unit="question", mininterval=seconds) as bar:
 
         def show(ended: int) -> None:
             bar.update(len(rows) + ended - bar.n)
@@ -211,19 +136,18 @@ def play(
         player.progress = show
 
         # a chunk is played, scored and written
-        for title, number, some in chunks:
+        for title, every in questions.items():
             bar.set_description(title, refresh=False)
-            player.seed = int(rng_of(setting["seed"], number, f"{title} 0").integers(2**31))
-            taus = method.play(player, some)
-            measured = player.score(taus)
-            metrics = list(measured[0])
-            files.write(
-                "summary.json", json.dumps({"setting": setting, "metrics": metrics}, indent=1)
-            )
-            for tau, values in zip(taus, measured, strict=True):
-                rows.append({"data": title} | make_row(player.task, tau, values))
-                files.append("results", rows[-1])
-    return metrics
+            for first in range(0, len(every), CHUNK):
+                chunk = first // CHUNK
+                player.seed = int(rng_of(seed, chunk, f"{title} 0").integers(2**31))
+                taus = method.play(player, every[first : first + CHUNK])
+                measured = player.score(taus)
+                metrics = list(measured[0])
+                for tau, values in zip(taus, measured, strict=True):
+                    rows.append({"data": title} | make_row(player.task, tau, values))
+                    files.append("results", rows[-1])
+    return metrics, rows
 
 
 def make_row(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:

@@ -2,7 +2,7 @@
 place on sys.path.
 
 `python extras/NAME.py` searches imports in extras/, where neither the core nor `extras` itself is
-found, and where `world` would be another package. From here on a Ctrl-C is one line.
+found, and where `world` would be another package.
 """
 
 import sys
@@ -11,5 +11,3 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 if sys.path and Path(sys.path[0]).resolve() == HERE:
     sys.path[0] = str(HERE.parent)
-
-from plumbing import stop  # noqa: E402, F401

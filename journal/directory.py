@@ -13,24 +13,28 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
 import torch
 
 from config import Config, holds_a_run, preset_of, program_of, read_config
-from journal.record import FREE, describe_run, differences, with_absolute_paths
 from plumbing import checkpoint, stop
 from plumbing.faults import CheckpointFault, DiskFault, Diverged, Fault
 from plumbing.files import Row, read_jsonl, remove, write_file, writing
-from plumbing.outside import decoded, printable
+from plumbing.outside import decoded
 from plumbing.trust import remember_run
 from plumbing.versions import commit
-from tasks import Task
 
 LOGS = ("metrics", "population", "reflections")  # .jsonl
-# may differ in a resumed run: a note names them
-NOTED = ("commit", "code", "passages", "words", "instruction text")
+# What a resumed run may change: where and how fast it computes, not what.
+CHANGEABLE = {
+    "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries",
+    "engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "micro_tokens", "max_rows",
+    "gather", "fused_layers",
+    "threads",  # but with another number sums may be rounded differently
+}  # fmt: skip
 # What a run writes. Where one of these is there before it begins, it is somebody's: a Fault.
 OWN = (
     "checkpoints", "trajectories", "policy", "metrics.jsonl", "population.jsonl", "reflections.jsonl", "I_star.txt",
@@ -53,13 +57,13 @@ class RunDirectory:
 
     @classmethod
     @contextmanager
-    def opened(cls, cfg: Config, task: Task, *parts: object) -> Iterator[RunDirectory]:
+    def opened(cls, cfg: Config) -> Iterator[RunDirectory]:
         """Yields the directory of a run; what ends a run that can be resumed becomes a Fault that
         says how.
 
         An error in a user's code is raised as it is, for its traceback, after a line that says how.
         """
-        run = cls.open(cfg, preset_of(cfg.model), describe_run(task, *parts))
+        run = cls.open(cfg)
         try:
             yield run
         except BaseException as e:  # a notebook's KeyboardInterrupt, too
@@ -84,11 +88,11 @@ class RunDirectory:
             run.close()
 
     @classmethod
-    def open(cls, cfg: Config, name: str, content: Row | None = None) -> RunDirectory:
+    def open(cls, cfg: Config) -> RunDirectory:
         """Creates or reopens the directory of a run and locks it until `close`.
 
-        `content`: see journal/record.py. Raises Fault if it cannot be written to, if it belongs to
-        another run, or if a process is writing to it.
+        Raises Fault if it cannot be written to, if it belongs to another run, or if a process is
+        writing to it.
         """
         if cfg.resume:
             read_config(Path(cfg.out), type(cfg), resume=True)
@@ -97,7 +101,8 @@ class RunDirectory:
         with ExitStack() as stack, writing(run.path):
             stack.callback(run.close)
             if not cfg.out:
-                run.path = _unused(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{cfg.mode}")
+                now, name = time.strftime("%Y%m%d-%H%M%S"), preset_of(cfg.model)
+                run.path = _unused(f"runs/{now}-{name}-{cfg.mode}")
             path = run.path
             path.mkdir(parents=True, exist_ok=True)
             run.others = set(path.iterdir())
@@ -112,7 +117,6 @@ class RunDirectory:
             record = with_absolute_paths(cfg) | {
                 "program": program_of(type(cfg)),
                 "commit": commit() or "unknown",
-                "content": content or {},
             }
             if cfg.resume:
                 run.compare(record)
@@ -121,9 +125,9 @@ class RunDirectory:
             else:
                 run.id = secrets.token_hex(4)
                 run.write("config.json", json.dumps(record | {"id": run.id}, indent=1))
+                remember_run(path)
 
             # the folders that a run fills
-            remember_run(path)
             for folder in ("checkpoints", "trajectories"):
                 with writing(path / folder):
                     (path / folder).mkdir(exist_ok=True)
@@ -133,15 +137,14 @@ class RunDirectory:
         return run
 
     def compare(self, record: Row) -> None:
-        """Raises Fault where the run that resumes would not compute what this one did; what may
-        differ is a note."""
-        for name, text in differences(self.record, record, FREE).items():
-            # an older run may not have noted it
-            known = name in self.record | self.record.get("content", {})
-            if known and name.partition(" of ")[0] not in NOTED:
-                flag = "--" if name in record else ""
-                raise Fault(f"--resume: {self.path} was started with {flag}{text}")
-            print(printable(f"note: {self.path} was started with {text}"))
+        """Raises Fault for a setting that computes something and is not the one that the run was
+        started with."""
+        for name in record.keys() - CHANGEABLE - {"commit"}:
+            before = self.record.get(name, record[name])
+            if before != record[name]:
+                raise Fault(
+                    f"--resume: {self.path} was started with --{name} {before}, not {record[name]}"
+                )
 
     def lock(self) -> None:
         """Raises Fault if another process is writing to this directory; the lock ends with the
@@ -279,6 +282,15 @@ class RunDirectory:
             self.write(file.name, "".join(json.dumps(row) + "\n" for row in kept))
             self.written[name] = len(kept)
         return (whole, mark) if whole else None
+
+
+def with_absolute_paths(cfg: Config) -> Row:
+    """Returns the knobs for config.json, which is read from other directories too."""
+    knobs = asdict(cfg)
+    for name in ("train", "valid", "test", "corpus", "instruction", "model"):
+        if knobs[name] and Path(knobs[name]).exists():
+            knobs[name] = str(Path(knobs[name]).absolute())
+    return knobs
 
 
 def is_before(row: Row, mark: Row) -> bool:

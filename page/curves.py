@@ -1,11 +1,11 @@
 """The curves of a page: every number of metrics.jsonl over the steps; runs that differ by their
 seed are one group."""
 
-from journal.record import FREE, differences
+from journal.directory import CHANGEABLE
 from page.read import Run, finite_number
 from plumbing.files import Row
 
-SEED = FREE | {"seed", "order of train"}  # --seed may cut --train
+SEED = CHANGEABLE | {"seed", "id", "content"}  # by these two runs are one arm
 ONE_ARM = SEED | {"commit"}
 
 
@@ -35,7 +35,7 @@ def group_runs(runs: list[Run]) -> list[Row]:
     members: list[list[int]] = []
     for k, run in enumerate(runs):
         for group in members:
-            if run.config and not differences(runs[group[0]].config, run.config, ONE_ARM):
+            if run.config and not find_unlike(runs[group[0]], run) - ONE_ARM:
                 group.append(k)
                 break
         else:
@@ -44,9 +44,15 @@ def group_runs(runs: list[Run]) -> list[Row]:
     # what each is called, and what tells it from the first run
     out = []
     for group in members:
-        unlike: dict[str, str] = {}
+        unlike = set[str]()
         for k in group:
-            unlike |= differences(runs[0].config, runs[k].config, SEED)
+            unlike |= find_unlike(runs[0], runs[k]) - SEED
         seeds = f" ({len(group)} seeds)" if len(group) > 1 else ""
-        out.append({"label": runs[group[0]].name + seeds, "runs": group, "unlike": list(unlike)})
+        out.append({"label": runs[group[0]].name + seeds, "runs": group, "unlike": sorted(unlike)})
     return out
+
+
+def find_unlike(one: Run, other: Run) -> set[str]:
+    """Returns the names of the settings that differ between two runs."""
+    a, b = one.config, other.config
+    return {name for name in a | b if a.get(name) != b.get(name)}

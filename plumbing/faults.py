@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from plumbing.outside import printable
 
@@ -71,27 +70,6 @@ class OptimizerDown(Outage):
     """The LLM-based optimizer gave no usable reply; training continues without it."""
 
 
-class Outlived(io.FileIO):
-    """Standard output that its program may lose: once it cannot be written, one line on standard
-    error, then nothing.
-
-    The reader of a long run may end before it (`| head`, a killed `| tee log`), or the disk of its
-    log may be full.
-    """
-
-    def write(self, content: Any) -> int:
-        try:
-            return super().write(content)
-        except OSError as e:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            with contextlib.suppress(OSError):
-                print(
-                    f"standard output cannot be written ({e.strerror}): continuing without it",
-                    file=sys.stderr,
-                )
-            return len(content)
-
-
 def tell_torchrun(text: str) -> None:
     """Has torchrun, which prints 30 lines of its own when a process fails, end them with this
     text."""
@@ -107,24 +85,12 @@ def tell_torchrun(text: str) -> None:
 @contextlib.contextmanager
 def one_line(program: str = "") -> Iterator[None]:
     """Exits with code 1 and the fault's line on standard error, after `program: ` where one is
-    named.
-
-    The block goes on if standard output closes first, or cannot spell a character.
-    """
-    # None: closed (>&-)
-    before = sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
-    if isinstance(before, io.TextIOWrapper) and before is sys.__stdout__:
-        buffer = io.BufferedWriter(Outlived(1, "w", closefd=False))
-        at_once = before.isatty() or before.write_through
-        sys.stdout = io.TextIOWrapper(
-            buffer, before.encoding, "backslashreplace", line_buffering=at_once
-        )
+    named. A character that standard output cannot spell is escaped."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
     except Fault as e:
         text = printable(f"{program}: {e}" if program else str(e))
         tell_torchrun(text)
         sys.exit(text)
-    finally:
-        sys.stdout.flush()
-        sys.stdout = before

