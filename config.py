@@ -105,11 +105,6 @@ class TaskKnobs:
         more=True,
     )
     topk: int = knob(3, "passages a search returns", least=1)
-    search_retries: int = knob(
-        6,
-        "times a search is repeated, at growing intervals, before the run stops (resumable)",
-        more=True,
-    )
 
     def find_fault(self) -> str:
         if not self.retriever and self.topk > 100:
@@ -177,7 +172,6 @@ class GRPOKnobs(RolloutKnobs):
         more=True,
     )
     warmup: float = knob(0.1, "share of T in which lr rises", below=1, more=True)
-    max_grad_norm: float = knob(1.0, "gradients are clipped to this norm", above=0, more=True)
 
     def find_fault(self) -> str:
         step, ranks = self.batch * self.G, count_ranks()
@@ -231,14 +225,8 @@ class ReflectionKnobs:
     max_instruction: int = knob(
         1500, "tokens (o200k_base) of a candidate instruction", least=1, more=True
     )
-    prompt_budget: int = knob(
-        16000, "tokens of failures in a reflection prompt; longer ones are cut", least=1, more=True
-    )
     max_optimizer_tokens: int = knob(
         0, "tokens to and from the optimizer after which it is not called; 0: no limit"
-    )
-    optimizer_retries: int = knob(
-        4, "times a call to the optimizer is repeated before the evolution is given up", more=True
     )
 
 
@@ -355,8 +343,12 @@ REMOVED = {
     "mini": "counted questions, --mini_batch counts trajectories",
     "dry_run": "is a program of its own (docs/gpus.md)",
     "vllm": "is an engine of its own, which --engine names (docs/gpus.md)",
-    "max_rows": "is gone: the torch engine generates 512 rows at once",
-    "offload_reference": "is gone: take --lora_rank, or more GPUs",
+    "max_grad_norm": "is gone: gradients are clipped to a norm of 1 (MAX_GRAD_NORM in grpo.py)",
+    "max_rows": "is gone: the torch engine plays 512 rows at once (TorchEngine.max_rows)",
+    "offload_reference": "is gone: --lora_rank needs no second model for the reference",
+    "prompt_budget": "is gone: failures have 16,000 tokens of a prompt (PROMPT_BUDGET in reflect.py)",
+    "search_retries": "is gone: a search is repeated 6 times before the run stops, resumable",
+    "optimizer_retries": "is gone: a call to the optimizer is repeated 4 times",
 }
 C = TypeVar("C", bound=Config)
 # What a knob of a type takes from Python.

@@ -31,6 +31,7 @@ Batch = list[Trajectory]
 Extras = dict[str, Tensor]  # of a micro-batch's action tokens, (N,) each
 # parameters of a model whose operations are too short for several threads to share one
 SMALL = 10**7
+MAX_GRAD_NORM = 1.0  # CHOICE-17
 MAX_SKIPPED = 5  # optimizer steps in a row without a finite gradient, after which a run stops
 # arguments of kernels.grpo_head by name: arrays (N,) over action tokens, numbers, or None
 Terms = dict[str, Any]
@@ -283,7 +284,7 @@ class Learner:
     def step(self, loss: float) -> float | None:
         """Takes one optimizer step on the clipped gradients; returns their norm before clipping;
         None: it was skipped."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
         if self.sharded:
             norm = norm.full_tensor()  # the same on all ranks
         size = float(norm.item())

@@ -15,8 +15,6 @@ from torch import Tensor
 from engines import Contexts, FinishedTurn, Turns, watch_ends
 from models.model import Weights, make_head
 
-MAX_ROWS = 512  # contexts of one batch
-
 
 class RowCache:
     """Keys and values of contexts; implements transformers' Cache.
@@ -105,13 +103,14 @@ class RowCache:
 class TorchEngine:
     """An Engine that samples from a Hugging Face causal LM, in lockstep.
 
-    `stop`: strings that end a turn, besides EOS; `max_rows`: rows of one batch.
+    `stop`: strings that end a turn, besides EOS.
     """
 
     lockstep = True
+    max_rows = 512
 
-    def __init__(self, model: Any, tokenizer: Any, stop: tuple[str, ...], max_rows: int = MAX_ROWS):
-        self.model, self.max_rows = model, max_rows
+    def __init__(self, model: Any, tokenizer: Any, stop: tuple[str, ...]):
+        self.model = model
         self.ended = watch_ends(tokenizer, stop)
         self.device = next(model.parameters()).device
         self.head = make_head(model)

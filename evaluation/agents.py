@@ -27,7 +27,7 @@ from tasks.search_qa import SearchQA
 PLAYED = (
     "task", "reward", "tools", "format", "test", "topk", "max_turns", "max_response", "max_observation", "max_prompt",
 )  # fmt: skip
-SERVED = ("retriever", "corpus", "search_retries", "engine", "device", "vllm_memory")
+SERVED = ("retriever", "corpus", "engine", "device", "vllm_memory")
 
 
 @dataclass(frozen=True)

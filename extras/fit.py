@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from config import Config, parse_flags
-from engines.torch_engine import MAX_ROWS
+from engines.torch_engine import TorchEngine
 from engines.vllm_engine import MAX_BATCHED_TOKENS, MAX_SEQS
 from models import lora
 from models.model import blocks, load_config, skeleton
@@ -250,10 +250,11 @@ def of_torch_engine(cfg: Config, model: Any) -> list[Part]:
     size = model.dtype.itemsize
     cache = 2 * kv_bytes(model.config, size) * cfg.longest
     logits, served = 21 * len(model.get_output_embeddings().weight), size * parameters(model)
+    rows = TorchEngine.max_rows
     return [
         Part("torch engine (weights)", served, served),
-        Part(f"torch engine (KV cache of {MAX_ROWS} rows, twice)", 0, cache * MAX_ROWS),
-        Part("torch engine (logits)", 0, logits * MAX_ROWS),
+        Part(f"torch engine (KV cache of {rows} rows, twice)", 0, cache * rows),
+        Part("torch engine (logits)", 0, logits * rows),
     ]
 
 

@@ -34,7 +34,7 @@ class SearchQA(Task):
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self.search = Search("", cfg.topk, retries=cfg.search_retries)
+        self.search = Search("", cfg.topk)
         tools = {"search": self.search, "calculator": Calculator()}
         names = [] if cfg.tools == "none" else cfg.tools.split(",")
         if not set(names) <= set(tools) or (names and "search" not in names):

@@ -13,7 +13,17 @@ import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import config
-from config import OPTIMIZER, PRESETS, Config, find_endpoint, parse_flags
+from config import (
+    OPTIMIZER,
+    PRESETS,
+    REMOVED,
+    Config,
+    configure,
+    find_endpoint,
+    knob,
+    parse_flags,
+    read_config,
+)
 from plumbing.faults import Fault
 from tasks.loading import read_instruction
 
@@ -87,6 +97,19 @@ def test_the_paper_s_presets_have_the_values_of_appendix_b(preset, monkeypatch):
     # the task's own, Search-R1's, which the paper starts from
     assert cfg.mode == "inspo" and cfg.instruction == ""
     assert sorted(name for name, preset in PRESETS.items() if "dither" in preset) == list(APP_B)
+
+
+@dataclasses.dataclass(frozen=True)
+class Switched(Config):
+    """Has a switch that nothing else depends on."""
+
+    spare: bool = knob(False, "a switch")
+
+
+@pytest.mark.parametrize("value, want", [([], True), (["1"], True), (["0"], False)])
+def test_a_switch_stands_alone_or_takes_0_or_1(value, want):
+    cfg = parse_flags(["--spare", *value, "--T", "3"], Switched)
+    assert (cfg.spare, cfg.T) == (want, 3)
 
 
 def test_a_preset_wins_over_the_default_and_a_flag_over_the_preset():
@@ -351,9 +374,9 @@ REFUSED = """
 --save_every 0|--eval_n -1|--seed -1|--lr -1|--lr nan|--tau_s inf|--max_optimizer_tokens -1
 --temperature 0|--tau_s 0|--eps 0|--beta -0.1|--beta nan|--warmup 1|--warmup nan|--vllm_memory 1
 --vllm_memory nan|--lora_rank -1|--lora_alpha 0
---max_grad_norm 0|--max_observation 31|--top_n 0
+--max_observation 31|--top_n 0
 --rounds 0|--keep 0|--patience 0|--temperature 2.1|--instruction /nowhere/i.txt
---micro_tokens 0|--dither 2|--optimizer_retries -1|--search_retries -1
+--micro_tokens 0|--dither 2
 """
 
 
@@ -375,8 +398,6 @@ def test_a_value_outside_its_range_is_refused_by_name(refuses, argv):
         ("--topk 1000", "--topk 1000: the search server returns 100 passages at most"),
         ("--dry_run 8xh100", "--dry_run is a program of its own (docs/gpus.md)"),
         ("--vllm http://h:1", "--vllm is an engine of its own, which --engine names"),
-        ("--max_rows 8", "--max_rows is gone"),
-        ("--offload_reference", "--offload_reference is gone"),
         ("--resume", "--out"),
     ],
 )
@@ -395,6 +416,22 @@ def test_flags_that_do_not_go_together_are_refused(refuses, argv, said):
 def test_values_at_the_edge_of_the_possible_are_taken(argv):
     flag, value = argv.split()
     assert str(getattr(parse_flags([flag, value]), flag[2:])).removesuffix(".0") == value
+
+
+@pytest.mark.parametrize("name", set(REMOVED) - {"mini"})
+def test_a_flag_of_an_earlier_version_is_one_line_and_does_not_close_its_runs(
+    refuses, tmp_path, name
+):
+    for words in ([f"--{name}", "2"], [f"--{name}"]):  # a switch stood alone
+        assert f"--{name} {REMOVED[name]}" in refuses(*words)
+    with pytest.raises(Fault, match=f"--{name} "):
+        configure(**{name: 2})
+    old = dataclasses.asdict(Config(batch=4, mini_batch=10)) | {name: 1, "mini": 2}
+    del old["mini_batch"]
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert read_config(tmp_path) == Config(batch=4, mini_batch=10)
+    with pytest.raises(Fault, match="of another version of inspo.py"):
+        read_config(tmp_path, resume=True)
 
 
 def test_every_rank_must_have_a_trajectory_to_train_on(refuses, monkeypatch):

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 import export
 import inspo
+import reflect
 from config import parse_flags, read_config
 from engines.vllm_engine import vllm_version
 from grpo import Learner
@@ -32,8 +34,11 @@ from journal.directory import RunDirectory
 from plumbing import checkpoint
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
+from reflect import Optimizer
+from tasks import search_qa
 from tasks.questions import load_questions
 from tasks.sampling import draw_questions, rng_of
+from tasks.search import Search
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
@@ -335,7 +340,8 @@ def test_a_run_is_not_overwritten_and_not_continued_as_another(whole):
 
 @pytest.mark.slow
 def test_an_optimizer_that_nobody_can_reach_ends_the_run_at_its_start(tmp_path, monkeypatch):
-    flags = [*SMALL, "--T", "4", "--optimizer_model", "nobody", "--optimizer_retries", "1"]
+    monkeypatch.setattr(reflect, "Optimizer", partial(Optimizer, retries=1))
+    flags = [*SMALL, "--T", "4", "--optimizer_model", "nobody"]
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     line, _, stderr = run_here("--out", tmp_path / "r", *flags)
     assert stderr == "" and "\n" not in line and not (tmp_path / "r").exists()
@@ -367,17 +373,8 @@ def test_a_hostile_optimizer_s_words_stay_words(tmp_path, monkeypatch):
             f"<ins_{k}>{text}</ins_{k}>" for k, text in enumerate(blocks, 1)
         )
 
-    flags = [
-        *SMALL,
-        "--T",
-        "4",
-        "--optimizer_model",
-        "m",
-        "--optimizer_retries",
-        "0",
-        "--out",
-        tmp_path / "r",
-    ]
+    monkeypatch.setattr(reflect, "Optimizer", partial(Optimizer, retries=0))
+    flags = [*SMALL, "--T", "4", "--optimizer_model", "m", "--out", tmp_path / "r"]
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-1\n")
     with chat(reply=reply) as server:
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
@@ -775,7 +772,8 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(
     """The optimizer's endpoint stops the search server, so the verification of its candidates
     cannot be played."""
     server = ["-m", "retrieval.server", "--corpus", str(ROOT / "world/files/corpus.jsonl")]
-    flags = [*SMALL, "--search_retries", 0, "--optimizer_model", "m", "--out", tmp_path / "r"]
+    monkeypatch.setattr(search_qa, "Search", partial(Search, retries=0))
+    flags = [*SMALL, "--optimizer_model", "m", "--out", tmp_path / "r"]
     with (
         Child(server, tmp_path / "log") as child,
         chat(lambda n: child.stop() if n == 2 else None) as endpoint,

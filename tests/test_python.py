@@ -178,8 +178,8 @@ def test_settings_are_those_of_the_flags():
         "--preset world --model m --lora_rank 4 --N_P 3",
     ):
         words = flags.split()
-        types = {f.name: f.type for f in fields(Config)} | {"preset": str}
         pairs = zip(words[::2], words[1::2], strict=True)
+        types = {f.name: f.type for f in fields(Config)} | {"preset": str}
         given = {name[2:]: types[name[2:]](value) for name, value in pairs}
         assert configure(**given) == parse_flags(words)
     exact = configure(T=np.int64(3), lr=1, out=Path("a") / "b", temperature=np.float32(0.5))

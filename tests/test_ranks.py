@@ -506,9 +506,7 @@ def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
     out = tmp_path / "r"
     server = ["-m", "retrieval.server", "--corpus", str(WORLD / "corpus.jsonl")]
     with Child(server, tmp_path / "log") as child:
-        process = torchrun(
-            2, "inspo.py", "--out", out, *SMALL, "--search_retries", 1, "--retriever", child.url
-        )
+        process = torchrun(2, "inspo.py", "--out", out, *SMALL, "--retriever", child.url)
         wait_for_step(out, 4, process)
     code, _, stderr = finish(process, LIMIT)
     ours = stderr.split("torch/distributed/elastic")[0]  # torchrun says it again, last

@@ -465,7 +465,8 @@ def test_more_jobs_than_rows_are_played_in_batches_each_with_a_seed_and_progress
 
 def test_two_batches_of_rows_are_not_sampled_alike_and_a_seed_samples_them_again(tiny):
     model, tokenizer = tiny
-    engine = TorchEngine(model, tokenizer, STOP, max_rows=2)
+    engine = TorchEngine(model, tokenizer, STOP)
+    engine.max_rows = 2
     taus, again = (
         roll(
             engine,

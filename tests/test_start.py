@@ -192,9 +192,7 @@ def test_the_world_s_optimizer_is_the_one_that_was_named_and_comes_back_when_it_
         SEARCH_R1, [("Question: who?\n<answer> x </answer>", ("y",))], 6, 1000
     )
     guesses = reply_to(prompt, 3, guess=True)
-    cfg = replace(
-        parse_flags(["--seed", "3", "--optimizer_model", "guessing"]), optimizer_retries=1
-    )
+    cfg = parse_flags(["--seed", "3", "--optimizer_model", "guessing"])
     with Servers(tmp_path / "log") as serve:
         optimizer = connect_optimizer(cfg, serve, [])
         assert optimizer.ask(prompt, "t3").reply == guesses != reply_to(prompt, 3)

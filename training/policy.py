@@ -61,8 +61,8 @@ Digests = dict[str, str]  # of a checkpoint's files, by name
 
 CPU_TOKENS = 1024  # of a micro-batch on a CPU, unless --micro_tokens says otherwise
 # what saves GPU memory in an update, and in a rollout
-UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens, --lora_rank 32 or more GPUs"
-ROLLOUT = "a smaller --vllm_memory"
+UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens or more GPUs"
+ROLLOUT = "a smaller --vllm_memory, or --engine vllm"
 
 
 def on_all_ranks(
