@@ -114,12 +114,12 @@ class TorchEngine:
         self.ended = watch_ends(tokenizer, stop)
         self.device = next(model.parameters()).device
         self.head = make_head(model)
-        self.begin(0)
+        self.reset(0)
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
         """As Engine; an engine that shares the trainer's model needs no `load`."""
-        self.begin(0)
+        self.reset(0)
         state = self.model.state_dict()
         for name, tensor in weights:
             state[name].copy_(tensor)
@@ -127,11 +127,11 @@ class TorchEngine:
 
     def sleep(self) -> None:
         """Drops the cached keys and values."""
-        self.begin(0)
+        self.reset(0)
 
     close = sleep
 
-    def begin(self, seed: int) -> None:
+    def reset(self, seed: int) -> None:
         """As Engine; the samples that follow depend on nothing but `seed` and the calls."""
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.cache = RowCache(torch.zeros(0))

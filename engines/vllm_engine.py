@@ -80,9 +80,9 @@ class VllmEngine:
         self.turns: dict[str, FinishedTurn] = {}  # those that are not finished yet, by request
         self.proven = False  # whether weights have been found to arrive
         self.asleep = 0  # bytes that it gives back asleep: torch goes on counting them
-        self.begin(0)
+        self.reset(0)
 
-    def begin(self, seed: int) -> None:
+    def reset(self, seed: int) -> None:
         """As Engine. On CUDA a row draws by `seed` and its context alone, though the rows that run
         together round its log-probs, and so may change a draw; on the CPU they also share its
         random numbers."""
@@ -147,7 +147,7 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """As Engine: frees weights and KV cache on a GPU; the CPU has no sleep mode."""
-        self.begin(self.seed)
+        self.reset(self.seed)
         if self.cuda:
             from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -160,7 +160,7 @@ class VllmEngine:
         At its first call it raises EngineFault, naming the first of them, unless the engine's layers
         compute with all these weights.
         """
-        self.begin(self.seed)
+        self.reset(self.seed)
         asleep = self.core.is_sleeping()
         if asleep:
             self.wake("weights")

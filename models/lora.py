@@ -89,8 +89,7 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> A
     returns it.
 
     A is random and B zero, so that the model computes what it did before. With `rank` 0 it adds
-    none. Unless it `dithers`, a merged weight is rounded. Raises Fault where no layer takes
-    adapters of this rank.
+    none. Unless it `dithers`, a merged weight is rounded. Raises Fault where no layer takes adapters.
     """
     if not rank:
         return model
@@ -100,12 +99,8 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> A
         for layer in model.modules()
         if type(layer) in (nn.Linear, Linear) and layer is not head
     ]
-    widest = max((max(layer.weight.shape) for layer in plain), default=0)
-    if rank > widest:
-        remedy = "choose a lower rank" if widest else "train all its weights"
-        raise Fault(
-            f"--lora_rank {rank}: no linear layer of the model is wider than {widest}; {remedy}"
-        )
+    if not plain:
+        raise Fault(f"--lora_rank {rank}: the model has no linear layer; train all its weights")
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     for layer in plain:

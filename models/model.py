@@ -107,10 +107,10 @@ def load_model(path: str, longest: int = 0) -> Any:
 
     `longest`: tokens of the longest sequence; 0: as many as the model takes.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM
 
-    config = load_config(path)
-    skeleton(config)  # registers the attention
+    AttentionInterface.register("packed", packed_attention)
+    config = load_config(path, longest)
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path,
@@ -202,7 +202,6 @@ def load_policy(path: str, stop: tuple[str, ...] = (), longest: int = 0) -> tupl
     """Returns (model, tokenizer), the whole model on the CPU, for sequences of `longest` tokens at
     most."""
     tokenizer = load_tokenizer(path, stop)
-    load_config(path, longest)
     return load_model(path, longest), tokenizer
 
 

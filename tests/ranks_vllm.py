@@ -30,7 +30,7 @@ def error(engine, model, tokenizer, rank: int) -> float:
         row: tokenizer(f"What is the mayor of the city {rank} {row}?")["input_ids"]
         for row in range(4)
     }
-    engine.begin(rank)
+    engine.reset(rank)
     turns = list(engine.generate(contexts, 12, 0.8))
     while len(turns) < len(contexts):
         turns += engine.generate({}, 12, 0.8)

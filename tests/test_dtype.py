@@ -164,9 +164,9 @@ def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(
         for tau in taus:
             tau.ids = [i % len(tokenizer) for i in tau.ids]
         A = torch.tensor([tau.advantage for tau in taus for m in tau.mask if m])
-        before = learner.score(taus)[0]
+        before = learner.logprobs(taus)[0]
         policy.update(1, taus)
-        gained[dtype] = float(A.numpy() @ (learner.score(taus)[0] - before))
+        gained[dtype] = float(A.numpy() @ (learner.logprobs(taus)[0] - before))
         policy.close()
     assert gained["float32"] > 0
     assert gained["bfloat16"] == pytest.approx(gained["float32"], rel=0.15 if rank else 0.3), gained
@@ -204,7 +204,7 @@ def test_a_forward_pass_leaves_the_weights_as_they_are_trained(tiny_path, monkey
     taus = batch_of(2)
     for tau in taus:
         tau.ids = [i % 600 for i in tau.ids]
-    policy.learner.score(taus)
+    policy.learner.logprobs(taus)
     after = dict(weights(policy.learner.model))
     policy.close()
     assert {w.dtype for w in after.values()} == {torch.float32}

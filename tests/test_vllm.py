@@ -40,7 +40,7 @@ MAX_LEN = 500
 
 def turns(engine, contexts, max_new, temperature, seed=0):
     """Returns key -> (ids, log-probs) of a first turn of every row."""
-    engine.begin(seed)
+    engine.reset(seed)
     return more(engine, contexts, max_new, temperature)
 
 
@@ -107,7 +107,7 @@ def test_greedy_turns_are_the_torch_engine_s_token_by_token(pair, engine):
     stop = tuple({text[k : k + 3] for text, k in zip(texts, (8, 14, 20, 30, 40), strict=False)})
     engine.ended = watch_ends(tokenizer, stop)
     twin = TorchEngine(model, tokenizer, stop)
-    engine.begin(0)
+    engine.reset(0)
     lengths = set()
     for turn in range(3):
         ours, theirs = more(engine, contexts, 20, 0.0), more(twin, contexts, 20, 0.0)
@@ -173,7 +173,7 @@ def test_new_turns_begin_while_others_run(pair, engine):
     engine.ended = watch_ends(pair[2], ("never" * 3,))
     contexts = contexts_of(pair[2])
     alone = turns(engine, contexts, 30, 0.0)
-    engine.begin(0)
+    engine.reset(0)
     assert not list(engine.generate({0: contexts[0]}, 30, 0.0))
     for _ in range(4):
         assert not list(engine.generate({}, 30, 0.0))
@@ -187,7 +187,7 @@ def test_new_turns_begin_while_others_run(pair, engine):
         assert ids == want
 
 
-def test_begin_forgets_running_rows(pair, engine):
+def test_reset_forgets_running_rows(pair, engine):
     contexts = contexts_of(pair[2])
     list(engine.generate(contexts, 30, 1.0))
     ended = turns(engine, {3: contexts[3]}, 30, 0.0)

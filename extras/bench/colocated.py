@@ -246,7 +246,7 @@ def play_plainly(
 
     params = params | {"output_kind": RequestOutputKind.FINAL_ONLY}
     core, ids, played, sampled = engine.core, [list(ids) for ids in prompts], Counter(), 0
-    engine.begin(0)
+    engine.reset(0)
 
     def add(k: int) -> None:
         own = {"seed": hash((k, len(ids[k]))) % 2**63} if seeds else {}

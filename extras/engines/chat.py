@@ -91,8 +91,8 @@ class ChatEngine(RemoteEngine):
             raise Fault(fault)
         return name
 
-    def begin(self, seed: int) -> None:
-        super().begin(seed)
+    def reset(self, seed: int) -> None:
+        super().reset(seed)
         self.messages: dict[int, list[dict]] = {}  # by row
         self.sent: dict[int, int] = {}  # words of a row's context that are in its messages
 

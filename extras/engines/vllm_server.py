@@ -169,7 +169,7 @@ class VllmServer(RemoteEngine):
 
         Nothing compares the weights themselves, as `Proof` does.
         """
-        self.begin(self.seed)
+        self.reset(self.seed)
         if dist.is_initialized():
             dist.barrier()
         self.loads += 1

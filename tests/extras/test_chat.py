@@ -64,7 +64,7 @@ def test_words_come_back_whole_and_answers_that_are_no_chat_end_the_evaluation(s
 def turns_of(engine, texts, temperature=0.0):
     """Plays one turn of each row; returns (text, why the row ended) by row."""
     contexts, ended = {k: engine.tokenizer(text)["input_ids"] for k, text in enumerate(texts)}, {}
-    engine.begin(0)
+    engine.reset(0)
     while len(ended) < len(texts):
         for turn in engine.generate(contexts, 50, temperature):
             ended[turn.key] = engine.tokenizer.decode(turn.ids), turn.stop

@@ -49,7 +49,7 @@ class Script:
     def __init__(self, *tables):
         self.words, self.tables, self.shown = Tokenizer(), list(tables), []
 
-    def begin(self, seed):
+    def reset(self, seed):
         pass
 
     def generate(self, contexts, max_new, temperature):

@@ -108,7 +108,7 @@ def test_two_servers_are_one_engine(server, tiny):
 
 def test_new_turns_begin_while_servers_work(server, tiny):
     contexts = contexts_of(tiny[1])
-    server.begin(0)
+    server.reset(0)
     longest = MAX_LEN - len(contexts[0])
 
     def ended_before_the_longest():

@@ -156,9 +156,9 @@ grpo.pack = pack
 class Watched(Learner):
     """Tells the tracker what is being done."""
 
-    def score(self, *args):
+    def logprobs(self, *args):
         with phase("score"):
-            return super().score(*args)
+            return super().logprobs(*args)
 
     def step(self, *args):
         with phase("step"):
