@@ -80,10 +80,10 @@ def on_all_ranks(
         @functools.wraps(method)
         def run(self: Policy, /, *args: S.args, **kwargs: S.kwargs) -> R:
             began = time.perf_counter()
-            # several ranks are out of step until all have answered
-            self.in_step = self.ranks.size == 1
+            # on the other ranks `follow` receives this and calls it
             if self.ranks.rank == 0:
                 self.ranks.broadcast((run, args, kwargs))
+            self.in_step = self.ranks.size == 1  # again once all have answered
             answer: A | BaseException
             try:
                 answer = method(self, *args, **kwargs)
@@ -256,7 +256,7 @@ class Policy:
         self.engine = make_engine(self, first)
         self.t = 0  # the last step whose update has begun; -1: the weights are those of no step
         self.seconds: dict[str, float] = {}  # of each method's last call, and "tools"
-        self.in_step = True  # whether all ranks wait for the next call
+        self.in_step = True  # whether all ranks wait in `follow` for the next call
         # called with purpose, ended and all trajectories of a rollout under way
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None
         self.writer = ranks.thread()  # of checkpoints
@@ -383,7 +383,7 @@ class Policy:
         """Makes room for training: the engine's weights and cache wait until the next rollout."""
         if not self.synced:
             return  # asleep already
-        self.synced = self.shared  # an engine's own copy of the weights goes
+        self.synced = self.shared  # a copy is about to be out of date
         self.engine.sleep()
 
     @on_all_ranks(of_rank_0)
