@@ -80,10 +80,10 @@ def on_all_ranks(
         @functools.wraps(method)
         def run(self: Policy, /, *args: S.args, **kwargs: S.kwargs) -> R:
             began = time.perf_counter()
+            self.in_step = self.ranks.size == 1  # and again once all have answered
             # on the other ranks `follow` receives this and calls it
             if self.ranks.rank == 0:
                 self.ranks.broadcast((run, args, kwargs))
-            self.in_step = self.ranks.size == 1  # again once all have answered
             answer: A | BaseException
             try:
                 answer = method(self, *args, **kwargs)
