@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -390,6 +392,9 @@ def train(
     """
     began = time.perf_counter()
     cfg, task = prepare(cfg, settings)
+    # in a thread: an interrupt would leave half of torch imported, and no later call could train
+    with ThreadPoolExecutor(1) as importer:
+        importer.submit(importlib.import_module, "training.policy").result()
     from journal.checkpoints import Checkpoints
     from journal.directory import RunDirectory
     from journal.log import Log
