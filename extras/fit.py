@@ -457,9 +457,10 @@ def main(argv: list[str] | None = None) -> None:
     model, flops = skeleton(place.config), find_peak(card) or 0
     added = describe_flags(fitted, cfg)
     if flops:
-        print(f"{hours(fitted, model, gpus, flops):6.1f} hours  {command}{added}")
+        whole = hours(fitted, model, gpus, flops)
+        print(f"{whole:6.1f} hours  {command}{added}")
         runs = [(hours(run, model, gpus, flops), run) for run in smaller(fitted)]
-        runs = [(h, run) for h, run in runs if h <= NIGHT]
+        runs = [(h, run) for h, run in runs if h <= NIGHT < whole]
         for h, run in sorted(runs, key=lambda pair: -pair[0])[:2]:
             print(f"{h:6.1f} hours  {command}{describe_flags(run, cfg)}")
         sampled, read = trajectory(cfg)
