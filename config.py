@@ -347,7 +347,7 @@ REMOVED = {
     "max_rows": "is gone: the torch engine plays 512 rows at once (TorchEngine.max_rows)",
     "offload_reference": "is gone: --lora_rank needs no second model for the reference",
     "prompt_budget": "is gone: failures have 16,000 tokens of a prompt (PROMPT_BUDGET in reflect.py)",
-    "search_retries": "is gone: a search is repeated 6 times before the run stops, resumable",
+    "search_retries": "is gone: a search is repeated 6 times (RETRIES in tasks/search_qa.py)",
     "optimizer_retries": "is gone: a call to the optimizer is repeated 4 times",
 }
 C = TypeVar("C", bound=Config)

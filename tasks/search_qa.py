@@ -24,6 +24,7 @@ WITHOUT_SEARCH = (  # whatever other tools there are: every prompt describes tho
     "information. If you find no further external knowledge needed, you can directly provide the answer inside "
     "<answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>."
 )
+RETRIES = 6  # of a search, over a minute, before the run stops (resumable)
 
 
 class SearchQA(Task):
@@ -34,7 +35,7 @@ class SearchQA(Task):
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self.search = Search("", cfg.topk)
+        self.search = Search("", cfg.topk, retries=RETRIES)
         tools = {"search": self.search, "calculator": Calculator()}
         names = [] if cfg.tools == "none" else cfg.tools.split(",")
         if not set(names) <= set(tools) or (names and "search" not in names):

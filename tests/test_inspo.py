@@ -38,7 +38,6 @@ from reflect import Optimizer
 from tasks import search_qa
 from tasks.questions import load_questions
 from tasks.sampling import draw_questions, rng_of
-from tasks.search import Search
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
@@ -413,7 +412,7 @@ def test_our_own_retriever_is_restarted_when_it_dies(whole, tmp_path):
     process = start("--out", out, *SMALL)
     wait_for_step(out, 2, process)
     for pid in children_of(process):
-        if b"retrieval.server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"retrieval_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(int(pid), signal.SIGKILL)
     code, _, stderr = finish(process)
     assert code == 0, stderr
@@ -767,8 +766,8 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(
 ):
     """The optimizer's endpoint stops the search server, so the verification of its candidates
     cannot be played."""
-    server = ["-m", "retrieval.server", "--corpus", str(ROOT / "world/files/corpus.jsonl")]
-    monkeypatch.setattr(search_qa, "Search", partial(Search, retries=0))
+    server = ["-m", "retrieval_server", "--corpus", str(ROOT / "world/files/corpus.jsonl")]
+    monkeypatch.setattr(search_qa, "RETRIES", 0)
     flags = [*SMALL, "--optimizer_model", "m", "--out", tmp_path / "r"]
     with (
         Child(server, tmp_path / "log") as child,
