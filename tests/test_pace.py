@@ -18,14 +18,12 @@ def tau(prompt, *turns):
 
 def test_a_second_s_tokens_by_hand():
     policy = SimpleNamespace(
-        seconds={"rollout": 3.0, "update": 0.5, "tools": 1.25},
-        ranks=SimpleNamespace(device="cpu"),
-        count_faults=lambda: 7,
+        seconds={"rollout": 3.0, "update": 0.5, "tools": 1.25}, ranks=SimpleNamespace(device="cpu")
     )
     found = Policy.measure_speed(policy, [tau(10, 4, 6), tau(20, 5)])
     assert found["time/sampled_per_s"] == (4 + 6 + 5) / 3
     assert found["time/trained_per_s"] == (10 + 4 + 3 + 6 + 3 + 20 + 5 + 3) / 0.5
-    assert (found["time/rollout"], found["time/update"], found["search/faults"]) == (3.0, 0.5, 7)
+    assert (found["time/rollout"], found["time/update"]) == (3.0, 0.5)
     assert found["time/tools"] == 1.25
     assert 0.05 < found["time/peak_gb"] < 1000  # of this process, with torch in it
 
@@ -35,7 +33,6 @@ def test_memory_that_vllm_gives_back_asleep_is_not_counted(monkeypatch):
     policy = SimpleNamespace(
         seconds={"rollout": 1.0, "update": 1.0, "tools": 0.0},
         ranks=SimpleNamespace(device="cuda"),
-        count_faults=int,
         engine=SimpleNamespace(asleep=60e9),
     )
     assert Policy.measure_speed(policy, [])["time/peak_gb"] == 30

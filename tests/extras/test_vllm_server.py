@@ -26,6 +26,10 @@ from plumbing.faults import EngineFault, Fault, Outage
 
 pytest.importorskip("vllm")
 
+ENV["PYTHONPATH"] += (
+    f":{ROOT / 'tests' / 'extras'}"  # ranks_vllm.py takes store_transfer.py from there
+)
+
 
 def settings(path):
     return SimpleNamespace(model=path, longest=MAX_LEN)
@@ -36,7 +40,7 @@ def starting(tiny_path):
     """(url, process) of two `vllm serve` of the tiny policy; they start while the tests of the
     engine run."""
     command = [
-        sys.executable, "tests/store_transfer.py", "serve", tiny_path, "--host", "127.0.0.1", "--dtype", "float32",
+        sys.executable, "tests/extras/store_transfer.py", "serve", tiny_path, "--host", "127.0.0.1", "--dtype", "float32",
         "--max-model-len", str(MAX_LEN), "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
         "--weight-transfer-config", '{"backend": "store"}', "--load-format", "dummy", "--enforce-eager",
         "--no-enable-chunked-prefill", "--gpu-memory-utilization", "0.08",

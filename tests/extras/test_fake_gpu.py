@@ -16,7 +16,7 @@ from transformers import Qwen2Config
 
 from extras.fit import KNOWN
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 SYNCS = 3  # times that the host waits for the card in a micro-batch, at most
 PRESETS = {  # GPUs, their compute capability, flags
     "0.5B": (1, "8.9", "--model", "qwen2.5-0.5b"),
