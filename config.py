@@ -125,7 +125,9 @@ class RolloutKnobs:
         500, "tokens per observation; a longer one is cut inside its tag", least=32
     )
     max_prompt: int = knob(
-        4096, "tokens of context with which a turn may start; more end the trajectory", least=1
+        4096,
+        "tokens of context with which a turn may start: a result that leaves no room is cut, and one turn follows",
+        least=1,
     )
 
     @property
@@ -214,6 +216,12 @@ class ReflectionKnobs:
     failures: int = knob(4, "failed trajectories shown to the optimizer", least=1)
     D_B: int = knob(
         200, "|D_B|: questions on which candidates are verified; 0: they join unverified (Fig. 3)"
+    )
+    gate: int = knob(
+        1,
+        "1: of a round's best candidates those join that are not below their parent on D_B; 0: the best (CHOICE-12)",
+        of=(0, 1),
+        more=True,
     )
     rounds: int = knob(
         5, "rounds of generate and verify in one evolution, at most (App. C)", least=1

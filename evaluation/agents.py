@@ -126,7 +126,7 @@ class Agent(contextlib.AbstractContextManager["Agent"]):
         if searches and not text.endswith("?"):
             question += "?"
         for q in self.held_out:
-            if text == q.id or question == q.text:
+            if text in (q.id, q.text) or question == q.text:
                 return q
         # rows of search QA are for --reward alone
         if not searches and any(q.data is not None for q in self.held_out):

@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 
 from config import Config, read_config
-from journal.card import make_card
 from journal.directory import RunDirectory, step_of
 from models import lora
 from models.model import empty, export, fill, load_config, load_model, load_tokenizer
@@ -58,12 +57,12 @@ def export_checkpoint(
     # what is written
     with new_directory(out) as new:
         if adapters:
-            lora.export(model, cfg.lora_alpha, cfg.seed, cfg.model, new)
+            lora.export(model, cfg.lora_alpha, cfg.model, new)
+            rounded = f"dithered by a generator of seed {cfg.seed}" if cfg.dither else "rounded"
+            write_file(new / "README.md", lora.LOSS.format(rounded=rounded))
         else:
             export(config, model, load_tokenizer(cfg.model), new, computed)
         write_file(new / "I_star.txt", I.text + "\n")
-        library = "peft" if adapters else "transformers"
-        write_file(new / "README.md", make_card(run, cfg, step_of(chosen), I.text, library))
     return out, step_of(chosen), I.id
 
 

@@ -25,7 +25,6 @@ from evaluation.agents import (
 from evaluation.benchmarks import load_benchmark
 from evaluation.statistics import Interval, average_intervals, estimate_mean
 from journal.directory import RunDirectory
-from journal.summary import SHARES, count_calls, label
 from plumbing.faults import Fault
 from plumbing.files import Row, writing
 from plumbing.outside import finite, without_secrets
@@ -39,6 +38,7 @@ from tasks.search_qa import SearchQA
 # questions that are played together
 CHUNK = 256
 SPLITS = ("test", "valid", "train")
+SHARES = {"em": "EM", "f1": "F1"}  # metrics that lie between 0 and 1, as they are shown
 
 
 def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
@@ -95,7 +95,7 @@ def collect_questions(task: Task, args: argparse.Namespace) -> dict[str, list[Qu
         if name in SPLITS:
             every = task.questions(name)
         elif isinstance(task, SearchQA):
-            every = load_benchmark(name)
+            every = load_benchmark(name, task.load)
         else:
             raise Fault(
                 f"--data {name}: {task.cfg.task} asks its own questions: give {', '.join(SPLITS)}, or --test"
@@ -223,6 +223,19 @@ def tabulate(summary: Row) -> str:
         average = Interval(**summary["average"])
         rows.append({"": "average", "questions": f"{average.n:,}", head: f"{average}"})
     return format_table(rows)
+
+
+def count_calls(row: Row, tools: Sequence[str]) -> Row:
+    """Returns the calls of each tool, or their sum where there are more than three, for which a
+    line has no room."""
+    if len(tools) > 3:
+        return {"tool calls": sum(row[tool] for tool in tools)}
+    return {tool: row[tool] for tool in tools}
+
+
+def label(metric: str) -> str:
+    """Returns a metric's name as it is shown."""
+    return SHARES.get(metric, metric)
 
 
 def format_table(rows: Sequence[Mapping[str, str]]) -> str:

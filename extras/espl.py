@@ -22,7 +22,6 @@ import inspo
 from config import Config, knob
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
 from inspo import Evolution
-from journal.rows import make_evolution_row, make_start_row
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Instruction, Population, mean_rewards
 from reflect import PROMPT_BUDGET, fold_words, format_examples, make_token_counter, shorten
@@ -211,7 +210,7 @@ class FromOne(Evolution):
 
     def fill_population(self) -> None:
         self.P.join(self.task.instruction, None, 0)
-        self.log.write_row("population", make_start_row(self.P))
+        self.log.add_event(0, "start", self.P)
 
 
 class ESPL(FromOne):
@@ -260,7 +259,7 @@ class ESPL(FromOne):
         mu, sigma = P.ratings[best]
         outcome = f"{len(joined)} joined" if joined else f"none joined: {shortfall}"
         outcome = f"best #{best} (rated {mu:.1f} ± {2 * sigma:.1f}); {outcome}"
-        self.log.write_row("population", make_evolution_row(t, P, outcome))
+        self.log.add_event(t, "evolve", P, outcome)
 
 
 def mutation_prompt(

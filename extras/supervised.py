@@ -21,8 +21,7 @@ from grpo import Array, Learner, Terms
 from inspo import Evolution
 from journal.checkpoints import Checkpoints
 from journal.directory import RunDirectory
-from journal.log import Log
-from journal.summary import many
+from log import Log
 from plumbing.chat import turn_ends
 from plumbing.checkpoint import digest
 from plumbing.faults import Fault
@@ -94,7 +93,7 @@ def imitate(
                 # log-prob itself.
                 update["logp"] = -update["logp_gap"]
                 update = {name: x for name, x in update.items() if "logp_gap" not in name}
-            log.keep_step(t, taus, update | {"time/update": policy.seconds["update"]})
+            log.add_update(update | {"time/update": policy.seconds["update"]}, P)
             checkpoints.mark(t)
         evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T
         if evaluated:
@@ -135,7 +134,7 @@ def own_successes(policy: Policy, evolution: Evolution) -> list[Trajectory]:
         taus = policy.rollout(0, "reject", jobs)
         set_rewards(task, taus)
         right = [tau for tau in taus if not tau.failed]
-        log.screen.note(f"rejection sampling: {len(right):,} of {len(taus):,} rollouts are right")
+        log.print(f"rejection sampling: {len(right):,} of {len(taus):,} rollouts are right")
         if not right:
             raise Fault(
                 "no rollout of the first policy is right, so there is nothing to learn from; start from another"
@@ -198,8 +197,8 @@ def learn(
     n = len(learned)
     answered = sum(tau.stop == "answer" for tau in learned)
     calls = sum(tau.served(tool.tag) for tau in learned for tool in task.tools)
-    log.screen.note(
-        f"{many(n, 'demonstration')} to learn, {len(aside)} held out: {answered / n:.0%} answer,"
+    log.print(
+        f"{n:,} demonstrations to learn, {len(aside)} held out: {answered / n:.0%} answer,"
         f" {calls / n:.1f} calls and {sum(sum(tau.mask) for tau in learned) / n:.0f} learned tokens each"
     )
     # of the first policy: no checkpoint is loaded yet
@@ -208,7 +207,7 @@ def learn(
     if unseen:
         after = mean_logp(policy, unseen)
         log.run.write(DEMONSTRATIONS, json.dumps(about | {"log_prob": [before, after]}, indent=1))
-        log.screen.note(
+        log.print(
             f"log-prob of a token of the held-out demonstrations: {before:.3f} before, {after:.3f} after"
         )
     return trained

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from journal.directory import RunDirectory
-from journal.log import Log
 from plumbing import checkpoint
 from plumbing.faults import DiskFault
 from plumbing.files import Row, new_directory, remove
@@ -19,7 +19,7 @@ from training.policy import Policy
 
 
 class Checkpoints:
-    def __init__(self, run: RunDirectory, policy: Policy, P: Population, B: ReplayBuffer, log: Log):
+    def __init__(self, run: RunDirectory, policy: Policy, P: Population, B: ReplayBuffer, log: Any):
         self.run, self.policy, self.P, self.B, self.log = run, policy, P, B, log
         self.last: Row = {"t": 0}  # the last mark
         # the mark of the newest checkpoint; before there is one, nothing is to be saved
@@ -33,7 +33,7 @@ class Checkpoints:
 
         They are equal if the checkpoint was taken before its step's evolution and evaluation.
         """
-        resumed = self.run.rewind(self.log.screen.note, self.policy.find_damage)
+        resumed = self.run.rewind(self.log.print, self.policy.find_damage)
         if not resumed:
             return 1, 0
         path, mark = resumed
@@ -41,8 +41,8 @@ class Checkpoints:
         self.P.load_state_dict(mark["population"])
         self.B.load_state_dict(mark["buffer"])
         self.policy.learner.remembered = mark["memory"]
-        self.log.load_state_dict(mark)
-        self.log.screen.note(f"resumed {'after' if ended else 'inside'} step {t}")
+        self.log.row = mark["row"]
+        self.log.print(f"resumed {'after' if ended else 'inside'} step {t}")
         self.policy.load(path.absolute(), t)
         self.last = self.saved = mark
         return (t + 1 if ended else t), t
@@ -58,7 +58,7 @@ class Checkpoints:
         changing = {
             "population": self.P.state_dict(),
             "memory": self.policy.learner.remembered,
-            **self.log.state_dict(),
+            "row": self.log.row,
         }
         place = {"run": self.run.id, "t": t, "ended": ended, "rows": dict(self.run.written)}
         self.last = copy.deepcopy(changing) | place | {"buffer": self.B.state_dict()}
@@ -113,7 +113,6 @@ class Checkpoints:
         try:
             yield
         except BaseException as e:
-            self.log.screen.close()
             with suppress(Exception):  # what ended the run comes first
                 if not isinstance(e, DiskFault):  # a checkpoint would not fit either
                     self.save()

@@ -52,7 +52,9 @@ def collect_family(run: Run) -> Row:
             if (t, c["text"]) in born:
                 born[t, c["text"]] |= scores
             else:
-                why = "below its parent" if c["r"] < c["r_parent"] else "no place was left"
+                gate = run.config.get("gate", 1)
+                below = gate and c["r"] < c["r_parent"]
+                why = "below its parent" if below else "no place was left"
                 refused.append(child | scores | {"text": c["text"], "why": why})
 
     names = {key: str(I["id"]) for key, I in born.items()}

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from journal.summary import many
 from plumbing.faults import Fault
 from plumbing.files import Row, parse_lines
 from plumbing.outside import decoded
@@ -104,5 +103,5 @@ def _rows(file: Path, missing: list[str]) -> list[Row]:
     rows = [row for row in parse_lines(lines, "t") if type(row["t"]) is int]
     damaged = len(lines) - len(rows)
     if damaged:
-        missing.append(f"{file.name}: {many(damaged, 'line')} cut short or damaged, and left out.")
+        missing.append(f"{file.name}: {damaged} lines cut short or damaged, and left out.")
     return rows

@@ -3,10 +3,8 @@ stands out."""
 
 import time
 from collections.abc import Iterator, Sequence
-from statistics import fmean
+from statistics import fmean, median
 
-from journal.rows import count_costs
-from journal.summary import count_seconds, measure_speed, trace_lineage
 from page.read import Run, finite_number
 from plumbing.files import Row
 
@@ -54,11 +52,13 @@ def describe_winner(run: Run, tree: Row) -> Row | None:
     id = run.summary.get("generations", [last["best"]])[-1]
     if id not in by_id:
         return None
-    parents = {j: I["parents"][0] if I["parents"] else None for j, I in by_id.items()}
+    lineage = [id]
+    while by_id[lineage[0]]["parents"]:
+        lineage.insert(0, by_id[lineage[0]]["parents"][0])
     others = [[w, j] for j, w in last["w"].items() if j != str(id)]
     return {
         "id": id,
-        "lineage": trace_lineage(parents, id),
+        "lineage": lineage,
         "w": last["w"].get(str(id)),
         "second": max(others, default=None),  # weight and id
     }
@@ -70,13 +70,43 @@ def sum_costs(run: Run) -> Row:
     total = run.summary.get("seconds") or max(read_column(run.steps, "time/total"), default=0.0)
     phases = count_seconds(run.steps)
     phases["other"] = max(0.0, total - sum(phases.values()))
-    return count_costs(run.steps, run.reflections, run.events, run.tools) | {
+    rollouts, tool_calls = 0, 0.0
+    for row in run.steps:
+        n = sum(row.get("n", {}).values())
+        rollouts += n
+        tool_calls += n * sum(row.get(tool, 0.0) for tool in run.tools)
+    return {
         "optimizer": run.config.get("optimizer_model"),
+        "optimizer_calls": len(calls),
+        "optimizer_seconds": sum(read_column(calls, "seconds")),
         **{name: sum(read_column(calls, name)) for name in ("prompt_tokens", "completion_tokens")},
+        "training_rollouts": rollouts,
+        "verification_rollouts": sum(read_column(run.reflections, "rollouts")),
+        "tool_calls": round(tool_calls),
         "seconds": total,
         "phases": phases,
         "speed": measure_speed(run.steps),
     }
+
+
+def count_seconds(steps: Sequence[Row]) -> Row:
+    """Returns the seconds of all steps by phase: what is waited for alone is no part of what
+    surrounds it."""
+    names = ("rollout", "tools", "reward", "update", "verify", "evolve", "evaluate")
+    phases = {name: sum(row.get(f"time/{name}", 0.0) for row in steps) for name in names}
+    phases["rollout"] -= phases["tools"]  # in which every trajectory waited for a tool
+    phases["evolve"] -= phases["verify"]  # the rest are the optimizer's calls
+    return phases
+
+
+def measure_speed(steps: Sequence[Row]) -> Row:
+    """Returns the speeds of the middle step, those that were measured."""
+    speeds = {}
+    for name in ("sampled_per_s", "trained_per_s", "mfu"):
+        column = read_column(steps, f"time/{name}")
+        if column:
+            speeds[name] = median(column)
+    return speeds
 
 
 # ---- what stands out

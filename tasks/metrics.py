@@ -3,13 +3,14 @@
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from statistics import fmean
 from typing import Any
 
 from plumbing.faults import Fault
 from plumbing.stop import may_stop
 from tasks.task import Task
-from tasks.tools import COLUMNS
-from tasks.trajectories import Trajectory
+from tasks.tools import COLUMNS, Failure, Tool
+from tasks.trajectories import Trajectory, Turn
 
 
 def set_rewards(task: Task, taus: Sequence[Trajectory]) -> None:
@@ -97,3 +98,15 @@ def average_by_source(
             columns[name].append(x)
             columns[f"{name}/{tau.question.source}"].append(x)
     return {name: sum(x) / len(x) for name, x in sorted(columns.items())}
+
+
+def count_useless(turns: Sequence[Turn], tool: Tool) -> dict[str, float]:
+    """Returns the shares of a tool's results that hold nothing, and that say why a call failed, if
+    one did."""
+    mine = [turn for turn in turns if turn.tool == tool.tag]
+    results = [turn.result for turn in mine if turn.result is not None]
+    if not results:
+        return {}
+    failed = fmean(isinstance(result, Failure) for result in results)
+    row = {f"{tool.plural}/empty": fmean(not any(result) for result in results)}
+    return row | ({f"{tool.plural}/failed": failed} if failed else {})

@@ -68,6 +68,10 @@ class SearchQA(Task):
             where += f"\n        {try_search(self.search, questions)}"
         return f"search: {where}\n{super().start(serve)}".strip()
 
+    def load(self, path: str) -> list[Question]:
+        """Returns the questions of a file, one of the task's or of --data. Raises Fault."""
+        return load_questions(path, self.keeps_rows)
+
     def questions(self, split: str) -> list[Question]:
         cfg = self.cfg
         flag = "train" if split == "valid" and not cfg.valid else split
@@ -75,7 +79,7 @@ class SearchQA(Task):
         if not file:
             raise Fault(f"--{flag} is missing: give a .jsonl or .parquet file of questions")
         try:
-            every = load_questions(file, self.keeps_rows)
+            every = self.load(file)
         except Fault as e:
             raise Fault(f"--{flag} {e}") from None
         if split == "valid" and cfg.valid and self._is_stray(cfg.valid):
@@ -93,7 +97,7 @@ class SearchQA(Task):
             return False
         if valid not in [preset.get("valid") for preset in PRESETS.values()]:
             return False
-        theirs = {q.text for q in load_questions(self.cfg.train, self.keeps_rows)}
+        theirs = {q.text for q in self.load(self.cfg.train)}
         return theirs.isdisjoint(q.text for q in self.questions("train"))
 
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:

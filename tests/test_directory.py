@@ -27,7 +27,6 @@ from config import Config, knob, parse_flags, read_config
 from evaluation.checkpoints import export_checkpoint
 from journal.checkpoints import Checkpoints
 from journal.directory import LOGS, RunDirectory, step_of, with_absolute_paths
-from journal.screen import Screen
 from plumbing import checkpoint
 from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
 from plumbing.files import new_directory, read_jsonl
@@ -65,7 +64,7 @@ class Fixed:
 
 
 def checkpoints_of(run: RunDirectory) -> Checkpoints:
-    log = SimpleNamespace(state_dict=dict, cfg=Config(keep=3), screen=Screen(9))
+    log = SimpleNamespace(row={}, cfg=Config(keep=3), print=print)
     return Checkpoints(run, Fixed(), Population(Config()), ReplayBuffer(9), log)
 
 

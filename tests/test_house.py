@@ -74,7 +74,7 @@ def floor(name: str, above: tuple[str, ...] = ()) -> int:
 
 
 def test_arrows_point_downward():
-    assert max(floor(name) for name in arrows()) <= 8
+    assert max(floor(name) for name in arrows()) <= 9
 
 
 def test_no_two_modules_of_extras_import_each_other():
@@ -199,7 +199,7 @@ def test_a_run_needs_no_guest_and_no_page(without_the_wings):
     flags = "--T 2 --batch 4 --G 2 --K_p 1 --K_e 1 --T_e 2 --D_B 4 --rounds 1 --eval_n 4 --out runs/alone"
     out = run(without_the_wings, "inspo.py", *flags.split())
     assert "I_star" in out and not (without_the_wings / "runs" / "alone" / "report.html").exists()
-    assert "no page: No module named 'page' (python report.py runs/alone writes it)" in out
+    assert "no page: No module named 'page'" in out
 
 
 def test_nothing_that_a_run_imports_knows_its_page():

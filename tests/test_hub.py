@@ -20,7 +20,6 @@ from json_server import json_servers
 import inspo
 from config import HERE, PRESETS, SEARCH_R1, SMOLLM_HUB, WORLD, Config
 from evaluation import benchmarks
-from journal.card import license_of
 from models.model import load_config
 from plumbing import hub
 from plumbing.faults import Fault, together
@@ -70,28 +69,6 @@ def test_a_path_of_this_disk_is_not_asked_for(hubs, tmp_path):
     assert hub.find_on_disk(str(path)) is None
     put(path, LINE)
     assert hub.fetch_file(str(path)) == hub.find_on_disk(str(path)) == path and hubs.asked == []
-
-
-OTHER = "license: other\nlicense_name: mine\nlicense_link: "
-
-
-@pytest.mark.parametrize(
-    "card, said",
-    [
-        ("license: apache-2.0", {"license": "apache-2.0"}),
-        (f"{OTHER}https://x.org/l", {"license": "other", "license_name": "mine", "license_link": "https://x.org/l"}),
-        (f"{OTHER}LICENSE", {"license": "other", "license_name": "mine"}), ("tags: [x]", {}), ("license: [", {}),
-    ],
-)  # fmt: skip
-def test_the_license_of_an_export_is_its_base_model_s(hubs, monkeypatch, tmp_path, card, said):
-    for path in (tmp_path / "hub/own/model", tmp_path / "folder"):
-        put(path / "README.md", f"---\n{card}\n---\n# A model\n")
-    (tmp_path / "bare").mkdir()
-    assert license_of("own/model") == license_of(str(tmp_path / "folder")) == said
-    assert license_of(str(tmp_path / "bare")) == license_of("own/none") == {}
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    hub.out_of_reach.cache_clear()
-    assert license_of("own/other") == {}
 
 
 @pytest.mark.parametrize("name, says", [

@@ -307,7 +307,11 @@ def test_a_run_trains_adapters_and_exports_them_merged_or_for_peft(tmp_path):
     assert merged.keys() == final.keys() and all(
         torch.equal(merged[name], final[name]) for name in final
     )
-    export.main([str(out), "--adapters", "--out", str(tmp_path / "adapters")])
+    assert not (tmp_path / "merged" / "README.md").exists()
+    for name, which in ("2", ["--step", "2"]), ("adapters", []):
+        export.main([str(out), "--adapters", *which, "--out", str(tmp_path / name)])
+        said = (tmp_path / name / "README.md").read_text()
+        assert "peft and vLLM do, loses most of a small update" in " ".join(said.split())
     assert (tmp_path / "adapters" / "I_star.txt").read_text() == (out / "I_star.txt").read_text()
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(WORLD / "policy") and config["r"] == RANK
@@ -324,7 +328,7 @@ def test_peft_computes_with_all_adapters(family, tiny_path, tmp_path):
 
     path = make_family(family, SUPPORTED[family], tiny_path, tmp_path / "m")
     model, ids = trained(load_model(path)), torch.arange(5, 40)[None]
-    lora.export(model, ALPHA, 0, path, tmp_path)
+    lora.export(model, ALPHA, path, tmp_path)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, tmp_path)
     logits = loaded(ids, use_cache=False).logits

@@ -473,7 +473,7 @@ class Policy:
             words += f"{trained / 1e6:,.2f}M of LoRA adapters, "
         if ranks.size > 1:
             words += f"{ranks.size} x "
-        return f"{words}{ranks.device}, {ranks.dtype}"
+        return f"{words}{ranks.device}, {ranks.dtype}, {self.cfg.engine} engine"
 
     def close(self) -> None:
         """Ends all ranks, unless one is inside a collective: then torchrun ends them. A checkpoint that
