@@ -47,11 +47,16 @@ from reflect import (
     reflection_prompt,
 )
 from tasks import Job, Question, Task, Trajectory
-from tasks.loading import check_questions, choose_instruction, load_task
-from tasks.metrics import set_rewards
-from tasks.sampling import draw_questions, rng_of
+from tasks.task import (
+    check_questions,
+    choose_instruction,
+    draw_questions,
+    load_task,
+    rng_of,
+    set_rewards,
+)
 
-PAGE = "page.html"  # explains a run; asked for where it ends
+PAGE = "extras.page"  # a guest, asked for where a run ends
 Trial = tuple[int | None, str]  # an instruction's id (None: it is not in P) and its text
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it

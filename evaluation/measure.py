@@ -30,10 +30,8 @@ from plumbing.files import Row, writing
 from plumbing.outside import finite, without_secrets
 from plumbing.versions import commit
 from tasks import Question, Task, Trajectory
-from tasks.loading import load_task
-from tasks.questions import holds_gold
-from tasks.sampling import rng_of, take_subset
-from tasks.search_qa import SearchQA
+from tasks.search_qa import SearchQA, holds_gold
+from tasks.task import load_task, rng_of, take_subset
 
 # questions that are played together
 CHUNK = 256

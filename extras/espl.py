@@ -26,7 +26,7 @@ from plumbing.faults import OptimizerDown
 from population import Array, Experience, Instruction, Population, mean_rewards
 from reflect import PROMPT_BUDGET, fold_words, format_examples, make_token_counter, shorten
 from tasks import Job, Question, Task, Trajectory
-from tasks.sampling import rng_of
+from tasks.task import rng_of
 from training.policy import Policy
 
 RECENT, TIE = 5, 0.01  # programs to draw from; difference of mean rewards that is a draw

@@ -26,7 +26,7 @@ from plumbing.faults import OptimizerDown
 from population import Array, Experience, Population, ReplayBuffer
 from reflect import PROMPT_BUDGET, fold_words, format_examples
 from tasks import Job, Question, Task
-from tasks.sampling import rng_of
+from tasks.task import rng_of
 from training.policy import Policy
 
 PRESET: dict[str, Any] = dict(N_P=4, K_e=6, T_e=NEVER, K_p=NEVER, rounds=4, objective="cispo_cap")

@@ -29,9 +29,8 @@ from plumbing.files import read_jsonl
 from plumbing.outside import decoded
 from population import Instruction
 from tasks import Job, Question, Task, Trajectory
-from tasks.formats import encode
-from tasks.metrics import set_rewards
-from tasks.sampling import draw_questions, rng_of
+from tasks.task import draw_questions, rng_of, set_rewards
+from tasks.tools import encode
 from training.policy import Policy, of_rank_0, on_all_ranks
 
 # in a run: the file that it learns from, the rows held out, their log-prob

@@ -18,7 +18,7 @@ from plumbing.faults import Fault, OptimizerDown
 from population import Population, ReplayBuffer
 from reflect import Call, Optimizer
 from tasks import Job, Question, Task, Trajectory
-from tasks.sampling import draw_questions, rng_of
+from tasks.task import draw_questions, rng_of
 from tasks.tools import Calculator
 from training.policy import Policy
 

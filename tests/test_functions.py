@@ -29,13 +29,10 @@ from config import PRESETS, Config, read_config
 from models.model import load_tokenizer
 from plumbing.faults import Fault, ToolDown
 from tasks import Job
-from tasks.formats import Tags
 from tasks.functions import MAX_RESULT, TypedFunction
-from tasks.game import Game
-from tasks.loading import choose_instruction, load_task
-from tasks.metrics import count_useless
 from tasks.search_qa import SearchQA
-from tasks.tools import Failure, check_words
+from tasks.task import Game, choose_instruction, count_useless, load_task
+from tasks.tools import Failure, Tags, check_words
 
 
 def forecast(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> dict[str, object]:

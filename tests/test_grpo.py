@@ -23,7 +23,7 @@ from plumbing import checkpoint
 from plumbing.faults import EngineFault
 from rollout import rollout
 from tasks import Job, Question, Trajectory
-from tasks.search import Search
+from tasks.search_qa import Search
 from tasks.tools import Tool
 from training import policy
 

@@ -34,8 +34,8 @@ from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from reflect import Optimizer
 from tasks import search_qa
-from tasks.questions import load_questions
-from tasks.sampling import draw_questions, rng_of
+from tasks.search_qa import load_questions
+from tasks.task import draw_questions, rng_of
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"

@@ -30,7 +30,7 @@ from grpo import Learner, minibatches
 from models import lora
 from models.model import load_model, load_policy, weights
 from plumbing.faults import DiskFault, Fault
-from tasks.loading import load_task
+from tasks.task import load_task
 from training.policy import Policy
 from training.ranks import Ranks
 

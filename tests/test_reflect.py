@@ -27,8 +27,8 @@ from reflect import (
     reflection_prompt,
     shorten,
 )
-from tasks.formats import find_lost_tag
 from tasks.search_qa import SEARCH_R1
+from tasks.tools import find_lost_tag
 
 
 def words(text):

@@ -49,9 +49,7 @@ from plumbing.files import Row
 from population import Instruction
 from rollout import rollout
 from tasks import Job, Task, Trajectory
-from tasks.metrics import set_rewards
-from tasks.plugs import import_named
-from tasks.sampling import STORED, rng_of, space_evenly, take_subset
+from tasks.task import STORED, import_named, rng_of, set_rewards, space_evenly, take_subset
 from training.ranks import Ranks
 
 S = ParamSpec("S")

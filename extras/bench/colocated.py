@@ -43,8 +43,7 @@ from models.model import empty, load_tokenizer, weights
 from plumbing.faults import Fault, one_line
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
-from tasks.formats import Action, Tags
-from tasks.tools import Calculator
+from tasks.tools import Action, Calculator, Tags
 
 SMALL = TOY | {"num_attention_heads": 2}  # 32 wide, the least that vLLM takes on a CPU
 ROWS, CONTEXT, NEW = 64, 512, 64  # tokens of the rows that show the memory

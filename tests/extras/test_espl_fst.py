@@ -36,7 +36,7 @@ from plumbing.faults import Fault, OptimizerDown
 from plumbing.files import read_jsonl
 from population import Experience, ReplayBuffer
 from tasks import Job, Trajectory
-from tasks.sampling import draw_questions
+from tasks.task import draw_questions
 from world.clauses import read_clauses
 from world.optimizer import reply_to
 

@@ -31,7 +31,7 @@ from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from rollout import rollout
 from tasks import Job, Question, Trajectory
-from tasks.questions import f1
+from tasks.search_qa import f1
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--optimizer_model any --T 2 --K_e 1 --T_e 2 --rounds 1 --N_P 3 --failures 2 --D_B 6 --eval_every 1".split()

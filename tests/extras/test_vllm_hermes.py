@@ -46,7 +46,7 @@ def path(request, tmp_path_factory):
 def url(path):
     port = free_port()
     command = [
-        sys.executable, "tests/store_transfer.py", "serve", path, "--host", "127.0.0.1", "--port", str(port),
+        sys.executable, "tests/extras/store_transfer.py", "serve", path, "--host", "127.0.0.1", "--port", str(port),
         "--dtype", "float32", "--max-model-len", "2000", "--enforce-eager", "--gpu-memory-utilization", "0.08",
         "--served-model-name", "tiny", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
     ]  # fmt: skip

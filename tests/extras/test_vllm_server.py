@@ -40,7 +40,8 @@ def starting(tiny_path):
     """(url, process) of two `vllm serve` of the tiny policy; they start while the tests of the
     engine run."""
     command = [
-        sys.executable, "tests/extras/store_transfer.py", "serve", tiny_path, "--host", "127.0.0.1", "--dtype", "float32",
+        sys.executable, "tests/extras/store_transfer.py", "serve", tiny_path, "--host", "127.0.0.1",
+        "--dtype", "float32",
         "--max-model-len", str(MAX_LEN), "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
         "--weight-transfer-config", '{"backend": "store"}', "--load-format", "dummy", "--enforce-eager",
         "--no-enable-chunked-prefill", "--gpu-memory-utilization", "0.08",
