@@ -180,14 +180,15 @@ def of_state(cfg: Config, model: Any, gpus: int) -> list[Part]:
         count[p.requires_grad] += math.ceil(len(p) / gpus) * p[0].numel()
     size, share = model.dtype.itemsize, count[True]
     frozen, trained = size * count[False], "adapters" if cfg.lora_rank else "policy"
-    reference = size * share if cfg.beta and not cfg.lora_rank else 0
-    return [
+    parts = [
         Part(f"policy (frozen, {cfg.dtype} shards)", frozen, frozen),
         Part(f"{trained} (float32 shards)", 4 * share, 4 * share),
         Part("moments of AdamW (float32 shards)", 8 * share, 8 * share),
         Part("gradients (float32 shards)", 4 * share, 0),
-        Part(f"reference ({cfg.dtype} shards)", reference, reference),
     ]
+    if cfg.beta and not cfg.lora_rank:
+        parts.append(Part(f"reference ({cfg.dtype} shards)", size * share, size * share))
+    return parts
 
 
 def of_update(cfg: Config, model: Any, gpus: int) -> tuple[str, list[Part]]:
