@@ -51,8 +51,8 @@ Trial = tuple[int | None, str]  # an instruction's id (None: it is not in P) and
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from grpo import Learner
-    from journal.checkpoints import Checkpoints
     from journal.log import Log
+    from run import Checkpoints
     from training.policy import Policy
 
 
@@ -67,35 +67,32 @@ def inspo(
     """Trains `policy` on a task while its instructions, P, evolve; returns it with the best
     instruction."""
     D, P, B = evolution.D, evolution.P, evolution.B
-    # the step to begin with, and the last one that has been trained: (1, 0) of a new run
-    start, trained = checkpoints.restore()
+    start = checkpoints.restore()
     if not P.family:
         evolution.fill_population()  # Alg.1 L2
         log.write_start(policy.evaluate(0, P.family[0], "test"))
         checkpoints.end_step(0)
     for t in range(start, cfg.T + 1):  # Alg.1 L3
-        if t > trained:  # else the checkpoint was taken after this step's update
-            # Policy optimization with dynamic instructions                                      # Alg.1 L4
-            questions = draw_questions(D, cfg.batch, cfg.seed, t)
-            jobs = P.draw_jobs(rng_of(cfg.seed, t, "instructions"), questions, cfg.G)  # Alg.1 L5
-            taus = policy.rollout(t, "rollout", jobs)  # Alg.1 L6
-            with log.timing("reward"):
-                set_rewards(task, taus)  # Alg.1 L7
-            policy.learner.set_advantages(taus)  # Eq.3
-            # the task's own code runs before the update, where a fault of it costs nothing
-            row = make_step_row(task, taus, cfg.G, log.metrics)
-            texts = [task.show(tau) for tau in taus]
-            metrics = policy.update(t, taus)  # Alg.1 L8 Eq.5
-            P.update_weights(taus)  # Alg.1 L9
-            row |= metrics | policy.measure_speed(taus) | make_weights_row(P)
-            log.keep_step(t, taus, row)
-            if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
-                ranked = P.ranked()  # Alg.1 L11 CHOICE-16
-                pruned = P.prune(ranked, cfg.N_parent, t)  # Alg.1 L12
-                log.write_row("population", make_prune_row(t, P, pruned))
-            # Experience-driven instruction generation                                           # Alg.1 L14
-            B.add(t, taus, texts)  # Alg.1 L15
-            checkpoints.mark(t)
+        # Policy optimization with dynamic instructions                                      # Alg.1 L4
+        questions = draw_questions(D, cfg.batch, cfg.seed, t)
+        jobs = P.draw_jobs(rng_of(cfg.seed, t, "instructions"), questions, cfg.G)  # Alg.1 L5
+        taus = policy.rollout(t, "rollout", jobs)  # Alg.1 L6
+        with log.timing("reward"):
+            set_rewards(task, taus)  # Alg.1 L7
+        policy.learner.set_advantages(taus)  # Eq.3
+        # the task's own code runs before the update, where a fault of it costs nothing
+        row = make_step_row(task, taus, cfg.G, log.metrics)
+        texts = [task.show(tau) for tau in taus]
+        metrics = policy.update(t, taus)  # Alg.1 L8 Eq.5
+        P.update_weights(taus)  # Alg.1 L9
+        row |= metrics | policy.measure_speed(taus) | make_weights_row(P)
+        log.keep_step(t, taus, row)
+        if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
+            ranked = P.ranked()  # Alg.1 L11 CHOICE-16
+            pruned = P.prune(ranked, cfg.N_parent, t)  # Alg.1 L12
+            log.write_row("population", make_prune_row(t, P, pruned))
+        # Experience-driven instruction generation                                           # Alg.1 L14
+        B.add(t, taus, texts)  # Alg.1 L15
         if t % cfg.K_e == 0 and t < cfg.T_e and evolution.optimizer:  # Alg.1 L16 CHOICE-2
             with log.timing("evolve"):
                 evolution.evolve(t, policy)
@@ -352,9 +349,8 @@ def train(
     started = prepare(cfg, settings)
     if not started:
         return None
-    from journal.checkpoints import Checkpoints
-    from journal.directory import RunDirectory
     from journal.log import Log
+    from run import Checkpoints, open_run
     from training.policy import Policy, follow
 
     # `fitted`: cfg with what this machine decides, such as the engine, and `why` this one
@@ -365,7 +361,7 @@ def train(
             return None
         with stop.may_stop():
             told = describe_custom_parts(learner, population, evolution, algorithm)
-            run = stack.enter_context(RunDirectory.opened(cfg))
+            run = stack.enter_context(open_run(cfg))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
             optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))
@@ -374,7 +370,7 @@ def train(
         log = Log(cfg, run, task, policy, began)
         log.introduce(why, tools, describe_optimizer(optimizer), told)
         evolving = evolution(cfg, task, optimizer, population(cfg), log)
-        checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
+        checkpoints = Checkpoints(cfg, run, policy, evolving.P, evolving.B)
         with checkpoints.save_on_failure():
             policy, I_star = algorithm(cfg, task, policy, evolving, checkpoints, log)
             checkpoints.export(I_star)

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from config import ABOUT, PRESETS, Config, preset_of
-from journal.directory import RunDirectory
 from journal.summary import final_table
 from plumbing.files import Row, read_jsonl
 from plumbing.hub import out_of_reach
 from plumbing.outside import without_secrets
+from run import Run
 from tasks.sampling import space_evenly
 
 POINTS = 12  # of the curve, at most
 
 
-def make_card(run: RunDirectory, cfg: Config, step: int, instruction: str, library: str) -> str:
+def make_card(run: Run, cfg: Config, step: int, instruction: str, library: str) -> str:
     """Returns the README.md of the policy after a step, with the base model's license."""
     from huggingface_hub import ModelCardData  # here: few runs are exported
 
@@ -64,10 +64,10 @@ It was trained to act under this one, `I_star.txt`:
 ## Command
 
 ```sh
-{write_command(run.record)}
+{write_command(run.config)}
 ```
 
-Commit {run.record["commit"]}.
+Commit {run.config["commit"]}.
 """
 
 

@@ -12,7 +12,6 @@ from statistics import pstdev
 from time import perf_counter
 
 from config import Config, evolves, preset_of
-from journal.directory import RunDirectory
 from journal.rows import count_costs, make_evaluation_row
 from journal.screen import Screen
 from journal.silence import Silence
@@ -35,42 +34,33 @@ from plumbing.files import Row
 from plumbing.outside import printable
 from plumbing.versions import versions
 from population import Instruction, Population
+from run import Run
 from tasks import Task, Trajectory
 from tasks.metrics import compute_metrics
 from tasks.sampling import STORED, space_evenly, take_subset
 from training.policy import Policy
 
-# attributes of Log that a checkpoint's mark holds
-BOOKS = ("row", "held_out", "spread", "metrics")
-
 
 class Log:
-    def __init__(self, cfg: Config, run: RunDirectory, task: Task, policy: Policy, began: float):
+    def __init__(self, cfg: Config, run: Run, task: Task, policy: Policy, began: float):
         """`began`: when the run did, by `perf_counter`."""
         self.cfg, self.run, self.task, self.policy, self.began = cfg, run, task, policy, began
         self.tools = [tool.plural for tool in task.tools]
         self.screen, self.silence = Screen(cfg.T, self.tools), Silence()
         policy.progress = self.screen.show_rollouts
-        # seconds of earlier processes, up to their last row
-        self.spent: float = max(
-            (row.get("time/total", 0.0) for row in run.rows("metrics")), default=0.0
-        )
+        earlier = run.rows("metrics")  # of a run that is resumed
+        self.spent: float = max((row.get("time/total", 0.0) for row in earlier), default=0.0)
         self.versions = versions()  # now: the code may change while it runs
-        self.track = Tracker(cfg.tracker, run.path, run.id, asdict(cfg), self.screen.note)
+        self.track = Tracker(cfg.tracker, run.path, run.config["id"], asdict(cfg), self.screen.note)
         self.row: Row = {}  # of the step under way, for metrics.jsonl
         self.held_out: dict[str, Row] = {}  # rows of the final table
         # standard deviation of the first metric over the questions, by row
         self.spread: dict[str, float] = {}
         self.metrics: list[str] = []  # names of the task's metrics, the most important first
-
-    def state_dict(self) -> Row:
-        return {name: getattr(self, name) for name in BOOKS}
-
-    def load_state_dict(self, state: Row) -> None:
-        for name in BOOKS:
-            setattr(self, name, state[name])
-        for row in self.run.rows("metrics"):
-            self.silence.hear(row)
+        for row in earlier[:1]:
+            self.metrics = row["metrics"]
+            named = [name for name in row if name.startswith("test/")]
+            self.held_out[START] = {name.removeprefix("test/"): row[name] for name in named}
 
     def introduce(self, why: str, tools: str, optimizer: str, parts: str) -> None:
         """Prints what is about to be trained, and with what."""

@@ -1,9 +1,9 @@
 """The curves of a page: every number of metrics.jsonl over the steps; runs that differ by their
 seed are one group."""
 
-from journal.directory import CHANGEABLE
 from page.read import Run, finite_number
 from plumbing.files import Row
+from run import CHANGEABLE
 
 SEED = CHANGEABLE | {"seed", "id", "content"}  # by these two runs are one arm
 ONE_ARM = SEED | {"commit"}
