@@ -205,7 +205,6 @@ class Checkpoints:
     def __init__(self, cfg: Config, run: Run, policy: Policy, P: Population, B: ReplayBuffer):
         self.cfg, self.run, self.policy, self.P, self.B = cfg, run, policy, P, B
         self.state = self.saved = Row()  # at the end of the last step; in the newest checkpoint
-        self.thread = ThreadPoolExecutor(1)
         self.saving: Future[None] | None = None  # of the newest checkpoint
 
     def restore(self) -> int:
@@ -265,7 +264,9 @@ class Checkpoints:
             remove(new)
             new.mkdir()
         policy.save(new)
-        self.saving = self.thread.submit(self._complete, policy.written, new, path, state)
+        thread = ThreadPoolExecutor(1)
+        self.saving = thread.submit(self._complete, policy.written, new, path, state)
+        thread.shutdown(wait=False)  # it ends when that is done
         self.saved = state
 
     def _complete(self, written: Future[None], new: Path, path: Path, state: Row) -> None:

@@ -60,7 +60,7 @@ S = ParamSpec("S")
 A = TypeVar("A")
 R = TypeVar("R")
 
-FILES = 8  # of a rank's share in a checkpoint: safetensors makes a file's bytes in memory
+FILES = 7  # of a rank's share in a checkpoint: safetensors makes a file's bytes in memory
 WATCHED = 10  # trajectories of a step, rounded up to whole groups, whose tokens the run stores
 # one process saves checkpoints without a group
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
