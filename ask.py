@@ -19,7 +19,6 @@ from evaluation.command import add_player_flags, parse_player_flags
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.outside import printable
-from plumbing.status import status
 from plumbing.threads import choose_threads, use_threads
 
 KNOBS = (*PLAYED, *SERVED)  # of the run's, that may be given anew
@@ -63,9 +62,7 @@ def ask(args: argparse.Namespace) -> None:
     given = {name: getattr(args, name) for name in KNOBS if getattr(args, name) is not None}
 
     # the agent
-    status("loading the policy")
     with load_agent(run, temperature=args.temperature, seed=args.seed, **given) as agent:
-        status("")
         print(printable(f"{Path(run).resolve().name}\n\n{agent.instruction}"))
 
         # a question after the other

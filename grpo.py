@@ -87,26 +87,6 @@ def lr_at(t: int, cfg: GRPOKnobs) -> float:
     return cfg.lr * 0.5 * (1 + math.cos(math.pi * (t - rise) / (cfg.T - rise + 1)))  # CHOICE-17
 
 
-def note_tokens(batch: Batch, extras: Extras) -> None:
-    """Sets `tokens` of the watched trajectories of a micro-batch: what the update saw of each
-    action token.
-
-    logp: under pi_old; ratio: rho of Eq. 3; entropy (nats), kl and clipped (0 or 1) as the loss had
-    them.
-    """
-    if not any(tau.watched for tau in batch):
-        return
-    old = extras["old_logp"].double()
-    seen = {"logp": old, "ratio": (extras["logp"].double() - old).exp()}
-    seen |= {name: extras[name] for name in ("entropy", "kl", "clipped")}
-    # one matrix, so that the host waits for the GPU once
-    columns = torch.stack([column.detach().float() for column in seen.values()]).cpu()
-    counts = [sum(tau.mask) for tau in batch]
-    for tau, values in zip(batch, columns.split(counts, dim=1), strict=True):
-        if tau.watched:
-            tau.tokens = dict(zip(seen, values.tolist(), strict=True))
-
-
 def describe_gaps(gaps: Tensor, sharded: bool) -> Row:
     """Returns columns about the distance of engine and trainer from the gaps and depths (2, n) of
     this rank's tokens: its mean by quarter of the depth, the 99th percentile (the highest of the
@@ -285,8 +265,7 @@ class Learner:
         longest = max(len(tau.ids) for tau in minibatch)
         total = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         gaps = []
-        for batch, extras in self.differentiate(minibatch, terms):
-            note_tokens(batch, extras)
+        for _, extras in self.differentiate(minibatch, terms):
             total += torch.stack([extras[name].sum().double() for name in SUMS])
             gaps.append(torch.stack([extras["gap"].detach(), extras["depth"] / longest]))
         if self.sharded:

@@ -353,8 +353,8 @@ def train(
     from run import Checkpoints, open_run
     from training.policy import Policy, follow
 
-    # `fitted`: cfg with what this machine decides, such as the engine, and `why` this one
-    began, cfg, fitted, why, task, ranks = started
+    # `fitted`: cfg with what this machine decides, such as the engine
+    began, cfg, fitted, task, ranks = started
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:
             follow(ranks, task, learner)
@@ -368,7 +368,7 @@ def train(
             ranks.broadcast((fitted, task.address()))
             policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, task, learner)))
         log = Log(cfg, run, task, policy, began)
-        log.introduce(why, tools, describe_optimizer(optimizer), told)
+        log.introduce(tools, describe_optimizer(optimizer), told)
         evolving = evolution(cfg, task, optimizer, population(cfg), log)
         checkpoints = Checkpoints(cfg, run, policy, evolving.P, evolving.B)
         with checkpoints.save_on_failure():

@@ -6,7 +6,7 @@ from config import Config, EngineKnobs
 from engines.vllm_engine import check_vllm, vllm_version
 from models.linear import amd_has
 from models.model import load_config
-from plumbing.faults import Fault, first_line
+from plumbing.faults import Fault
 
 NARROW = 256  # a model of fewer hidden units gains nothing from bfloat16 on a CPU
 
@@ -15,18 +15,10 @@ def device_of(cfg: EngineKnobs) -> str:
     """Returns "cuda" or "cpu"."""
     device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise Fault(f"--device cuda: {without_cuda()}; leave it out, or choose cpu")
+        raise Fault(
+            f"--device cuda: torch {torch.__version__} finds no CUDA device; leave it out, or choose cpu"
+        )
     return device
-
-
-def without_cuda() -> str:
-    """Returns why torch finds no CUDA device."""
-    reason = "there is none"
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as e:  # of an old driver it names the version
-        reason = first_line(e)
-    return f"torch {torch.__version__} finds no CUDA device ({reason})"
 
 
 def explain_too_old(device: str) -> str:
@@ -56,19 +48,17 @@ def dtype_of(cfg: Config, device: str) -> str:
     return "float32"
 
 
-def choose_engine(cfg: EngineKnobs, device: str) -> tuple[str, str]:
-    """Returns ("vllm" or "torch", why)."""
+def choose_engine(cfg: EngineKnobs, device: str) -> str:
+    """Returns "vllm" or "torch"."""
     if cfg.engine == "torch":
-        return "torch", "as asked"
-    if cfg.engine == "auto" and device == "cpu":
-        return "torch", "no GPU"
-    if cfg.engine == "auto" and not vllm_version():
-        return "torch", "vllm is not installed"
+        return "torch"
+    if cfg.engine == "auto" and (device == "cpu" or not vllm_version()):
+        return "torch"
     # vLLM would sample in float16, which is not what the trainer computes
     too_old = explain_too_old(device)
     if too_old and cfg.engine == "vllm":
         raise Fault(f"--engine vllm: {too_old}; leave it out")
     if too_old:
-        return "torch", too_old
+        return "torch"
     check_vllm()
-    return "vllm", "as asked" if cfg.engine == "vllm" else "a GPU, and vllm is installed"
+    return "vllm"

@@ -266,7 +266,7 @@ def open_model(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Eng
     # in the precision and the engine that training would choose
     wide = device == "cpu" or cfg.dtype == "float32" or explain_too_old(device)
     dtype = "float32" if wide else "bfloat16"
-    if choose_engine(cfg, device)[0] == "torch":
+    if choose_engine(cfg, device) == "torch":
         if not wide:  # `to` would also round what positions are computed with
             model = fill(empty(load_config(path), torch.bfloat16, device), model)
         return TorchEngine(model.to(device), tokenizer, stop, cfg.max_rows), tokenizer

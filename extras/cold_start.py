@@ -28,7 +28,6 @@ from plumbing import stop
 from plumbing.chat import turn_ends
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, escape_markup, match_markup
-from plumbing.status import status
 from tasks import Message, Question, Task, Trajectory, Turn
 from tasks.formats import encode, encode_conversation
 from tasks.loading import load_task
@@ -209,7 +208,6 @@ def main(argv: list[str] | None = None) -> None:
     with one_line():
         # before anything large is loaded
         if not cfg.dry_run and os.environ.get("RANK", "0") == "0":
-            status("reading the demonstrations")
             task = load_task(cfg)
             demos = read_demonstrations(
                 cfg, task, load_tokenizer(cfg.model, task.make_format().stop_strings())

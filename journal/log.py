@@ -8,26 +8,12 @@ import importlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from statistics import pstdev
 from time import perf_counter
 
 from config import Config, evolves, preset_of
 from journal.rows import count_costs, make_evaluation_row
 from journal.screen import Screen
-from journal.silence import Silence
-from journal.summary import (
-    START,
-    TABLE,
-    conclude,
-    count_calls,
-    label,
-    many,
-    tabulate,
-    tell_speed,
-    tell_vain,
-    trace_lineage,
-)
-from journal.tokens import show_mask, token_data
+from journal.summary import START, TABLE, count_calls, label, many, tabulate, trace_lineage
 from journal.track import Tracker
 from plumbing.faults import Fault
 from plumbing.files import Row
@@ -46,7 +32,7 @@ class Log:
         """`began`: when the run did, by `perf_counter`."""
         self.cfg, self.run, self.task, self.policy, self.began = cfg, run, task, policy, began
         self.tools = [tool.plural for tool in task.tools]
-        self.screen, self.silence = Screen(cfg.T, self.tools), Silence()
+        self.screen = Screen(cfg.T, self.tools)
         policy.progress = self.screen.show_rollouts
         earlier = run.rows("metrics")  # of a run that is resumed
         self.spent: float = max((row.get("time/total", 0.0) for row in earlier), default=0.0)
@@ -54,21 +40,19 @@ class Log:
         self.track = Tracker(cfg.tracker, run.path, run.config["id"], asdict(cfg), self.screen.note)
         self.row: Row = {}  # of the step under way, for metrics.jsonl
         self.held_out: dict[str, Row] = {}  # rows of the final table
-        # standard deviation of the first metric over the questions, by row
-        self.spread: dict[str, float] = {}
         self.metrics: list[str] = []  # names of the task's metrics, the most important first
         for row in earlier[:1]:
             self.metrics = row["metrics"]
             named = [name for name in row if name.startswith("test/")]
             self.held_out[START] = {name.removeprefix("test/"): row[name] for name in named}
 
-    def introduce(self, why: str, tools: str, optimizer: str, parts: str) -> None:
+    def introduce(self, tools: str, optimizer: str, parts: str) -> None:
         """Prints what is about to be trained, and with what."""
         cfg, task = self.cfg, self.task
         train, test = task.questions("train"), take_subset(task.questions("test"), cfg.eval_n)
         asked = f"{many(len(train), 'question')}, {len(test)} held out"
         steps = f"{many(cfg.T, 'step')} of {many(cfg.batch, 'question')} x {cfg.G}, seed {cfg.seed}"
-        policy = f"{self.policy.describe()}, {self.policy.cfg.engine} engine: {why}"
+        policy = f"{self.policy.describe()}, {self.policy.cfg.engine} engine"
         lines = [
             f"{cfg.mode}: {preset_of(cfg.model)} ({policy}) on {asked}",
             tools,
@@ -94,11 +78,6 @@ class Log:
         """Appends a row to `name`.jsonl, and shows what a person has to see of it."""
         self.run.append(name, row)
         self.screen.show_row(name, row)
-        if name == "metrics":
-            for line in self.silence.hear(row):
-                self.screen.note(line)
-        if "accepted" in row:
-            self.row["candidates"] = self.row.get("candidates", 0) + len(row["accepted"])
         if name == "population" and row["event"] != "prune":
             texts = []
             for I in row["P"]:
@@ -109,16 +88,7 @@ class Log:
 
     def keep_step(self, t: int, taus: Sequence[Trajectory], row: Row) -> None:
         """Writes what an update learned from; its row waits for evolution and evaluation."""
-        rows = []
-        for tau in taus:
-            rows.append(tau.record())
-            if tau.tokens:
-                rows[-1]["token_data"] = token_data(tau, self.policy.tokenizer)
-        self.run.write_trajectories(f"step-{t:06d}", rows)
-        if t == 1:
-            longest = max(taus, key=lambda tau: len(tau.turns))
-            mask = show_mask(longest, self.policy.tokenizer)
-            self.screen.note(f"step   1  tokens after a | are trained on:\n{mask}")
+        self.run.write_trajectories(f"step-{t:06d}", [tau.record() for tau in taus])
         self.row |= row
 
     def add_evaluation(self, split: str, taus: Sequence[Trajectory]) -> None:
@@ -147,7 +117,6 @@ class Log:
         scores = compute_metrics(self.task, taus, self.metrics)
         self.metrics, self.questions = list(scores[0]), len(taus)
         self.held_out[setting] = make_evaluation_row(self.task, taus, scores)
-        self.spread[setting] = pstdev(row[self.metrics[0]] for row in scores)
         stored = [
             taus[k].record() | {"setting": setting, "metrics": scores[k]}
             for k in space_evenly(len(taus), STORED)
@@ -178,12 +147,10 @@ class Log:
         summary = {  # other programs may rely on these keys
             "mode": cfg.mode, "seed": cfg.seed, "steps": cfg.T, "metric": metric, "metrics": self.metrics,
             "tools": self.tools, "start": rows[START], "end": next(iter(rows.values())),
-            "held_out": rows, "spread": self.spread, "questions": n, "seconds": round(seconds, 1),
+            "held_out": rows, "questions": n, "seconds": round(seconds, 1),
             "overhead_inference": round(cost["verification_rollouts"] / max(1, cost["training_rollouts"]), 4),
             "ledger": cost, "generations": trace_lineage({I.id: I.parent for I in P.family}, I_star.id),
-            "I_star": I_star.text, "evolved": cost["evolutions"] > cost["evolutions_in_vain"],
-            "versions": self.versions,
-            "conclusion": conclude({name: row[metric] for name, row in rows.items()}, n, metric, self.spread),
+            "I_star": I_star.text, "versions": self.versions,
         }  # fmt: skip
         run.write("summary.json", json.dumps(summary, indent=1))
         final = {f"final/{name}/{k}": x for name, row in rows.items() for k, x in row.items()}
@@ -193,13 +160,9 @@ class Log:
         self.screen.close()
         lines = [
             tabulate(summary),
-            tell_speed(steps),
             f"{many(cfg.T, 'step')} in {seconds:.0f} s. {run.path}: summary.json (metrics by source, too), "
             "I_star.txt, policy/, metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/",
         ]
-        for _, kind, text in self.silence.lasting():
-            lines.append(f"{kind}  until the end, {text}")
-        lines.append(tell_vain(summary))
         print(printable("\n".join(filter(None, lines))))
         try:
             report = importlib.import_module("report")

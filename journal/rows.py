@@ -1,6 +1,5 @@
 """The rows that a run writes, a function each: what happened in, the dict of a line out."""
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -112,14 +111,8 @@ def make_prune_row(t: int, P: Population, pruned: Sequence[Instruction]) -> Row:
 
 
 def make_evolution_row(t: int, P: Population, outcome: str) -> Row:
-    """Returns an evolution: its outcome in a line, and below it the instructions that joined."""
-    text = outcome
-    for I in P.active:
-        if I.born == t:
-            parent = P.family[I.parent].text if I.parent is not None else ""
-            score = f"{I.verified:.2f}" if I.verified is not None else ""
-            text += f"\n{'':18}#{I.id:<3d} {score:4s}  + {find_added(I.text, parent)}"
-    return make_event_row(t, "evolve", P, text)
+    """Returns an evolution and its outcome in a line."""
+    return make_event_row(t, "evolve", P, outcome)
 
 
 def describe_evolution(
@@ -133,16 +126,6 @@ def describe_evolution(
     if left:
         text += f"; {many(left, 'place')} left: {reason}"
     return text
-
-
-def find_added(text: str, parent: str) -> str:
-    """Returns the sentences of an instruction that its parent does not have, on one line."""
-    sentences = [x for x in re.split(r"(?<=[.!?])\s+", text) if x not in parent]
-    # the sentence about tags comes last
-    added = " ".join(sorted(sentences, key=lambda x: "<" in x)).replace("\n", " ")
-    if len(added) > 90:
-        return added[:85] + "[...]"
-    return added or "(other order)"
 
 
 # ---- reflections.jsonl

@@ -10,7 +10,6 @@ from tqdm import tqdm
 from journal.summary import count_calls
 from plumbing.files import Row
 from plumbing.outside import printable
-from plumbing.status import status
 
 QUIET = 30.0  # seconds after which a run without a terminal prints how far it is
 
@@ -19,7 +18,6 @@ class Screen:
     """The run's standard output. `tools`: the columns that count their calls."""
 
     def __init__(self, T: int, tools: Sequence[str] = ()):
-        status("")
         self.T, self.tools, self.printed = T, tools, perf_counter()
         # None: no bar without a terminal. Twice a second at most: other programs need the cores.
         self.bar = tqdm(
@@ -51,7 +49,7 @@ class Screen:
         elif name == "population":
             text = f"{row['event']:6s}  {row['text']}"
         else:
-            text = tell_trouble(row)
+            text = ""
         if text:
             self.note(f"step {row['t']:3d}  {text}")
 
@@ -77,21 +75,3 @@ def tell_step(row: Row, tools: Sequence[str]) -> str:
     said = [form.format(known[name]) for name, form in forms.items() if name in known]
     seconds = sum(row.get(f"time/{x}", 0.0) for x in ("rollout", "reward", "update", "evolve"))
     return "  ".join([*said, f"{seconds:.1f} s/step"])
-
-
-def tell_trouble(row: Row) -> str:
-    """Returns what a row of reflections.jsonl has of trouble; "" for none."""
-    call, rejected = row.get("call", {}), row.get("rejected")
-    if call.get("cut"):
-        return "the optimizer's reply was cut off by a length limit"
-    if call.get("refused"):
-        return "the optimizer refused to reply"
-    if rejected is not None and not row["accepted"]:
-        why = f"the first: {rejected[0]['reason']}" if rejected else "it has no <ins_k> block"
-        return f"the optimizer's reply has no candidate, {len(rejected)} were rejected; {why}"
-    means = set()
-    for c in row.get("verified", ()):
-        means |= {c["r"], c["r_parent"]}
-    if len(means) == 1 and row["D_B"]:
-        return f"verified nothing: on D_B all revisions and their parent earn {means.pop():.2f}"
-    return ""

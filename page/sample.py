@@ -13,8 +13,8 @@ from plumbing.files import Row, parse_lines
 from plumbing.outside import finite
 
 GROUP = 64  # trajectories of a group, at most
-COLUMNS = "page place kind t ins reward failed stop source calls question group tokens".split()
-SHOWN = "prediction golds metrics advantage action_tokens token_data".split()
+COLUMNS = "page place kind t ins reward failed stop source calls question group".split()
+SHOWN = "prediction golds metrics advantage action_tokens".split()
 
 
 def sample_trajectories(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str, str]]:
@@ -70,17 +70,14 @@ def compress_json(x: object) -> str:
 
 
 def _rows(file: Path, limit: int) -> tuple[list[Row], int, bool]:
-    """About `limit` rows of a file, whole groups, those with data of their tokens first; how many
-    lines the file has, and whether it is damaged."""
+    """About `limit` rows of a file, whole groups; how many lines the file has, and whether it is damaged."""
     lines, damaged = list[str](), False
     try:
         with gzip.open(file, "rt", encoding="utf-8", errors="replace") as stream:
             lines.extend(stream)
     except (OSError, EOFError, zlib.error):
         damaged = True
-    # stable: groups stay together
-    watched_first = sorted(lines, key=lambda line: '"token_data": {"' not in line)
-    read = watched_first[: limit + GROUP]
+    read = lines[: limit + GROUP]
     rows = parse_lines(read, "response")
     damaged |= len(rows) < len(read)
     while 0 < limit < len(rows) and rows[limit]["group"] == rows[limit - 1]["group"]:
@@ -111,7 +108,6 @@ def _entry(row: Row, name: str, tree: Row, T: int) -> Row:
         "source": row["source"],
         "calls": sum(bool(turn["tool"]) and turn["result"] is not None for turn in row["turns"]),
         "group": row["group"],
-        "tokens": "token_data" in row,
     }
 
 

@@ -6,15 +6,10 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from journal.rows import count_costs
-from journal.silence import ALL_ALIKE, NO_ANSWER, NOT_FOLLOWED, SOLVED, Silence
-from journal.summary import count_seconds, measure_speed, tell_vain, trace_lineage
+from journal.summary import count_seconds, measure_speed, trace_lineage
 from page.read import Run, finite_number
 from plumbing.files import Row
 
-# panel that shows a sign
-PANELS = {
-    NO_ANSWER: "answered", ALL_ALIKE: "zero_variance_groups", SOLVED: "zero_variance_groups", NOT_FOLLOWED: "reward",
-}  # fmt: skip
 RUNNING = 600.0  # seconds without a line after which an unfinished run counts as stopped
 
 
@@ -39,13 +34,12 @@ def find_status(run: Run) -> Row:
 
 
 def describe_gain(run: Run) -> Row:
-    """What was gained: the final table with its sentence, or for an unfinished run its rewards."""
+    """What was gained: the final table , or for an unfinished run its rewards."""
     rewards = read_column(run.steps, "reward")
     few = max(1, min(5, len(rewards) // 2))
     return {
         "table": run.summary.get("held_out", {}),
         "questions": run.summary.get("questions"),
-        "sentence": run.summary.get("conclusion", ""),
         "few": few,
         "rewards": [fmean(rewards[:few]), fmean(rewards[-few:])] if rewards else None,
     }
@@ -93,7 +87,7 @@ def find_warnings(run: Run) -> list[Row]:
     rows = [row for row in run.steps if row["t"] > 0]
     if not rows:
         return [_warning("No step has been measured yet.")]
-    return [*_of_numbers(rows, run.metrics[0]), *_of_silence(run, rows), *_of_updates(rows)]
+    return [*_of_numbers(rows, run.metrics[0]), *_of_updates(rows)]
 
 
 def _warning(text: str, panel: str = "") -> Row:
@@ -120,21 +114,6 @@ def _of_numbers(rows: list[Row], metric: str) -> Iterator[Row]:
         best, last = max(means), means[-1]
         if best - last > 0.3 * max(abs(mean) for mean in means):
             yield _warning(f"Reward fell from {best:.2f} to {last:.2f}.", "reward")
-
-
-def _of_silence(run: Run, rows: list[Row]) -> Iterator[Row]:
-    """What the run itself has warned of."""
-    silence, lasted = Silence(), dict[str, tuple[int, str]]()
-    for row in run.steps:
-        silence.hear(row)
-        for sign, _, text in silence.lasting():
-            lasted[sign] = row["t"], text
-    for sign, (t, text) in lasted.items():
-        until = "To the end" if t == rows[-1]["t"] else f"Up to step {t}"
-        yield _warning(f"{until}, {text}", PANELS.get(sign, ""))
-    vain = tell_vain(run.summary)
-    if vain:
-        yield _warning(vain, "tree")
 
 
 def _of_updates(rows: list[Row]) -> Iterator[Row]:

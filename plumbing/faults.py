@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from plumbing.outside import printable
-from plumbing.status import status
 
 
 class Fault(Exception):
@@ -95,5 +94,3 @@ def one_line(program: str = "") -> Iterator[None]:
         text = printable(f"{program}: {e}" if program else str(e))
         tell_torchrun(text)
         sys.exit(text)
-    finally:
-        status("")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.faults import Fault, Outage
-from plumbing.status import status
 
 # a server prints it once it accepts connections
 LISTENING = re.compile(r"^listening on (http://\S+)$", re.M)
@@ -148,7 +147,6 @@ class Servers(contextlib.AbstractContextManager["Servers"]):
     def __call__(self, *argv: str, deadline: float = 60.0) -> str:
         last = self._running.get(argv)
         if not last or not last.alive():
-            status("starting a server")
             port = int(last.url.rpartition(":")[2]) if last else 0
             try:
                 self._running[argv] = Child([*argv], self.log, deadline, port)

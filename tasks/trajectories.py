@@ -82,9 +82,6 @@ class Trajectory:
     advantage: float = 0.0  # A-hat
     # A-hat of each turn, where a learner tells turns apart
     credit: list[float] = field(default_factory=list)
-    watched: bool = False  # whether the update fills `tokens`
-    # numbers of each action token by name: see grpo.note_tokens
-    tokens: dict[str, list[float]] = field(default_factory=dict)
 
     def act(self, ids: list[int], logps: list[float]) -> None:
         self.ids += ids

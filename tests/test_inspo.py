@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from journal.directory import RunDirectory
 from json_server import ChatServer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -28,7 +29,6 @@ import inspo
 from config import parse_flags, read_config
 from engines.vllm_engine import vllm_version
 from grpo import Learner
-from journal.directory import RunDirectory
 from plumbing import checkpoint
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
@@ -165,7 +165,7 @@ def test_a_run_leaves_what_it_promises(whole):
     # chosen by the machine, kept for others
     assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
     summary = json.loads((out / "summary.json").read_text())
-    keys = "mode seed metric metrics tools start end spread held_out seconds overhead_inference evolved I_star".split()
+    keys = "mode seed metric metrics tools start end held_out seconds overhead_inference I_star".split()
     assert not set(keys) - set(summary)
     assert (summary["metric"], summary["metrics"], summary["tools"]) == (
         "em",
@@ -383,9 +383,9 @@ def test_a_hostile_optimizer_s_words_stay_words(tmp_path, monkeypatch):
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
         code, stdout, stderr = run_here(*flags)
         assert code == 0, (code, stderr)
-        assert "1 evolution changed no instruction" in stdout and "\x1b" not in stdout
+        assert "\x1b" not in stdout
         summary = json.loads((tmp_path / "r" / "summary.json").read_text())
-        assert summary["evolved"] is False and summary["ledger"]["evolutions_in_vain"] == 1
+        assert summary["ledger"]["evolutions_in_vain"] == 1
         family = {
             I["id"]: I["text"]
             for e in read_jsonl(tmp_path / "r" / "population.jsonl")
@@ -743,28 +743,10 @@ def test_the_last_screen_shows_metrics_winner_and_cost(whole):
 
 
 def test_a_run_stores_what_its_page_shows(whole):
-    """The data of tokens of a sample of groups, and the same questions under several
-    instructions."""
+    """The same questions under several instructions, and how fast it was."""
     out, _ = whole
-    for t in range(1, 11):
-        rows = trajectories(out, t)
-        watched = [row for row in rows if "token_data" in row]
-        assert len(watched) == 4 == len(rows)  # 10 are watched: all of them
-        for row in watched:
-            data = row["token_data"]
-            assert (
-                data["n"]
-                == row["action_tokens"]
-                == len(data["logp"])
-                == len(data["engine"])
-                == sum(data["turns"])
-            )
-            # as the policy reads it, with the question at its place
-            asked = row["question_text"].lower().removesuffix("?")
-            assert f" Question: {asked} ? <|assistant|>" in data["prompt"]
-            # they are stored with four digits
-            assert data["logp"] == pytest.approx(data["engine"], rel=2e-3, abs=1e-3)
-            assert row["question_text"].endswith("?") and row["source"].startswith("world-")
+    for row in trajectories(out, 1):
+        assert row["question_text"].endswith("?") and row["source"].startswith("world-")
     names = {path.name for path in (out / "trajectories").iterdir()}
     verified = [row for row in read_jsonl(out / "reflections.jsonl") if "verified" in row]
     assert {f"verify-{row['t']:06d}-{row['round']}.jsonl.gz" for row in verified} <= names

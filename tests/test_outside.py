@@ -2,7 +2,6 @@
 
 import json
 import random
-from dataclasses import asdict
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +10,8 @@ from tokenizers_like import MAKERS, control_ids, made
 
 import ask
 from config import WORLD, Config
-from journal.screen import Screen
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, plain, printable
-from reflect import Call
 from tasks import Question, Trajectory, Turn
 from tasks.formats import Action, encode
 from tasks.search_qa import SEARCH_R1, SearchQA
@@ -182,25 +179,6 @@ def test_what_the_agent_and_its_passages_say_moves_no_cursor(capsys):
     assert (
         "\x1b" not in shown and "\x9b" not in shown and "\\x1b[31mx" in shown and "passage" in shown
     )
-
-
-def test_a_run_s_notes_move_no_cursor(capsys):
-    screen, row = Screen(9), {"t": 15, "round": 0, "parent": 3}
-    rejected = [{"k": 1, "reason": "lost \x1b[2J"}, {"k": 2, "reason": "empty"}]
-    capsys.readouterr()
-    for accepted, refused in [([], []), ([], rejected), ([2], rejected)]:
-        screen.show_row("reflections", row | dict(accepted=accepted, rejected=refused))
-    for call in [
-        Call("k", "p", "r", 1, 1, 0.0, False, cut=True),
-        Call("k", "p", "r", 1, 1, 0.0, False),
-    ]:
-        screen.show_row("reflections", row | dict(call=asdict(call)))
-    begin = "step  15  the optimizer's reply"
-    assert capsys.readouterr().out.splitlines() == [
-        f"{begin} has no candidate, 0 were rejected; it has no <ins_k> block",
-        f"{begin} has no candidate, 2 were rejected; the first: lost \\x1b[2J",
-        f"{begin} was cut off by a length limit",
-    ]
 
 
 def test_no_control_character_reaches_a_terminal():

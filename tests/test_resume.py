@@ -24,11 +24,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from journal.checkpoints import Checkpoints
+from journal.directory import RunDirectory, step_of
 
 from config import WORLD, Config
 from inspo import Evolution, compare, inspo
-from journal.checkpoints import Checkpoints
-from journal.directory import RunDirectory, step_of
 from journal.log import Log
 from models.model import load_tokenizer
 from plumbing import stop
@@ -273,12 +273,9 @@ def test_everything_is_measured_in_the_task_s_own_metrics(whole):
         one = [row["metrics"]["mark"] for row in kept if row["source"] == "s1"]
         assert means["mark/s1"] == pytest.approx(statistics.fmean(one))
         assert means["mark"] == pytest.approx(statistics.fmean(marks)) and set(marks) <= {-0.5, 1.5}
-        assert summary["spread"][name] == pytest.approx(statistics.pstdev(marks))
         cells = [means[k] for k in ("mark", "letters")]
         assert " ".join([name, *(f"{x:.3f}" for x in cells)]) in re.sub(" +", " ", stdout)
-    assert re.search(r"^mark [+-]\d", stdout, re.M) and not re.search(
-        r"\b(EM|F1|em|f1|searches)\b", stdout
-    )
+    assert not re.search(r"\b(EM|F1|em|f1|searches)\b", stdout)
     prompts = [
         row["call"]["prompt"] for row in read_jsonl(out / "reflections.jsonl") if "call" in row
     ]

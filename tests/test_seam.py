@@ -16,15 +16,13 @@ import pytest
 import torch
 
 from config import PRESETS, Config, parse_flags
-from models.model import load_tokenizer
 from plumbing.faults import Fault
 from tasks import Job, Question, Task, Trajectory
 from tasks.loading import check_questions, choose_instruction, load_task, read_instruction
 from tasks.metrics import average_by_source, compute_metrics, set_rewards
-from tasks.sampling import draw_questions, rng_of, take_subset
+from tasks.sampling import draw_questions, rng_of, space_evenly, take_subset
 from tasks.search_qa import SEARCH_R1, SearchQA
 from tasks.tools import Calculator
-from training.checks import find_doubts
 from training.policy import Policy
 
 GAME = """
@@ -556,66 +554,11 @@ def test_a_subset_is_the_same_every_time_and_has_every_source_in_its_share(n):
         assert take_subset(questions, most) == questions
 
 
-# ---- what the policy is to read
-
-
-class Said(Task):
-    tools = (Calculator(),)
-
-    def questions(self, split):
-        return [Question("1", self.text)]
-
-    def reward(self, taus):
-        return [0.0] * len(taus)
-
-
-WORLD = read_instruction(PRESETS["world"]["instruction"])
-FOREIGN = "Quarks zwitschern xylophon. "
-
-
 @pytest.mark.parametrize(
-    "instruction, text, says",
-    [
-        ("Use <calculate> and </calculate>, then <answer> and </answer>.", "", []),
-        ("Be nice.", "", ["no prompt mentions <calculate>, <answer>,"]),
-        ("Use <calculate> and <answer> tags.", "", []),
-        ("Say it in <answer>.", "Do not <calculate>!", []),
-        ("Say it in <answer>.", "", ["no prompt mentions <calculate>,"]),
-        (f"{WORLD} <calculate>", "Name the founder of the producer of the film Migix Gonuth?", []),
-        (f"{WORLD} <calculate>", FOREIGN, ["of the tokens of the questions are unknown"]),
-        (f"{WORLD} <calculate>" + FOREIGN * 50, "", ["of the tokens of the instruction are unknown"]),
-    ],
-)  # fmt: skip
-def test_tags_that_no_prompt_mentions_and_texts_that_a_model_does_not_know_are_said(
-    instruction, text, says
-):
-    task = Said(Config(**PRESETS["world"]))
-    task.instruction, task.text = instruction, text
-    doubts = list(find_doubts(task, load_tokenizer(task.cfg.model)))
-    if WORLD not in instruction:
-        doubts = [doubt for doubt in doubts if "unknown" not in doubt]
-    assert len(doubts) == len(says) and all(
-        x in doubt for x, doubt in zip(says, doubts, strict=True)
-    )
-
-
-@pytest.mark.parametrize(
-    "format, tools", [("hermes", "search"), ("tags", "none"), ("tags", "search")]
+    "n, k, places", [(10, 0, []), (10, 3, [0, 3, 6]), (3, 10, [0, 1, 2]), (7, 7, list(range(7)))]
 )
-def test_the_default_instructions_leave_no_doubt(format, tools):
-    task = load_task(
-        Config(**PRESETS["world"] | {"format": format, "tools": tools, "instruction": ""})
-    )
-    task.instruction = choose_instruction(task)
-    assert not [
-        doubt for doubt in find_doubts(task, load_tokenizer(task.cfg.model)) if "no prompt" in doubt
-    ]
-
-
-def test_the_world_leaves_no_doubt():
-    task = load_task(Config(**PRESETS["world"]))
-    task.instruction = choose_instruction(task)
-    assert not list(find_doubts(task, load_tokenizer(task.cfg.model)))
+def test_a_sample_is_spread_evenly(n, k, places):
+    assert space_evenly(n, k) == places
 
 
 @pytest.mark.parametrize("state, says", [

@@ -55,7 +55,7 @@ def check(out: Path, steps: int, learned: bool = True) -> None:
 def test_a_run_with_tied_embeddings_in_one_process(whole):
     out, stdout = whole
     check(out, 4)
-    assert "1 x cpu" not in stdout and "vllm engine: as asked" in stdout
+    assert "1 x cpu" not in stdout and "vllm engine" in stdout
     assert {path.name for path in (out / "checkpoints").iterdir()} == {"step-000003", "step-000004"}
 
 
@@ -63,7 +63,7 @@ def test_and_in_two_processes(tmp_path):
     code, stdout, stderr = finish(start(2, "--out", tmp_path / "r", *FLAGS), 300)
     assert code == 0, stderr
     check(tmp_path / "r", 4)
-    assert "2 x cpu, float32, vllm engine: as asked" in stdout and stdout.count(" engine: ") == 1
+    assert "2 x cpu, float32, vllm engine" in stdout and stdout.count(" engine)") == 1
 
 
 def test_a_run_with_embeddings_of_their_own_on_own_data_in_two_processes(tiny, tmp_path):

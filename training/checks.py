@@ -3,7 +3,6 @@ room for a turn."""
 
 import importlib.util
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,13 @@ from typing import Any
 import torch
 
 from config import Config, read_cards
-from engines.choose import choose_engine, device_of, without_cuda
+from engines.choose import choose_engine, device_of
 from models import lora
 from models.model import load_config, load_tokenizer, skeleton
 from plumbing.faults import Fault
-from plumbing.outside import printable, without_secrets
-from plumbing.status import status
+from plumbing.outside import without_secrets
 from plumbing.stop import count_ranks
 from tasks import Task
-from tasks.formats import encode
 from training.duration import describe_time, flops_of
 from training.fit import Place, decide, find_flags, shapes
 
@@ -34,7 +31,6 @@ def print_memory(cfg: Config) -> None:
     config, engine = shapes(cfg.model), "torch" if cfg.engine == "torch" else "vllm"
     place = Place(config, engine, gpus, memory)
     fitted, fit = decide(cfg, place, flops_of(card))
-    status("")
     print(fit.table(), flush=True)
     if fit.fault():
         raise Fault(f"{fit.fault()}; {find_flags(cfg, place)}")
@@ -80,24 +76,6 @@ def check_disk(cfg: Config) -> None:
         )
 
 
-def find_doubts(task: Task, tokenizer: Any) -> Iterator[str]:
-    """Yields what is probably a mistake in what the policy is to read."""
-    questions, form = task.questions("train")[:64], task.make_format()
-    prompt = str(form.messages(task.instruction, questions[0]))
-    tags = [end.replace("/", "") for end in form.stop_strings()]
-    untold = [tag for tag in tags if tag not in prompt]
-    if untold:
-        yield f"no prompt mentions {', '.join(untold)}, and nothing else is read: let the instruction name the tags"
-    for what, text in (
-        ("instruction", task.instruction),
-        ("questions", " ".join(q.text for q in questions)),
-    ):
-        ids = encode(tokenizer, text)
-        unknown = ids.count(tokenizer.unk_token_id)
-        if unknown > len(ids) / 3:
-            yield f"{unknown / len(ids):.0%} of the tokens of the {what} are unknown to --model {task.cfg.model}"
-
-
 def is_wide(model: str) -> bool:
     return bool(shapes(model).get_text_config().hidden_size >= WIDE)
 
@@ -106,22 +84,22 @@ def check_device(cfg: Config) -> None:
     """Raises Fault if a CPU that the user did not ask for would have to train a large model."""
     if not cfg.device and device_of(cfg) == "cpu" and is_wide(cfg.model):
         raise Fault(
-            f"--model {cfg.model}: {without_cuda()}; fix that, or take weeks with --device cpu"
+            f"--model {cfg.model}: torch {torch.__version__} finds no CUDA device; fix that, or take weeks with"
+            " --device cpu"
         )
 
 
-def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
-    """Returns `cfg` with --engine and --recompute decided, and why this engine; Fault if the run
-    cannot work.
+def check_machine(cfg: Config, device: str, task: Task) -> Config:
+    """Returns `cfg` with --engine and --recompute decided; Fault if the run cannot work.
 
     It cannot with too little memory or disk or too few positions, nor where the first instruction
     leaves no room for a turn.
     """
     check_device(cfg)
-    engine, why = choose_engine(cfg, device)
+    engine = choose_engine(cfg, device)
     if engine == "torch" and cfg.vllm != "colocate":
         raise Fault(
-            f"--vllm {without_secrets(cfg.vllm)}: the engine would be torch ({why}); add --engine vllm, or leave it out"
+            f"--vllm {without_secrets(cfg.vllm)}: the engine would be torch; add --engine vllm, or leave it out"
         )
     if device == "cpu" and cfg.micro_tokens == Config.micro_tokens and not is_wide(cfg.model):
         # a CPU has room for their activations
@@ -152,7 +130,5 @@ def check_machine(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
             f"--max_prompt {cfg.max_prompt}: the first instruction and a question are {shortest} tokens at least, so no"
             " turn could start; raise it"
         )
-    for doubt in find_doubts(task, tokenizer):
-        print(printable(f"note: {doubt}"), flush=True)
     check_disk(cfg)
-    return replace(cfg, engine=engine, recompute=abs(cfg.recompute)), why
+    return replace(cfg, engine=engine, recompute=abs(cfg.recompute))

@@ -47,7 +47,6 @@ from models.model import (
 from plumbing import stop
 from plumbing.faults import CheckpointFault, DiskFault, Diverged, Fault, first_line
 from plumbing.files import Row
-from plumbing.status import status
 from population import Instruction
 from rollout import rollout
 from tasks import Job, Task, Trajectory
@@ -61,7 +60,6 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 FILES = 7  # of a rank's share in a checkpoint: safetensors makes a file's bytes in memory
-WATCHED = 10  # trajectories of a step, rounded up to whole groups, whose tokens the run stores
 # one process saves checkpoints without a group
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 # what saves GPU memory in an update, and in a rollout
@@ -233,7 +231,6 @@ class Policy:
     """
 
     def __init__(self, cfg: Config, ranks: Ranks, task: Task, learner: type[Learner] | None = None):
-        status("loading the policy")
         learner = learner or Learner
         self.cfg, self.ranks, self.task = cfg, ranks, task
         self.stop_strings = task.make_format().stop_strings()
@@ -334,24 +331,11 @@ class Policy:
         """Takes step t of GRPO on the rewarded trajectories (Eq. 2); returns the metrics of the
         whole batch.
 
-        `tokens` of a sample of the trajectories, some 10 in whole groups, then holds what the
-        update saw of them. Raises Diverged when MAX_SKIPPED optimizer steps in a row had no finite
-        gradient.
+        Raises Diverged when MAX_SKIPPED optimizer steps in a row had no finite gradient.
         """
         self.t = t
         self.sleep()
-        # a sample of the groups is watched
-        groups = list(dict.fromkeys(tau.group for tau in taus))
-        watched = {groups[k] for k in space_evenly(len(groups), math.ceil(WATCHED / self.cfg.G))}
-        for tau in taus:
-            tau.watched = tau.group in watched
         metrics = self.learner.update(t, minibatches(list(taus), self.cfg))
-
-        # each rank has noted the tokens of its own trajectories
-        noted = {k: tau.tokens for k, tau in enumerate(taus) if tau.tokens}
-        for share in self.ranks.gather(noted):
-            for k, tokens in share.items():
-                taus[k].tokens = tokens
         skipped = self.learner.remembered.get("skipped", 0)
         if skipped >= MAX_SKIPPED:
             raise Diverged(

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 from config import PRESETS, Config, Settings, check_settings, configure, find_endpoint
 from plumbing.faults import together
 from plumbing.hub import check_model
-from plumbing.status import status
 from plumbing.stop import leads
 from tasks import Task
 from tasks.loading import check_questions, choose_instruction, load_task
@@ -34,11 +33,11 @@ if TYPE_CHECKING:
 
 def prepare(
     given: Config | None, settings: Settings
-) -> "tuple[float, Config, Config, str, Task, Ranks] | None":
+) -> "tuple[float, Config, Config, Task, Ranks] | None":
     """Checks all that a run needs, on rank 0, and joins the ranks. Raises Fault.
 
     Returns when it began, by `time.perf_counter`; the configuration to record; the same with
-    --engine, --recompute and --micro_tokens decided; why this engine; the task; and the ranks. For
+    --engine, --recompute and --micro_tokens decided; the task; and the ranks. For
     --dry_run it prints the memory and returns None. `settings` replace `given` ones, or a preset's.
     """
     began = time.perf_counter()
@@ -48,7 +47,6 @@ def prepare(
     task = load_task(cfg, settings.get("task"))
     task.instruction = choose_instruction(task)
     if leads() and not cfg.dry_run:
-        status("reading the questions")
         together(
             lambda: check_questions(task),
             task.check,
@@ -56,7 +54,6 @@ def prepare(
             lambda: find_endpoint(cfg),
             lambda: check_preset_device(cfg),
         )
-    status("importing torch")
     # in a thread: an interrupt would leave half of it, and no later call could train
     with ThreadPoolExecutor(1) as importer:
         needed = "training.checks" if cfg.dry_run else "training.policy"
@@ -73,12 +70,12 @@ def prepare(
         return None
     if torch.get_num_threads() != cfg.threads:  # it was imported before the run was configured
         torch.set_num_threads(cfg.threads)
-    fitted, why, device = cfg, "", device_of(cfg)
+    fitted, device = cfg, device_of(cfg)
     if leads():
         # a resumed run and an export take the run's, on any machine
         cfg = replace(cfg, dtype=dtype_of(cfg, device))
-        fitted, why = check_machine(cfg, device, task)
-    return began, cfg, fitted, why, task, Ranks(device, cfg.patience, cfg.dtype)
+        fitted = check_machine(cfg, device, task)
+    return began, cfg, fitted, task, Ranks(device, cfg.patience, cfg.dtype)
 
 
 def check_preset_device(cfg: Config) -> None:

@@ -27,7 +27,7 @@ function card(name, question, ...content) {
 }
 
 function learnedCard(run) {
-  const { table, sentence, questions, rewards, few } = run.learned;
+  const { table, questions, rewards, few } = run.learned;
   const first = table["first policy, first instruction"];
   const end = table["trained policy, I_star"] || table["trained policy, first instruction"];
   const out = [];
@@ -36,8 +36,6 @@ function learnedCard(run) {
     out.push(h("p", { class: "headline" }, `${named(run.metric)} `, h("b", {}, fixed(from)), " → ", h("b", { class: to > from ? "good" : "" }, fixed(to))));
     out.push(h("p", { class: "under" }, `on ${num(questions)} held-out questions, greedy, after ${plural(run.status.t, "step")}`));
     out.push(corners(run));
-    const [gain, whose] = splitSentence(sentence);
-    if (whose) out.push(h("p", { class: "sentence" }, gain, whose));
   } else if (rewards) {
     out.push(h("p", { class: "headline" }, "Reward ", h("b", {}, fixed(rewards[0])), " → ", h("b", { class: rewards[1] > rewards[0] ? "good" : "" }, fixed(rewards[1]))));
     out.push(h("p", { class: "under" }, `means of the first and the last ${plural(few, "step")} of ${run.status.t}` + (run.status.T ? `; ${run.status.T} are planned` : "")));
@@ -46,11 +44,6 @@ function learnedCard(run) {
   }
   out.push(h("figure", { class: "spark" }));
   return card("learned", "Did it learn?", out);
-}
-
-function splitSentence(sentence) {
-  const at = sentence.lastIndexOf(": ");
-  return at < 0 ? ["", sentence] : [sentence.slice(0, at + 2), h("b", {}, sentence.slice(at + 2))];
 }
 
 // The final table: which policy under which instruction. Its four corners say whose gain it is.
@@ -132,7 +125,7 @@ function troubleCard(run) {
     const show = warning.panel === "tree" ? h("a", { href: "#instructions" }, "see the instructions") : panel && h("button", { class: "link", onclick: jump }, "see the curve");
     return h("li", {}, warning.text, " ", show);
   });
-  const quiet = "Nothing that this page looks for: entropy, answers, groups all alike, engine against trainer, tools, reward, held-out score.";
+  const quiet = "Nothing that this page looks for: numbers that are none, entropy, reward, engine against trainer, skipped updates.";
   const missing = run.missing.map((text) => h("li", { class: "muted" }, text));
   return card(list.length ? "trouble warned" : "trouble", "What stands out?",
     list.length ? h("ul", { class: "warnings" }, list) : h("p", {}, quiet),

@@ -36,7 +36,7 @@ onChange((now, before) => {
     syncFilters();
     drawList(k);
   }
-  if (changed("open", "beside", "paint")) drawTrajectory(k);
+  if (changed("open", "beside")) drawTrajectory(k);
   if (changed("price")) drawCost(k);
 });
 

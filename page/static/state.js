@@ -2,7 +2,7 @@
 
 const DEFAULTS = {
   run: "0", ins: "", kind: "", from: "", to: "", by: "", outcome: "", stop: "", source: "", calls: "", ask: "",
-  open: "", beside: "", paint: "logp", price: "",
+  open: "", beside: "", price: "",
 };
 const listeners = [];
 let state = parseAddress();

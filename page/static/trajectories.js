@@ -38,9 +38,8 @@ function drawTrajectories(k) {
 // Says how many trajectories there were and how many are here: nothing is left out in silence.
 function storedNote(run) {
   const { all } = run.index, rows = rowsOf(run), seen = rows.length;
-  const tokens = rows.filter((row) => row.tokens).length;
   const text = seen < all ? `${num(seen)} of the ${num(all)} trajectories on disk are in this page` : `All ${num(all)} trajectories on disk are in this page`;
-  return h("p", { class: "note" }, `${text}; ${num(tokens)} have the data of their tokens.`);
+  return h("p", { class: "note" }, `${text}.`);
 }
 
 function filters(run) {

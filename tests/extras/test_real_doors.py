@@ -274,7 +274,7 @@ def test_ask_and_evaluate_play_what_the_run_s_evaluation_played(runs, tmp_path, 
     assert "<search> Kujang-ŭp </search>" in said and "Kujang-ŭp is a place in North Korea" in said
 
 
-def test_the_page_has_every_token_s_text(runs, tmp_path):
+def test_the_page_has_every_turn_s_text(runs, tmp_path):
     report.main([str(runs(1, 0)), "--out", str(tmp_path / "page.html")])
     blocks = re.findall(
         r'<script type="text/plain" id="page-\d+">(.*?)</script>',
@@ -288,15 +288,6 @@ def test_the_page_has_every_token_s_text(runs, tmp_path):
     acts = [[text for kind, text in row["parts"] if kind == "act"] for row in shown]
     for row in rows:
         assert [turn["text"] for turn in row["turns"]] in acts
-    split = 0
-    for row in shown:
-        if data := row.get("token_data"):
-            said = "".join(text for kind, text in row["parts"] if kind == "act")
-            assert "".join(data["text"]) == said and len(data["text"]) == data["n"] == len(
-                data["logp"]
-            )
-            split += "" in data["text"] and "ŭ" in data["text"]
-    assert split  # a letter of several tokens, which the first of them has
 
 
 # ---- tokens in, tokens out

@@ -326,9 +326,7 @@ def main():
     cfg = config.parse_flags(sys.argv[4:])
     pretend(ranks, sys.argv[3])
     choose.vllm_version, choose.check_vllm = lambda: True, lambda: None
-    cfg = replace(
-        cfg, dtype=choose.dtype_of(cfg, "cuda"), engine=choose.choose_engine(cfg, "cuda")[0]
-    )
+    cfg = replace(cfg, dtype=choose.dtype_of(cfg, "cuda"), engine=choose.choose_engine(cfg, "cuda"))
     _, card, memory = config.read_cards(cfg.dry_run)
     cfg, fit = decide(cfg, Place(shapes(cfg.model), cfg.engine, ranks, memory), flops_of(card))
     # trajectories in one full micro-batch of every rank
