@@ -12,6 +12,7 @@ import fcntl
 import gzip
 import itertools
 import json
+import os
 import re
 import secrets
 import shutil
@@ -275,7 +276,7 @@ class Checkpoints:
         try:
             written.result()
             torch.save(state | {"files": count_files(new)}, new / "state.pt")
-            new.rename(path)
+            os.replace(new, path)
         except (CheckpointException, OSError, RuntimeError) as e:  # torch.save's on a full disk
             shutil.rmtree(new, ignore_errors=True)  # or a full disk stays full
             raise DiskFault(f"cannot write {path} ({reason(e)})") from None

@@ -8,7 +8,6 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from journal.checkpoints import Checkpoints
 
 import inspo
 from config import Config
@@ -18,6 +17,7 @@ from journal.rows import make_step_row, make_weights_row
 from plumbing.faults import Fault, OptimizerDown
 from population import Population, ReplayBuffer
 from reflect import Call, Optimizer
+from run import Checkpoints
 from tasks import Job, Question, Task, Trajectory
 from tasks.sampling import draw_questions, rng_of
 from tasks.tools import Calculator
@@ -156,11 +156,20 @@ class Recorder:
 
 
 class Kept(Checkpoints):
-    """Checkpoints of a run; `restored`: (P, B) of the one that is resumed; `at`: the step to play,
-    the last trained."""
+    """Checkpoints of a run; `restored`: (P, B) of the one that is resumed; `at`: the step to
+    play."""
 
-    def __init__(self, P: Population, B: ReplayBuffer, log: Recorder, restored=None, at=(1, 0)):
-        self.P, self.B, self.log, self.restored, self.at = P, B, log, restored, at
+    def __init__(self, P: Population, B: ReplayBuffer, log: Recorder, restored=None, at=1):
+        self.cfg, self.P, self.B, self.log, self.restored, self.at = (
+            log.cfg,
+            P,
+            B,
+            log,
+            restored,
+            at,
+        )
+        self.policy = SimpleNamespace(learner=SimpleNamespace(remembered={}))
+        self.saving = None
         log.P, log.B = P, B
 
     def restore(self):
@@ -168,13 +177,8 @@ class Kept(Checkpoints):
             mine.load_state_dict(theirs.state_dict())
         return self.at
 
-    def mark(self, t, ended=False):
-        self.t = t
-        self.log.events.append(("mark", t, ended))
-        self.log.look("mark")
-
     def save(self):
-        self.log.events.append(("save", self.t))
+        self.log.events.append(("save", self.state["t"]))
         self.log.look("save")
 
 
@@ -666,7 +670,7 @@ def run(
     right,
     *replies,
     restored=None,
-    at=(1, 0),
+    at=1,
     static=False,
     D=None,
     task=Exam,
@@ -705,50 +709,22 @@ def test_a_step_is_taken_in_the_order_of_algorithm_1():
         ("update", fresh, 0),
         ("keep_step", learned, 0),  # attributed, and nobody has left yet
         ("prune", {0: 1.0}, 0),
-        ("mark", {0: 1.0}, 1),
         ("call", {0: 1.0}, 1),  # the optimizer reads failures of this very step
         ("accepted", {0: 1.0}, 1),
         ("verify 0", {0: 1.0}, 1),
         ("verified", {0: 1.0}, 1),
         ("evolve", {0: 0.0, 2: 0.0}, 1),
         ("end_step", {0: 0.0, 2: 0.0}, 1),
-        ("mark", {0: 0.0, 2: 0.0}, 1),
         ("save", {0: 0.0, 2: 0.0}, 1),
     ]
     [(t, taus, row)] = log.of("keep_step")
     [(_, trained, _)] = policy.updates
-    assert t == 1 and taus is trained and log.of("mark") == [[1, False], [1, True]]
+    assert t == 1 and taus is trained
     # the weights as they were before any instruction left
     weights = {"w": {"0": 1.0, "1": 0.0}, "w_best": 1.0, "best": 0, "P": 2}
     assert row.items() >= (weights | {"loss": 1.0, "time/update": 1.0}).items()
     measured = make_step_row(Exam(log.cfg, {}), taus, log.cfg.G)
     assert row.items() >= measured.items() and set(make_weights_row(log.P)) < set(row)
-
-
-def test_a_run_that_was_stopped_inside_a_step_evolves_and_evaluates_first():
-    P, B = restored("all", "none")
-    B.add(
-        1, [Trajectory(0, q, 0, [], 0, failed=True) for q in questions("q", 6).values()], [""] * 6
-    )
-    knobs = dict(N_P=2, batch=6, T=2, K_p=1, K_e=1, T_e=100, eval_every=1)
-    right = {"all": 6, "none": 0, "new": 6}
-    _, _, log, _ = run(right, ["new"], restored=(P, B), at=(1, 1), **knobs)
-    evolution = ["call", "accepted", "verify 0", "verified", "evolve"]
-    done = [name for name, *_ in log.seen]
-    rest = [
-        *evolution,
-        "add_evaluation",
-        "add_evaluation",
-        "end_step",
-        "mark",
-        "save",
-        "rollout",
-        "update",
-        "keep_step",
-    ]
-    assert done[: len(rest)] == rest
-    assert steps_of(log, "keep_step") == [2]  # whose own evolution follows
-    assert [row["t"] for row in log.rows("evolve")] == [1, 2]
 
 
 def test_every_question_is_played_G_times_under_one_instruction():
@@ -814,8 +790,8 @@ def test_pruning_and_evolution_keep_their_schedule():
     ]  # not at 14: |P| = N_parent
     assert [row["t"] for row in log.rows("evolve")] == [4, 8]  # not at 12: t < T_e
     assert steps_of(log, "keep_step") == list(range(1, 15))
-    marks = [[0, True], *([t, ended] for t in range(1, 15) for ended in (False, True))]
-    assert log.of("mark") == marks
+    # every ten steps, before a step that evolves, and in the end
+    assert steps_of(log, "save") == [3, 7, 10, 14]
     assert sorted({I.left for I in log.P.family} - {None}) == [2, 4, 6, 8, 10, 12]
     for row in log.rows("prune"):
         left = {I.id for I in log.P.family if I.left == row["t"]}
@@ -872,7 +848,7 @@ def test_the_result_is_the_policy_and_the_instruction_of_greatest_weight():
 
 
 def test_static_mode_trains_one_instruction_and_never_evolves():
-    calendar = {"start", "write_start", "mark", "keep_step", "end_step", "save"}
+    calendar = {"start", "write_start", "keep_step", "end_step", "save"}
     for T_e in (0, 100):  # whatever T_e is
         (_, I), policy, log, _ = run({}, static=True, N_P=1, N_parent=1, T=6, K_p=1, K_e=1, T_e=T_e)
         assert I.text == FIRST and {name for name, *_ in log.events} == calendar
@@ -887,7 +863,7 @@ def test_a_restored_run_continues_with_its_own_population_and_buffer():
         and not log.of("start")
     )
     assert len(log.B.items) == 8 and {job.text for job in policy.rollouts[0][2]} <= {"a", "b"}
-    _, _, log, _ = run({"a": 0}, restored=restored("a"), at=(3, 2), T=4)
+    _, _, log, _ = run({"a": 0}, restored=restored("a"), at=3, T=4)
     assert steps_of(log, "keep_step") == [3, 4]
 
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from plumbing.checkpoint import damage
 from test_grpo import batch_of
 from test_inspo import ENV, ROOT, SMALL, children_of, finish, metrics, popen, wait_for_step
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -28,6 +27,7 @@ from config import WORLD, Config
 from grpo import Learner, minibatches
 from models.model import load_policy
 from plumbing.files import read_jsonl
+from run import read_state
 
 pytestmark = pytest.mark.ranks
 ENV = ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -394,7 +394,7 @@ def test_a_slurm_job_that_is_queued_again_resumes(whole, tmp_path):
             and "resume from step" in stderr
         )
         code, stdout, stderr = finish(popen(command, env | {"SLURM_RESTART_COUNT": "2"}), LIMIT)
-    assert code == 0 and re.search(r"resumed (after|inside) step \d", stdout), stderr
+    assert code == 0 and re.search(r"resumed after step \d", stdout), stderr
     assert metrics(out) == metrics(whole[0])
 
 
@@ -497,7 +497,7 @@ def test_a_signal_saves_and_ends_every_rank(tmp_path, number):
     assert code != 0 and stderr.count(f"stopped by {number.name}") == 1 and "--resume" in stderr
     t = int(re.search(r"resume from step (\d+)", stderr).group(1))
     [saved] = (out / "checkpoints").glob("step-*")
-    assert t >= 3 and saved.name.startswith(f"step-{t:06d}") and damage(saved) == []
+    assert t >= 3 and saved.name.startswith(f"step-{t:06d}") and read_state(saved)["t"] == t
     # torchrun has a traceback of its own
     frames = re.findall(r'^ *File "(.*?)", line', stderr, re.M)
     assert not [frame for frame in frames if frame.startswith(str(ROOT)) and "/.venv/" not in frame]

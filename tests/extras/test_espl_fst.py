@@ -30,7 +30,6 @@ from extras.bench.chaos import hear_signals
 from extras.espl import ESPLConfig, Pool, crossover_prompt, mate, mutation_prompt
 from extras.fst import Front, FSTConfig, feedback_prompt, instance_wins
 from extras.objectives import ObjectiveLearner
-from journal.directory import RunDirectory
 from journal.rows import count_costs
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown
@@ -65,7 +64,7 @@ class FlakyPolicy(WatchedPolicy):
         return tau
 
 
-def run(name, right, *replies, restored=None, at=(1, 0), policy=FlakyPolicy, **knobs):
+def run(name, right, *replies, restored=None, at=1, policy=FlakyPolicy, **knobs):
     """Returns (policy and instruction, policy, log, optimizer) of a whole run."""
     kind, population, usual = SCRIPTS[name]
     cfg = type(usual)(**vars(usual) | knobs)
@@ -276,26 +275,6 @@ def test_a_crossover_has_two_parents_and_comes_before_the_mutation():
     assert (Q.family, Q.ids, Q.ratings) == (P.family, P.ids, P.ratings)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_run_that_was_stopped_inside_a_step_continues_there(name):
-    P = programs(1, Front(FST) if name == "fst" else None)
-    P.family[0].text, B, [child] = FIRST, ReplayBuffer(1000), names(1)
-    step = played({0: {f"q{k}": [1, 0] for k in range(6)}})
-    B.add(2, step, map(shown, step))
-    _, policy, log, optimizer = run(
-        name, {child: 6}, [child], restored=(P, B), at=(2, 2), T=3, eval_every=2, save_every=5
-    )
-    before = [event for event, *_ in log.events]
-    before = before[: before.index("keep_step")]
-    assert "evolve" in before and "start" not in before
-    evaluated = ["add_evaluation"] * 2
-    assert before[before.index("evolve") + 1 :] == [*evaluated, "end_step", "mark", "save"]
-    assert [args[0] for args in log.of("keep_step")] == [3] and [
-        args[0] for args in log.of("save")
-    ] == [2, 3]
-    assert all(when.startswith("t2 r") for when in optimizer.whens)
-
-
 # ---- FST
 
 
@@ -501,19 +480,17 @@ def test_stopped_inside_an_evolution_and_resumed_it_is_bit_identical_and_everyth
     monkeypatch.setattr(inspo.Evolution, "ask", ask)
     with pytest.raises((Fault, SystemExit), match="--resume"):
         script.main([*flags, "--out", str(out)])
-    assert not RunDirectory(out).load_mark(RunDirectory(out).checkpoints()[-1])["ended"]
     monkeypatch.undo()
     script.main([*flags, "--out", str(out), "--resume"])
     assert metrics(out) == metrics(whole)
     weights = [(path / "policy/model.safetensors").read_bytes() for path in (whole, out)]
     assert weights[0] == weights[1]
-    keys = [row["call"]["key"] for row in read_jsonl(out / "reflections.jsonl") if "call" in row]
-    assert keys and len(keys) == len(set(keys))
+    calls = [row for row in read_jsonl(out / "reflections.jsonl") if "call" in row]
     for path in (out, whole):
         ledger = json.loads((path / "summary.json").read_text())["ledger"]
         rows = read_jsonl(path / "reflections.jsonl")
         assert ledger["verification_rollouts"] == sum(row.get("rollouts", 0) for row in rows)
-        assert ledger["optimizer_calls"] == len(keys) and ledger["training_rollouts"] == 6 * 6 * 4
+        assert ledger["optimizer_calls"] == len(calls) and ledger["training_rollouts"] == 6 * 6 * 4
         shutil.rmtree(path / "checkpoints")
 
 
@@ -530,7 +507,7 @@ KINDS = {  # of runs whose evolutions are their own; E-SPL's D_B asks nothing
 
 @pytest.mark.parametrize("every", [24, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
-def test_after_any_two_deaths_a_run_ends_the_same(tmp_path, monkeypatch, name, every):
+def test_after_any_death_a_run_ends_the_same(tmp_path, monkeypatch, name, every):
     config, population, evolution, knobs = KINDS[name]
     cfg = config(**vars(CFG) | STEPS | knobs | dict(mode=name))
     check_deaths(
