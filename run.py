@@ -71,7 +71,7 @@ class Run:
         with ExitStack() as stack, writing(Path(cfg.out or "runs")):
             path = Path(cfg.out) if cfg.out else make_folder(preset_of(cfg.model), cfg.mode)
             path.mkdir(parents=True, exist_ok=True)
-            if not cfg.resume and any(path.iterdir()):
+            if not cfg.resume and any(not file.name.startswith(".") for file in path.iterdir()):
                 raise Fault(f"{path} is not empty: choose another --out, or --resume the run in it")
             run = cls(path)
             stack.callback(run.close)

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import random
 import re
 import shlex
 import shutil
@@ -309,12 +310,15 @@ def test_who_joins_is_not_below_the_parent_on_the_same_questions(whole):
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_it_is_bit_identical(whole, tmp_path):
-    out = tmp_path / "killed"
-    process = start("--out", out, *SMALL)
-    wait_for_step(out, 5, process)
-    process.kill()
-    process.communicate()
+def test_killed_at_random_moments_and_resumed_it_is_bit_identical(whole, tmp_path):
+    out, rng = tmp_path / "killed", random.Random()
+    for t in range(0, 10, 2):
+        resume = ["--resume"] if (out / "config.json").exists() else []
+        process = start("--out", out, *SMALL, *resume)
+        wait_for_step(out, t, process)
+        time.sleep(rng.uniform(0, 2))
+        process.kill()
+        process.communicate()
     code, stdout, stderr = finish(start("--out", out, *SMALL, "--resume"))
     assert code == 0, stderr
     assert metrics(out) == metrics(whole[0])

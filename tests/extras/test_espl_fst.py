@@ -26,7 +26,6 @@ from test_resume import CFG, STEPS, check_deaths, deaths_of
 import inspo
 from config import PRESETS, Config, parse_flags, validate
 from extras import espl, fst, selection
-from extras.bench.chaos import hear_signals
 from extras.espl import ESPLConfig, Pool, crossover_prompt, mate, mutation_prompt
 from extras.fst import Front, FSTConfig, feedback_prompt, instance_wins
 from extras.objectives import ObjectiveLearner
@@ -410,9 +409,7 @@ def test_a_script_runs_in_any_directory(tmp_path):
 def start(script, *flags, cwd):
     pipe = subprocess.PIPE
     argv = [sys.executable, script, *flags]
-    return subprocess.Popen(
-        argv, stdout=pipe, stderr=pipe, text=True, env=ENV, cwd=cwd, preexec_fn=hear_signals
-    )
+    return subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=ENV, cwd=cwd)
 
 
 def test_the_scripted_optimizer_answers_every_prompt():
