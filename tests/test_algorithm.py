@@ -790,8 +790,8 @@ def test_pruning_and_evolution_keep_their_schedule():
     ]  # not at 14: |P| = N_parent
     assert [row["t"] for row in log.rows("evolve")] == [4, 8]  # not at 12: t < T_e
     assert steps_of(log, "keep_step") == list(range(1, 15))
-    # every ten steps, before a step that evolves, and in the end
-    assert steps_of(log, "save") == [3, 7, 10, 14]
+    # before a step that evolves, and in the end
+    assert steps_of(log, "save") == [3, 7, 14]
     assert sorted({I.left for I in log.P.family} - {None}) == [2, 4, 6, 8, 10, 12]
     for row in log.rows("prune"):
         left = {I.id for I in log.P.family if I.left == row["t"]}
