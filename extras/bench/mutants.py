@@ -43,13 +43,7 @@ ROOMS = {  # files; names of tests/test_*.py
     ),
     "engines": (["engines/torch_engine.py"], "engine rollout"),
     "run": (["run.py"], "run resume"),
-    "retrieval": (
-        [
-            f"retrieval/{name}.py"
-            for name in ("bm25", "build", "corpus", "encoder", "index", "server")
-        ],
-        "retrieval_corpus retrieval_index retrieval_server retrieval_serving",
-    ),
+    "retrieval": (["retrieval_server.py"], "retrieval_server retrieval_dense"),
 }
 PLUMBING = {"main", "train", "describe", "how_to_resume"}  # arguments, and lines for a reader
 OPTIONS = [
