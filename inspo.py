@@ -211,10 +211,8 @@ class Evolution:
     def ask(self, I_parent: Instruction, prompt: str, golds: list[str], n: int) -> list[str]:
         """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that
         shows these golds."""
-        call = self.optimizer.ask(prompt, f"t{self.t} r{self.round}")
-        # noted before it is read, since it was billed; a call of an earlier process is there already
-        if not call.paid_before:
-            self.note(I_parent, call=vars(call))
+        call = self.optimizer.ask(prompt)
+        self.note(I_parent, call=vars(call))  # before it is read, since it was billed
         accepted, rejected = read_candidates(
             call.reply,
             I_parent.text,

@@ -87,18 +87,17 @@ class TableOptimizer:
     nothing."""
 
     def __init__(self, *replies: list[str] | Exception):
-        self.replies, self.prompts, self.whens = replies, [], []
+        self.replies, self.prompts = replies, []
 
-    def ask(self, prompt, when):
-        inspect.signature(Optimizer.ask).bind(self, prompt, when)
+    def ask(self, prompt):
+        inspect.signature(Optimizer.ask).bind(self, prompt)
         k = len(self.prompts)
         self.prompts.append(prompt)
-        self.whens.append(when)
         reply = self.replies[k] if k < len(self.replies) else []
         if isinstance(reply, Exception):
             raise reply
         text = "\n".join(f"<ins_{i}> {text} </ins_{i}>" for i, text in enumerate(reply, 1))
-        return Call(when, prompt, text, 1, 1, 0.0, False)
+        return Call(prompt, text, 1, 1, 0.0)
 
 
 class Recorder:
@@ -372,7 +371,8 @@ SIX = dict.fromkeys(["old", "a", "b", "c", "d", "e"], 5)
 def test_rounds_and_places_are_limited(replies, knobs, joined):
     e = Evolved({"old": 0.5}, SIX, *replies, **knobs)
     assert e.joined == joined and e.texts == ["old", *sum(joined, [])]
-    assert e.optimizer.whens == [f"t9 r{k}" for k in range(len(e.optimizer.prompts))]
+    asked = [(row["t"], row["round"]) for row in e.log.rows("call")]
+    assert asked == [(9, k) for k in range(len(e.optimizer.prompts))]
     assert len(e.optimizer.prompts) == len(joined) + replies.count([])
 
 
@@ -832,10 +832,9 @@ def test_both_policies_are_compared_under_both_instructions():
 
 
 def test_after_T_e_the_optimizer_is_not_asked():
-    _, _, log, optimizer = run({}, T=6, K_e=2, T_e=4)
-    assert optimizer.whens[0] == "t0 r0" and {when.split()[0] for when in optimizer.whens[1:]} == {
-        "t2"
-    }
+    _, _, log, _ = run({}, T=6, K_e=2, T_e=4)
+    first, *others = log.rows("call")
+    assert (first["t"], first["round"]) == (0, 0) and {row["t"] for row in others} == {2}
 
 
 def test_the_result_is_the_policy_and_the_instruction_of_greatest_weight():

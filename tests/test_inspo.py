@@ -767,9 +767,6 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(
         said, _, _ = run_here(*flags, "--retriever", child.url)
         first, last = said.strip().splitlines()
         assert "no usable answer" in first and "--resume" in last
-        reflections = read_jsonl(tmp_path / "r" / "reflections.jsonl")
-        # the reply was paid for, and is kept
-        assert [row["t"] for row in reflections if "call" in row] == [0, 3]
         code, _, stderr = run_here(*flags, "--retriever", "", "--resume")
         assert code == 0, (code, stderr)
         whole_calls = [

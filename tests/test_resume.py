@@ -179,11 +179,13 @@ class Optimizer:
     def __init__(self, calls: Calls):
         self.calls = calls
 
-    def ask(self, prompt, when):
-        self.calls(f"{when} ask")
+    def ask(self, prompt):
+        t = self.calls.names[-1].split()[0].lstrip("t") if self.calls.names else "0"
+        self.calls(f"{t} ask")
         parent = prompt.split("<ins_0>")[1].split("</ins_0>")[0].strip()
-        reply = "\n".join(f"<ins_{k}>{parent} Hint {when} {k}.</ins_{k}>" for k in (1, 2, 3))
-        return Call(when, prompt, reply, 10, 20, 0.5, False)
+        mark = hashlib.sha256(prompt.encode()).hexdigest()[:6]
+        reply = "\n".join(f"<ins_{k}>{parent} Hint {mark} {k}.</ins_{k}>" for k in (1, 2, 3))
+        return Call(prompt, reply, 10, 20, 0.5)
 
 
 def play(
@@ -235,7 +237,7 @@ def whole(tmp_path_factory):
 
 def test_the_run_has_every_phase(whole):
     phases = {name.split(" ", 1)[1].split()[0] for name in whole[1]}
-    assert phases - {"r1"} == {"rollout", "verify", "evaluate", "r0"}
+    assert phases == {"rollout", "verify", "evaluate", "ask"}
     assert any(row["event"] == "evolve" and len(row["P"]) > 1 for row in whole[0]["population"])
 
 

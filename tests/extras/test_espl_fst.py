@@ -176,7 +176,7 @@ def test_espl_mutates_after_every_step_but_the_last_and_ends_with_the_newest():
     right = {children[0]: 3, children[1]: 1, children[2]: 6}
     (policy, I), made, log, optimizer = run("espl", right, *[[c] for c in children])
     assert policy is made and I.text == children[2] and I.born == 3
-    assert optimizer.whens == ["t1 r1", "t2 r1", "t3 r1"]
+    assert [(row["t"], row["round"]) for row in log.rows("call")] == [(1, 1), (2, 1), (3, 1)]
     assert (
         [row["t"] for row in log.rows("evolve")] == [1, 2, 3]
         and not log.of("prune")
@@ -253,16 +253,16 @@ def test_a_crossover_has_two_parents_and_comes_before_the_mutation():
         0: {"q0": [1, 1], "q1": [0, 0], "q2": [1, 0]},
         1: {"q0": [0, 0], "q1": [1, 1], "q2": [0, 0]},
     }
-    for crossover, whens in ((0.0, ["t3 r1"]), (1.0, ["t3 r0", "t3 r1"])):
+    for crossover, whens in ((0.0, [(3, 1)]), (1.0, [(3, 0), (3, 1)])):
         optimizer, cfg = (
             TableOptimizer(["crossed"], ["mutated"]),
             ESPLConfig(**vars(ESPL) | dict(crossover=crossover)),
         )
-        P = programs(2)
-        evolution = espl.ESPL(cfg, Exam(cfg, questions("q", 9)), optimizer, P, Recorder())
+        P, log = programs(2), Recorder()
+        evolution = espl.ESPL(cfg, Exam(cfg, questions("q", 9)), optimizer, P, log)
         evolution.B = step_of(table)
         evolution.evolve(3, None)
-        assert optimizer.whens == whens
+        assert [(row["t"], row["round"]) for row in log.rows("call")] == whens
     assert (
         "<other>\nprogram 1\n</other>" in optimizer.prompts[0]
         and "Which q0?" in optimizer.prompts[0]
@@ -314,9 +314,8 @@ def test_a_revision_passes_if_it_is_strictly_better_on_what_was_shown_and_joins_
     _, policy, log, optimizer = run(
         "fst", {good: 6, same: 0}, [same], [good], policy=WatchedPolicy, T=3
     )
-    assert optimizer.whens == ["t2 r0", "t2 r1"] and all(
-        "gold q" in prompt for prompt in optimizer.prompts
-    )
+    assert [(row["t"], row["round"]) for row in log.rows("call")] == [(2, 0), (2, 1)]
+    assert all("gold q" in prompt for prompt in optimizer.prompts)
     [first, second] = log.rows("verified")
     passes = [[(c["text"], c["joined"]) for c in row["verified"]] for row in (first, second)]
     assert passes == [[(same, False)], [(good, True)]]  # a tie does not pass
