@@ -101,6 +101,9 @@ def history_prompt(scored: Sequence[tuple[str, float]], n: int) -> str:
     return HISTORY.format(history="\n".join(pairs), n=n)
 
 
+PROMPT_BUDGET = 16_000  # tokens of failures in a prompt
+
+
 def reflection_prompt(
     instruction: str,
     failures: Failures,
@@ -354,7 +357,6 @@ def connect_optimizer(
         url or start(),
         cfg.optimizer_model,
         key,
-        retries=cfg.optimizer_retries,
         restart=start,
         max_tokens=cfg.max_optimizer_tokens,
         tokens=sum(call["prompt_tokens"] + call["completion_tokens"] for call in calls),

@@ -253,7 +253,7 @@ def test_a_preset_says_all_that_is_missing(tmp_path, monkeypatch, capsys, preset
 
 PAPER = "--preset qwen2.5-3b --model own/policy"
 SMALL = (
-    "--T 1 --batch 4 --mini 4 --G 2 --eval_n 4 --max_prompt 480 --max_response 48 --max_observation 100 --N_P 2"
+    "--T 1 --batch 4 --G 2 --eval_n 4 --max_prompt 480 --max_response 48 --max_observation 100 --N_P 2"
     " --keep 1 --engine torch --device cpu --optimizer_model scripted"
 )
 

@@ -38,7 +38,7 @@ from training.policy import Policy
 FLAGS = dict(zip(SMALL[::2], SMALL[1::2], strict=True))
 SETTINGS = {f.name: f.type(FLAGS[f"--{f.name}"]) for f in fields(Config) if f"--{f.name}" in FLAGS}
 SETTINGS |= dict(T=4, T_e=4, save_every=2, eval_every=2)
-TINY = dict(preset="world", mode="static", T=1, batch=2, mini=2, G=2, eval_n=2, max_response=4)
+TINY = dict(preset="world", mode="static", T=1, batch=2, G=2, eval_n=2, max_response=4)
 PLAYED = Trajectory(0, Question("q", "word?"), 0, [], 1)
 HANDLERS = [signal.getsignal(number) for number in stop.SIGNALS]
 
@@ -151,7 +151,7 @@ def test_the_page_shows_what_runs_after_an_interrupt_while_torch_is_imported_too
     [page] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.S)
     assert len((ROOT / "docs" / "python.md").read_text().splitlines()) <= 60
     (tmp_path / "alliteration.py").write_text(TASK)
-    page = page.replace("T=40", "T=1, batch=2, mini=2")
+    page = page.replace("T=40", "T=1, batch=2")
     notebook = TASK + page.removeprefix("from alliteration import Alliteration\n")
     env = ENV | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
@@ -203,15 +203,13 @@ def test_settings_are_those_of_the_flags():
         "--mode static --T 7",
         "--model smollm2-135m --lr 1e-4",
         "--lora_rank 8",
-        "--offload_reference",
         "--preset world --model m",
         "--preset world --model m --lora_rank 4 --N_P 3",
     ):
         words = flags.split()
-        given = {name[2:]: True for name in words if name == "--offload_reference"}
-        pairs = [] if given else zip(words[::2], words[1::2], strict=True)
+        pairs = zip(words[::2], words[1::2], strict=True)
         types = {f.name: f.type for f in fields(Config)} | {"preset": str}
-        given |= {name[2:]: types[name[2:]](value) for name, value in pairs}
+        given = {name[2:]: types[name[2:]](value) for name, value in pairs}
         assert configure(**given) == parse_flags(words)
     exact = configure(T=np.int64(3), lr=1, out=Path("a") / "b", temperature=np.float32(0.5))
     assert (exact.T, exact.lr, exact.out, exact.temperature) == (3, 1.0, "a/b", 0.5)

@@ -29,7 +29,7 @@ PAGES = sorted(
 )
 # not ours to run
 OTHERS = {"hf", "pip", "curl", "export", "cat", "tar", "vllm", "for", "done", "git", "uv"}
-RUN = "--T 2 --K_p 1 --K_e 1 --T_e 2 --D_B 4 --rounds 1 --batch 4 --mini 4 --G 2 --eval_n 8 --save_every 2"
+RUN = "--T 2 --K_p 1 --K_e 1 --T_e 2 --D_B 4 --rounds 1 --batch 4 --G 2 --mini_batch 8 --eval_n 8 --save_every 2"
 # program -> the flags with which it is run small here; or where else that is done, or why nowhere
 SMALL = {
     "inspo.py": RUN, "extras/selection.py": RUN, "extras/espl.py": RUN + " --buffer 8", "extras/fst.py": RUN,
