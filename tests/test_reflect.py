@@ -584,9 +584,7 @@ def test_without_a_key_there_is_no_authorization_header_and_a_url_may_end_in_a_s
     ],
 )  # fmt: skip
 def test_tokens_that_the_endpoint_does_not_count_are_estimated(endpoint, usage):
-    call = Optimizer(base(endpoint(completion("r" * 400, usage=usage))), "m").ask(
-        "p" * 4000, "t0 r0"
-    )
+    call = Optimizer(base(endpoint(completion("r" * 400, usage=usage))), "m").ask("p" * 4000)
     assert (call.prompt_tokens, call.completion_tokens) == (1000, 100)
 
 
