@@ -52,8 +52,8 @@ train: setup       ## a whole INSPO run on a small world, minutes on two cores (
 real: setup        ## a real language model on real facts: fetched, cold-started, trained, measured (resumable)
 	$(PY) -m extras.real $(ARGS)
 
-report: setup      ## the page of the newest run (ARGS=--serve follows a run)
-	$(PY) report.py $(or $(RUN),$$(ls -td runs/*/ | head -1)) $(ARGS)
+report: setup      ## the page of the newest run
+	$(PY) -m extras.page $(or $(RUN),$$(ls -td runs/*/ | head -1)) $(ARGS)
 
 ask: setup         ## question the agent of the newest run
 	$(PY) ask.py $(ARGS)

@@ -228,6 +228,12 @@ class ReflectionKnobs:
     D_B: int = knob(
         200, "|D_B|: questions on which candidates are verified; 0: they join unverified (Fig. 3)"
     )
+    gate: int = knob(
+        1,
+        "1: of a round's best candidates those join that are not below their parent on D_B; 0: the best (CHOICE-12)",
+        of=(0, 1),
+        more=True,
+    )
     rounds: int = knob(
         5, "rounds of generate and verify in one evolution, at most (App. C)", least=1
     )

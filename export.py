@@ -5,7 +5,7 @@ python export.py runs/NAME                  # the newest checkpoint
 python export.py runs/NAME --step 100       # or --best: the best on the validation questions
 python export.py runs/NAME --adapters       # of a run with --lora_rank: the adapters alone, for peft and vLLM
 vllm serve runs/NAME/step-000100            # the directory loads in vLLM and in transformers
-hf upload OWNER/NAME runs/NAME/step-000100  # its README.md is the model card
+hf upload OWNER/NAME runs/NAME/step-000100
 
 For a run with --lora_rank the weights are those that the policy computed with, adapters merged
 (models/lora.py).

@@ -13,21 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config, parse_flags
-from journal.rows import (
-    describe_evolution,
-    make_evolution_row,
-    make_prune_row,
-    make_start_row,
-    make_step_row,
-    make_verification_row,
-    make_weights_row,
-    sample_verification,
-)
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown, one_line
 from plumbing.servers import Servers
@@ -44,15 +35,15 @@ from reflect import (
     reflection_prompt,
 )
 from tasks import Job, Question, Task, Trajectory
-from tasks.metrics import set_rewards
-from tasks.sampling import draw_questions, rng_of
+from tasks.task import draw_questions, rng_of, set_rewards
 from training.start import prepare
 
+PAGE = "extras.page"  # a guest, asked for where a run ends
 Trial = tuple[int | None, str]  # an instruction's id (None: it is not in P) and its text
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from grpo import Learner
-    from journal.log import Log
+    from log import Log
     from run import Checkpoints
     from training.policy import Policy
 
@@ -82,16 +73,15 @@ def inspo(
             set_rewards(task, taus)  # Alg.1 L7
         policy.learner.set_advantages(taus)  # Eq.3
         # the task's own code runs before the update, where a fault of it costs nothing
-        row = make_step_row(task, taus, cfg.G, log.metrics)
+        log.add_rollouts(t, taus)
         texts = [task.show(tau) for tau in taus]
         metrics = policy.update(t, taus)  # Alg.1 L8 Eq.5
         P.update_weights(taus)  # Alg.1 L9
-        row |= metrics | policy.measure_speed(taus) | make_weights_row(P)
-        log.keep_step(t, taus, row)
+        log.add_update(metrics | policy.measure_speed(taus), P)
         if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
             ranked = P.ranked()  # Alg.1 L11 CHOICE-16
-            pruned = P.prune(ranked, cfg.N_parent, t)  # Alg.1 L12
-            log.write_row("population", make_prune_row(t, P, pruned))
+            P.prune(ranked, cfg.N_parent, t)  # Alg.1 L12
+            log.add_event(t, "prune", P)
         # Experience-driven instruction generation                                           # Alg.1 L14
         B.add(t, taus, texts)  # Alg.1 L15
         if t % cfg.K_e == 0 and t < cfg.T_e and evolution.optimizer:  # Alg.1 L16 CHOICE-2
@@ -143,7 +133,7 @@ class Evolution:
                 f"the optimizer gave no reply to its first call: {e}; check OPENAI_BASE_URL, OPENAI_API_KEY and"
                 " --optimizer_model, or choose --mode static"
             ) from None
-        self.log.write_row("population", make_start_row(self.P))
+        self.log.add_event(0, "start", self.P)
 
     def evolve(self, t: int, policy: Policy) -> None:
         """Replaces P by its parents and verified revisions of them; if none is verified, P and W
@@ -154,7 +144,8 @@ class Evolution:
         n = cfg.N_P - cfg.N_parent  # CHOICE-24
         self.t = t
         self.used = {fold_words(I.text) for I in P_parent}
-        reason = "too few revisions verified"  # of places that stay empty, if all rounds are played
+        # of places that stay empty, if all rounds are played
+        reason = "too few revisions verified" if cfg.gate else "too few well-formed revisions"
         for round in range(cfg.rounds):  # Alg.1 L18 CHOICE-6
             room = cfg.N_P - len(P_parent) - len(P_new)
             if not room:
@@ -183,12 +174,10 @@ class Evolution:
                 tested = self.verify(policy, I_parent, I_new, D_B)  # Alg.1 L21
                 joining = P.select_top(tested, min(room, cfg.top_n))
                 P_new += joining
-                row = make_verification_row(t, round, D_B, tested, joining)
-                self.log.write_row("reflections", row)
+                self.log.add_verification(t, round, D_B, tested, joining)
 
         P.replace_by(P_parent, P_new, t)  # Alg.1 L23
-        outcome = describe_evolution(P_parent, P_new, cfg.N_P - len(P), reason)
-        self.log.write_row("population", make_evolution_row(t, P, outcome))
+        self.log.add_event(t, "evolve", P, reason if len(P) < cfg.N_P else "")
 
     def propose(self, I_parent: Instruction, tau_fail: list[Experience], n: int) -> list[str]:
         """Returns at most `n` well-formed revisions of a parent by the optimizer, and adds them to
@@ -231,7 +220,7 @@ class Evolution:
         """Writes down a `call` to the optimizer; or which blocks of its reply are `accepted`, by
         their place in it, and why the others are `rejected`."""
         row = dict(t=self.t, round=self.round, parent=I_parent.id, **columns)
-        self.log.write_row("reflections", row)
+        self.log.run.append("reflections", row)
 
     def verify(
         self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
@@ -241,11 +230,10 @@ class Evolution:
         trials: list[Trial] = [(I_parent.id, I_parent.text)]
         trials += [(None, text) for text in I_new]
         taus = self.play(policy, f"verify {self.round}", trials, D_B)
-        sample = sample_verification(I_parent, taus)
-        self.log.run.write_trajectories(f"verify-{self.t:06d}-{self.round}", sample)
+        n = len(D_B)
+        self.log.keep_verification(self.t, self.round, I_parent.id, taus, n)
 
         # n rewards of the parent, then n of each revision
-        n = len(D_B)
         rewards = [tau.reward for tau in taus]
         tested = []
         for k, text in enumerate(I_new, 1):
@@ -348,7 +336,7 @@ def train(
     started = prepare(cfg, settings)
     if not started:
         return None
-    from journal.log import Log
+    from log import Log
     from run import Checkpoints, open_run
     from training.policy import Policy, follow
 
@@ -366,8 +354,9 @@ def train(
             optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))
             ranks.broadcast((fitted, task.address()))
             policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, task, learner)))
-        log = Log(cfg, run, task, policy, began)
-        log.introduce(tools, describe_optimizer(optimizer), told)
+        log = Log(cfg, run, task, began)
+        policy.progress = log.show_progress
+        log.introduce(policy.describe(), tools, f"optimizer: {describe_optimizer(optimizer)}", told)
         evolving = evolution(cfg, task, optimizer, population(cfg), log)
         checkpoints = Checkpoints(cfg, run, policy, evolving.P, evolving.B)
         with checkpoints.save_on_failure():
@@ -384,7 +373,18 @@ def main(
     """Trains by the flags of `kind`, with these `parts` of `train` and `changes` in every
     preset."""
     with one_line():
-        train(parse_flags(argv, kind, **changes), *parts, listening=stop.listening)
+        result = train(parse_flags(argv, kind, **changes), *parts, listening=stop.listening)
+        if result:
+            show_page(result.path)
+
+
+def show_page(run: Path) -> None:
+    """Writes the page of a run, which is complete without it."""
+    try:
+        page = importlib.import_module(PAGE)
+        print("see it:", page.write_page([run], run / "report.html"))
+    except (ModuleNotFoundError, Fault) as e:
+        print(f"no page: {e}")
 
 
 if __name__ == "__main__":

@@ -107,9 +107,9 @@ class Population:
         return self._drop(ranked[kept:], t)
 
     def select_top(self, tested: Sequence[Candidate], n: int) -> list[Candidate]:
-        """Returns which of a round's candidates, best first, join: at most `n`, none below its
-        parent."""
-        return [c for c in tested if c.r >= c.r_parent][:n]  # CHOICE-12
+        """Returns which of a round's candidates, best first, join: at most `n`, with --gate 1 none
+        below its parent."""
+        return [c for c in tested if c.r >= c.r_parent or not self.cfg.gate][:n]  # CHOICE-12
 
     def replace_by(self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int) -> None:
         """Replaces P by the parents, with weight 0, and the new ones. Without new ones P and W

@@ -19,7 +19,7 @@ from plumbing.files import Row
 from plumbing.outside import plain, printable, without_secrets
 from plumbing.replies import Reply, read_blocks, read_reply, usage_of
 from plumbing.stop import may_stop
-from plumbing.words import cut_middle, split_words
+from plumbing.words import WORD, compose, cut_middle, split_words
 
 MAX_REPLY = 200_000  # characters of a reply that are read and kept
 QUESTION = re.compile(r"^\W*question\s*:", re.I | re.M)
@@ -30,6 +30,9 @@ CONTROL = re.compile(
 Failures = Sequence[tuple[str, tuple[str, ...]]]
 ESCAPED = re.compile(r'\\n(?![a-z])|\\"')  # no LaTeX, such as \nu
 RESULT = re.compile(r"<information>(.*?)</information>", re.S)
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S)
+TAG = re.compile(r"</?\w+>")
+ANSWER_IS = re.compile(r"\banswers? .*?\b(?:is|are|was|were) (.*)")  # of words in lower case
 
 # App. E, word for word; {n} stands for its N. (The paraphrase prompt has "6" there, which is N_P -
 # 1.)
@@ -235,7 +238,7 @@ def find_flaw(
     if added:
         return f"holds the control token {min(added)}"
 
-    # a question, a result or an answer that the parent does not have
+    # a question, a result or an answer that the parent does not have: CHOICE-35
     if len(QUESTION.findall(text)) > len(QUESTION.findall(old)):
         return "asks a question of its own"
     for result in set(RESULT.findall(candidate)) - set(RESULT.findall(parent)):
@@ -243,9 +246,32 @@ def find_flaw(
             return "holds a search result of its own"
     for gold in golds:
         # "Beijing" is in Search-R1's instruction already
-        if _mentions(candidate, gold) and not _mentions(parent, gold):
+        if gives_away(candidate, gold) and not _mentions(parent, gold):
             return f"contains the gold answer {gold!r}"
     return ""
+
+
+def gives_away(candidate: str, gold: str) -> bool:
+    """Returns whether a candidate gives an answer away.
+
+    A name of several words does so anywhere. One word, or a phrase in lower case, is in any prompt
+    (the paper's have "Evidence", and "Munich" as an illustration): it does where it is the answer,
+    between the tags or in a sentence.
+    """
+    if not _mentions(candidate, gold):
+        return False
+    names = [
+        word for word in WORD.findall(compose(plain(gold)).replace("-", "")) if not word.islower()
+    ]
+    text = plain(candidate)
+    if len(names) > 1 or any(_mentions(answer, gold) for answer in ANSWER.findall(text)):
+        return True
+    for sentence in re.split(r"[.!?\n]", TAG.sub(" ", text)):
+        words = fold_words(sentence)
+        said = ANSWER_IS.search(words)
+        if words.endswith(f"answer {fold_words(gold)}") or (said and _mentions(said[1], gold)):
+            return True
+    return False
 
 
 def _mentions(text: str, answer: str) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from config import RolloutKnobs
 from engines import Engine
 from tasks import Job, Task, Trajectory, Turn
-from tasks.formats import Action, Tags
+from tasks.tools import Action, Tags
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

@@ -18,9 +18,8 @@ from plumbing.servers import Servers
 from plumbing.trust import check_origin
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
-from tasks.loading import choose_instruction, load_task, read_instruction
-from tasks.metrics import compute_metrics, set_rewards
 from tasks.search_qa import SearchQA
+from tasks.task import choose_instruction, compute_metrics, load_task, read_instruction, set_rewards
 
 # Flags of inspo.py that matter here; a run's own values are the defaults. The second half changes
 # no result.

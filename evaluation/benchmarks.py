@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from config import PRESETS
 from tasks import Question
-from tasks.questions import load_questions
+from tasks.search_qa import load_questions
 
 HUB = "hf://datasets/RUC-NLPIR/FlashRAG_datasets"
 BENCHMARKS = {  # the split that is evaluated, and its questions

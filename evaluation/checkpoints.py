@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 
 from config import Config, read_config
-from journal.card import make_card
 from models import lora
 from models.model import empty, export, fill, load_config, load_model, load_tokenizer, named_weights
 from plumbing.faults import Fault
@@ -54,17 +53,14 @@ def export_checkpoint(
     load_tensors(stored, chosen, alone=True)
 
     # what is written
-    library = "peft" if adapters else "transformers"
-    card = make_card(run, cfg, step_of(chosen), I.text, library)
     with new_directory(out) as new:
         if adapters:
             lora.export(model, cfg.lora_alpha, cfg.model, new)
             rounded = f"dithered by a generator of seed {cfg.seed}" if cfg.dither else "rounded"
-            card += lora.LOSS.format(rounded=rounded)
+            write_file(new / "README.md", lora.LOSS.format(rounded=rounded))
         else:
             export(config, model, load_tokenizer(cfg.model), new, computed)
         write_file(new / "I_star.txt", I.text + "\n")
-        write_file(new / "README.md", card)
     return out, step_of(chosen), I.id
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evaluation.measure import format_table
+from evaluation.measure import SHARES, format_table, label
 from evaluation.statistics import (
     Array,
     Difference,
@@ -17,7 +17,6 @@ from evaluation.statistics import (
     compare_pairs,
     compare_seeds,
 )
-from journal.summary import SHARES, label
 from plumbing.faults import Fault
 from plumbing.files import Row, read_jsonl
 from plumbing.outside import decoded

@@ -24,21 +24,19 @@ from evaluation.agents import (
 )
 from evaluation.benchmarks import load_benchmark
 from evaluation.statistics import Interval, average_intervals, estimate_mean
-from journal.summary import SHARES, count_calls, label
 from plumbing.faults import Fault
 from plumbing.files import Row, writing
 from plumbing.outside import finite, without_secrets
 from plumbing.versions import commit
 from run import Run
 from tasks import Question, Task, Trajectory
-from tasks.loading import load_task
-from tasks.questions import holds_gold
-from tasks.sampling import rng_of, take_subset
-from tasks.search_qa import SearchQA
+from tasks.search_qa import SearchQA, holds_gold
+from tasks.task import load_task, rng_of, take_subset
 
 # questions that are played together
 CHUNK = 256
 SPLITS = ("test", "valid", "train")
+SHARES = {"em": "EM", "f1": "F1"}  # metrics that lie between 0 and 1, as they are shown
 
 
 def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
@@ -219,6 +217,19 @@ def tabulate(summary: Row) -> str:
         average = Interval(**summary["average"])
         rows.append({"": "average", "questions": f"{average.n:,}", head: f"{average}"})
     return format_table(rows)
+
+
+def count_calls(row: Row, tools: Sequence[str]) -> Row:
+    """Returns the calls of each tool, or their sum where there are more than three, for which a
+    line has no room."""
+    if len(tools) > 3:
+        return {"tool calls": sum(row[tool] for tool in tools)}
+    return {tool: row[tool] for tool in tools}
+
+
+def label(metric: str) -> str:
+    """Returns a metric's name as it is shown."""
+    return SHARES.get(metric, metric)
 
 
 def format_table(rows: Sequence[Mapping[str, str]]) -> str:

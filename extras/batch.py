@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from grpo import group_advantages
 from tasks import Trajectory
-from tasks.questions import holds_gold, normalize
+from tasks.search_qa import holds_gold, normalize
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]

@@ -120,7 +120,7 @@ def row_of(out: Path) -> Row:
     held = {name: round(means["em"], 4) for name, means in summary["held_out"].items()}
     evals = [[row["t"], row["test/em"]] for row in steps if "test/em" in row]
     return {
-        "commit": summary["versions"]["inspo"],
+        "commit": summary["commit"],
         "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
         "minutes": round(summary["seconds"] / 60, 1),
@@ -129,8 +129,7 @@ def row_of(out: Path) -> Row:
         "searches": round(summary["end"]["searches"], 3),
         "I_star": summary["I_star"],
         "held_out": held,
-        "trajectories": summary["ledger"]["training_rollouts"]
-        + summary["ledger"]["verification_rollouts"],
+        "trajectories": summary["training_rollouts"] + summary["verification_rollouts"],
         "evals": [[0, summary["start"]["em"]], *evals, [summary["steps"], summary["end"]["em"]]],
         "curves": {name: [round(row[name], 3) for row in steps] for name in ("reward", "searches")},
     }

@@ -29,9 +29,9 @@ from plumbing.chat import turn_ends
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, escape_markup, match_markup
 from tasks import Message, Question, Task, Trajectory, Turn
-from tasks.formats import encode, encode_conversation
-from tasks.loading import load_task
-from tasks.questions import read_json_lines
+from tasks.search_qa import read_json_lines
+from tasks.task import load_task
+from tasks.tools import encode, encode_conversation
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from transformers import PreTrainedTokenizerBase as Tokenizer

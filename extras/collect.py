@@ -39,10 +39,8 @@ from plumbing.faults import Fault, one_line
 from plumbing.files import read_jsonl
 from plumbing.outside import escape_markup, match_markup
 from tasks import Question, Task
-from tasks.loading import load_task
-from tasks.metrics import set_rewards
-from tasks.questions import read_json_lines
-from tasks.sampling import rng_of, take_subset
+from tasks.search_qa import read_json_lines
+from tasks.task import load_task, rng_of, set_rewards, take_subset
 
 CHUNK = 64  # questions that are played together
 KNOBS = (*PLAYED, *SERVED, "train")

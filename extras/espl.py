@@ -22,12 +22,11 @@ import inspo
 from config import Config, knob
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
 from inspo import Evolution
-from journal.rows import make_evolution_row, make_start_row
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Instruction, Population, mean_rewards
 from reflect import PROMPT_BUDGET, fold_words, format_examples, make_token_counter, shorten
 from tasks import Job, Question, Task, Trajectory
-from tasks.sampling import rng_of
+from tasks.task import rng_of
 from training.policy import Policy
 
 RECENT, TIE = 5, 0.01  # programs to draw from; difference of mean rewards that is a draw
@@ -211,7 +210,7 @@ class FromOne(Evolution):
 
     def fill_population(self) -> None:
         self.P.join(self.task.instruction, None, 0)
-        self.log.write_row("population", make_start_row(self.P))
+        self.log.add_event(0, "start", self.P)
 
 
 class ESPL(FromOne):
@@ -260,7 +259,7 @@ class ESPL(FromOne):
         mu, sigma = P.ratings[best]
         outcome = f"{len(joined)} joined" if joined else f"none joined: {shortfall}"
         outcome = f"best #{best} (rated {mu:.1f} ± {2 * sigma:.1f}); {outcome}"
-        self.log.write_row("population", make_evolution_row(t, P, outcome))
+        self.log.add_event(t, "evolve", P, outcome)
 
 
 def mutation_prompt(

@@ -16,7 +16,7 @@ from config import Config, knob, parse_flags
 from inspo import list_overrides, train
 from plumbing import stop
 from plumbing.faults import Fault, one_line
-from tasks.plugs import import_named
+from tasks.task import import_named
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,11 @@ from config import knob
 from extras.espl import NEVER, FromOne, check_buffer
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
 from inspo import Trial
-from journal.rows import make_evolution_row, make_verification_row
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Population, ReplayBuffer
 from reflect import PROMPT_BUDGET, fold_words, format_examples
 from tasks import Job, Question, Task
-from tasks.sampling import rng_of
+from tasks.task import rng_of
 from training.policy import Policy
 
 PRESET: dict[str, Any] = dict(N_P=4, K_e=6, T_e=NEVER, K_p=NEVER, rounds=4, objective="cispo_cap")
@@ -124,8 +123,7 @@ class GEPA(FromOne):
                 batch = [self.D[e.question] for e in tau_fail]
                 [c] = self.verify(policy, I_parent, I_new, batch)
                 better = c.r > c.r_parent
-                row = make_verification_row(t, round, batch, [c], [c] if better else [])
-                self.log.write_row("reflections", row)
+                self.log.add_verification(t, round, batch, [c], [c] if better else [])
                 passed += [(c.text, I_parent.id)] * better
         if passed:
             new: list[Trial] = [(None, text) for text, _ in passed]
@@ -143,7 +141,7 @@ class GEPA(FromOne):
             f"{len(passed)} passed, {len(joined)} joined" if joined else f"none joined: {shortfall}"
         )
         outcome = f"front of {len(P)} on {len(D_B)} questions; {outcome}"
-        self.log.write_row("population", make_evolution_row(t, P, outcome))
+        self.log.add_event(t, "evolve", P, outcome)
 
     def rewards_on(
         self, policy: Policy, purpose: str, prompts: list[Trial], D_B: list[Question]

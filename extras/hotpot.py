@@ -19,7 +19,7 @@ from pathlib import Path
 from extras.bench.harness import parser_of
 from plumbing.faults import one_line
 from plumbing.hub import fetch_file
-from tasks.questions import read_parquet
+from tasks.search_qa import read_parquet
 
 HUB = "hf://datasets/hotpotqa/hotpot_qa@1908d6afbbead072334abe2965f91bd2709910ab/distractor"
 TRAIN = [f"{HUB}/train-0000{k}-of-00002.parquet" for k in range(2)]

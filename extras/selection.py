@@ -1,6 +1,6 @@
 """Other rules for choosing instructions, singly or combined; docs/selection.md has the formulas.
 
-    python extras/selection.py --gate lower_bound --rounds 2         # a revision must almost surely be hardly worse
+    python extras/selection.py --lower_bound --rounds 2         # a revision must almost surely be hardly worse
     python extras/selection.py --groups question                     # Eq. 3 compares a question's rollouts under all
     python extras/selection.py --groups question --objective gspo     # any of objectives.py, and the flags of inspo.py
 
@@ -34,10 +34,8 @@ SURE, TOLERANCE = 0.8, 0.01
 class SelectionConfig(ObjectiveConfig):
     """choosing instructions (docs/selection.md)"""
 
-    gate: str = knob(
-        "paper",
-        "who joins: paper; lower_bound: at most .01 below its parent, with 80 % confidence",
-        of=("paper", "lower_bound"),
+    lower_bound: bool = knob(
+        False, "who joins is at most .01 below its parent, with 80 % confidence"
     )
     groups: str = knob(
         "pair",
@@ -46,10 +44,10 @@ class SelectionConfig(ObjectiveConfig):
     )
 
     def find_fault(self) -> str:
-        if self.mode == "static" and self.gate != "paper":
-            return f"--gate {self.gate}: --mode static has one instruction; leave it out"
-        if self.gate == "lower_bound" and self.D_B < 2:
-            return f"--D_B {self.D_B}: --gate lower_bound needs at least 2 questions"
+        if self.lower_bound and self.mode == "static":
+            return "--lower_bound: --mode static has one instruction; leave it out"
+        if self.lower_bound and self.D_B < 2:
+            return f"--D_B {self.D_B}: --lower_bound needs at least 2 questions"
         return ""
 
 
@@ -89,13 +87,10 @@ def lower_bound(r: Sequence[float], r_parent: Sequence[float]) -> float:
     return sum(r) / n - float(stdtrit(n - 1, SURE)) * float(difference.std(ddof=1)) / math.sqrt(n)
 
 
-RULES = {"question": ByQuestion, "lower_bound": LowerBound}
-
-
 def population_of(cfg: SelectionConfig) -> Population:
-    """Makes an empty population that follows the rules of --gate and --groups, and else the
-    paper."""
-    rules = [RULES[name] for name in (cfg.gate, cfg.groups) if name in RULES]
+    """Makes an empty population that follows the rules of --lower_bound and --groups, and else
+    inspo.py."""
+    rules = [LowerBound] * cfg.lower_bound + [ByQuestion] * (cfg.groups == "question")
     P: Population = type("Chosen", (*rules, Population), {})(cfg)
     return P
 

@@ -20,8 +20,7 @@ from config import Config
 from extras.prompts import wording
 from grpo import Array, Learner, Terms
 from inspo import Evolution
-from journal.log import Log
-from journal.summary import many
+from log import Log
 from plumbing.chat import turn_ends
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
@@ -29,9 +28,8 @@ from plumbing.outside import decoded
 from population import Instruction
 from run import Checkpoints, Run
 from tasks import Job, Question, Task, Trajectory
-from tasks.formats import encode
-from tasks.metrics import set_rewards
-from tasks.sampling import draw_questions, rng_of
+from tasks.task import draw_questions, rng_of, set_rewards
+from tasks.tools import encode
 from training.policy import Policy, of_rank_0, on_all_ranks
 
 # in a run: the file that it learns from, the rows held out, their log-prob
@@ -92,7 +90,7 @@ def imitate(
             # log-prob itself.
             update["logp"] = -update["logp_gap"]
             update = {name: x for name, x in update.items() if "logp_gap" not in name}
-        log.keep_step(t, taus, update | {"time/update": policy.seconds["update"]})
+        log.add_update(update | {"time/update": policy.seconds["update"]}, P)
         evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T
         if evaluated:
             with log.timing("evaluate"):
@@ -132,7 +130,7 @@ def own_successes(policy: Policy, evolution: Evolution) -> list[Trajectory]:
         taus = policy.rollout(0, "reject", jobs)
         set_rewards(task, taus)
         right = [tau for tau in taus if not tau.failed]
-        log.screen.note(f"rejection sampling: {len(right):,} of {len(taus):,} rollouts are right")
+        log.print(f"rejection sampling: {len(right):,} of {len(taus):,} rollouts are right")
         if not right:
             raise Fault(
                 "no rollout of the first policy is right, so there is nothing to learn from; start from another"
@@ -196,8 +194,8 @@ def learn(
     n = len(learned)
     answered = sum(tau.stop == "answer" for tau in learned)
     calls = sum(tau.served(tool.tag) for tau in learned for tool in task.tools)
-    log.screen.note(
-        f"{many(n, 'demonstration')} to learn, {len(aside)} held out: {answered / n:.0%} answer,"
+    log.print(
+        f"{n:,} demonstrations to learn, {len(aside)} held out: {answered / n:.0%} answer,"
         f" {calls / n:.1f} calls and {sum(sum(tau.mask) for tau in learned) / n:.0f} learned tokens each"
     )
     # of the first policy: no checkpoint is loaded yet
@@ -206,7 +204,7 @@ def learn(
     if unseen:
         after = mean_logp(policy, unseen)
         log.run.write(DEMONSTRATIONS, json.dumps(about | {"log_prob": [before, after]}, indent=1))
-        log.screen.note(
+        log.print(
             f"log-prob of a token of the held-out demonstrations: {before:.3f} before, {after:.3f} after"
         )
     return trained

@@ -31,9 +31,8 @@ from plumbing import stop
 from plumbing.chat import apply_template
 from plumbing.faults import one_line
 from tasks import Question, Trajectory, Turn
-from tasks.formats import encode
 from tasks.search_qa import SearchQA
-from tasks.tools import find_answer
+from tasks.tools import encode, find_answer
 
 # ---- playing
 

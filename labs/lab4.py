@@ -15,7 +15,7 @@ with app.setup:
     from labs import desk, play, small
     from models.model import load_policy
     from tasks import Question, Trajectory
-    from tasks.formats import encode
+    from tasks.tools import encode
 
 
 @app.cell(hide_code=True)

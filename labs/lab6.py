@@ -16,7 +16,7 @@ with app.setup:
     from labs import desk, play
     from population import Candidate, Population, ReplayBuffer
     from reflect import fold_words, read_candidates
-    from tasks.sampling import rng_of
+    from tasks.task import rng_of
     from world.clauses import CLAUSES, FRAMES, read_clauses
     from world.optimizer import reply_to
 

@@ -17,8 +17,10 @@ with app.setup:
     from labs import desk, play
     from population import Population
     from tasks import Question, Task, Trajectory
-    from tasks.metrics import set_rewards  # noqa: F401 (for you)
-    from tasks.sampling import rng_of
+    from tasks.task import (
+        rng_of,
+        set_rewards,  # noqa: F401 (for you)
+    )
     from world.clauses import CLAUSES
 
 

@@ -17,11 +17,8 @@ from plumbing.files import read_jsonl
 from retrieval_server import BM25
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
-from tasks.loading import choose_instruction
-from tasks.metrics import set_rewards
-from tasks.sampling import rng_of
-from tasks.search import Search
-from tasks.search_qa import SearchQA
+from tasks.search_qa import Search, SearchQA
+from tasks.task import choose_instruction, rng_of, set_rewards
 
 
 def config(**knobs: Any) -> Config:

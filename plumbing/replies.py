@@ -6,30 +6,7 @@ Servers differ in where they put thoughts, a refusal, an error and the price.
 import re
 from typing import Any, NamedTuple
 
-# Marks of thoughts, in any case: <think>, [THINK], <seed:think>, <think duration="3">, ◁think▷,
-# <|begin_of_thought|>, <|START_THINKING|>, <|reasoning_start|>; gpt-oss, Gemma 4, MedGemma, Apertus, Kimi K3,
-# Granite, Solar and Open WebUI have others. A quoted mark is mentioned, and so is an opening one inside a
-# sentence. Other <details> are no thoughts: theirs end with the tag that they began with.
-NAMES = (
-    "(?:ant)?think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad|cot|monologue"
-)
-WIDE = rf"(?:\w+[:_|])?(?:{NAMES})"
-END = r"(?: \w+=[^<>]*)?[|｜]?[>\]▷]"
-QUOTED = r"(?![`'\"”][\s.,;:!?)])"
-OPENING = re.compile(
-    rf"(?:^|(?<=[.!?:\0]))\s*(?:[<\[◁][|｜]?{WIDE}(?:[:_]\w+)?{END}|<\|channel\|?>(?:analysis|thought)"
-    r"|<\|inner_prefix\|>|<unused94>|<\|open\|>think<\|sep\|>|<details type=\"reasoning\"[^<>]*>"
-    rf"|to=self<\|message\|>|Here(?:'s| is) my thought process:)(?![.,;:!?)]){QUOTED}",
-    re.I | re.M,
-)
-CLOSING = re.compile(
-    rf"(?:[<\[◁][|｜]?(?:(?:/|end_(?:of_)?){WIDE}(?:[:_]\w+)?|{WIDE}_end){END}"
-    r"|(?:<\|channel\|>|assistant)final(?:<\|message\|>)?|<channel\|>|<\|inner_suffix\|>|<unused95>"
-    r"|<details type=\"reasoning\"(?:(?!<details type)[\s\S])*?</details>"
-    rf"|<\|close\|>think<\|sep\|>|to=user<\|message\|>|<\|content\|>|Here(?:'s| is) my response:)"
-    rf"{QUOTED}",
-    re.I,
-)
+CLOSING = re.compile(r"</think>(?![`'\"][\s.,;:!?)])")  # a quoted one is mentioned
 BLOCK = re.compile(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", re.S)
 TEXTS = ("text", "output_text")  # others are thoughts, references, images
 CUT = "length max_tokens max_output_tokens model_length model_context_window_exceeded".split()
@@ -89,12 +66,11 @@ def usage_of(answer: Any) -> tuple[int, int]:
 
 
 def without_thoughts(text: str, part: re.Pattern[str], cut: bool = True) -> str:
-    """Returns what follows a model's thoughts; those that do not end are followed by nothing, unless
-    the text was not `cut`, has its parts there alone and nobody closed them.
+    """Returns what follows a model's thoughts, which end at the last `</think>` that a `part` of an
+    answer follows: remarks mention it, too, and so do parts.
 
-    Thoughts end at the last closing mark that a `part` of an answer follows: remarks mention marks,
-    too, and so do parts. Templates that write the opening mark themselves leave a reply with the
-    closing one alone.
+    Templates that write `<think>` themselves leave a reply with the closing tag alone. Thoughts that
+    no part follows, and those of a reply that was `cut`, are followed by nothing.
     """
 
     def blank(found: re.Match[str]) -> str:
@@ -103,12 +79,8 @@ def without_thoughts(text: str, part: re.Pattern[str], cut: bool = True) -> str:
     outside, start = part.sub(blank, text), 0
     for mark in CLOSING.finditer(outside, 0, outside.rfind("\0") + 1):
         start = mark.end()
-    opened = OPENING.search(outside, start)
-    if not opened:
-        return text[start:]
-    before = text[start : opened.start()]
-    closed = CLOSING.search(outside, opened.start())
-    return before if cut or closed or part.search(before) else text[start:]
+    thinks = outside.lstrip().startswith("<think>") and (cut or "</think>" in outside)
+    return "" if thinks and not start else text[start:]
 
 
 def read_blocks(reply: str, cut: bool = True) -> list[str]:

@@ -25,8 +25,8 @@ from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic
 
 from plumbing.faults import Fault, first_line
 from plumbing.outside import clean
+from tasks.task import Trajectory
 from tasks.tools import WORDS, Failure, Tool
-from tasks.trajectories import Trajectory
 
 Json = dict[str, Any]  # an object
 MAX_RESULT = 100_000  # characters of a result that are read and kept

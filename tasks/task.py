@@ -1,16 +1,244 @@
-"""The task: what a subclass says, and what it may say."""
+"""The task: what a subclass says and may say, the questions that a step asks, and what becomes of
+them; how the flags name a task, its reward, tools and first instruction.
 
+Nothing else knows what the policy is trained for: rollouts, rewards, failures and metrics all come
+from here.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import os
 import sys
+import unicodedata
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, ClassVar, TypeVar
 
-from config import Config
-from plumbing.faults import Fault
-from tasks.formats import Tags
-from tasks.plugs import find_plug, import_named
-from tasks.tools import Tool
-from tasks.trajectories import Question, Trajectory
+import numpy as np
+
+from config import HERE, PRESETS, Config
+from plumbing.faults import Fault, first_line, together
+from plumbing.files import Row
+from plumbing.outside import JOINERS, printable, without_secrets
+from plumbing.stop import leads, may_stop
+from tasks.tools import COLUMNS, WORDS, Failure, Function, Tags, Tool, check_words
+
+RECORDED = (
+    "instruction group stop reward failed advantage credit prediction invalid prompt_tokens response"
+).split()
+
+
+@dataclass(frozen=True)
+class Question:
+    """What an episode starts from. `golds`: answers that are right, which the optimizer may see and
+    must not give away.
+
+    A task that needs more keeps it in `data`, plain data that can be sent between processes.
+    """
+
+    id: str
+    text: str
+    golds: tuple[str, ...] = ()
+    source: str = "data"  # names its data set: metrics are shown for each
+    data: Any = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        # in a table ids may be numbers, and lists arrays
+        object.__setattr__(self, "id", str(self.id))
+        golds = self.golds.tolist() if hasattr(self.golds, "tolist") else self.golds
+        if golds is None or isinstance(golds, list):
+            object.__setattr__(self, "golds", tuple(golds or ()))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rollout to play: a question asked under an instruction."""
+
+    instruction: int | None  # its id in the population; None for a text that is in none
+    text: str  # the instruction itself
+    question: Question
+    group: int  # trajectories of one group are compared (Eq. 3)
+
+
+@dataclass
+class Turn:
+    """One action a_k and its observation o_k, as text."""
+
+    text: str
+    tool: str = ""  # tag of the tool it called; "" if it called none
+    argument: str = ""
+    # None if nothing was returned: a call in the last turn is not served
+    result: list[str] | None = None
+
+
+@dataclass
+class Trajectory:
+    """One rollout tau = (I, q, a_0, o_0, ..., a_k) (§2.1). The lists ids, mask and logps have one
+    length."""
+
+    instruction: int | None  # its id in the population; None for a text that is in none
+    question: Question
+    group: int
+    ids: list[int]  # prompt, actions and observations
+    prompt_tokens: int
+    # I_{i,t} of Eq. 2: 1 on the tokens that the policy sampled
+    mask: list[int] = field(default_factory=list)
+    # the engine's log-probabilities; 0 where mask is 0
+    logps: list[float] = field(default_factory=list)
+    turn_tokens: list[int] = field(default_factory=list)  # how many tokens each turn sampled
+    turns: list[Turn] = field(default_factory=list)
+    # Why it ended: "answer", "over" (the task ended it), "turns" (none left), "length" (context
+    # full), "refused" (by the server of a model that is evaluated).
+    stop: str = ""
+    response: str = ""  # everything after the prompt
+    prediction: str | None = None
+    state: Any = None  # the episode's, for the task alone; in the end plain data
+    reward: float = 0.0  # r(tau)
+    failed: bool = False  # as the task defines it
+    advantage: float = 0.0  # A-hat
+    # A-hat of each turn, where a learner tells turns apart
+    credit: list[float] = field(default_factory=list)
+
+    def act(self, ids: list[int], logps: list[float]) -> None:
+        self.ids += ids
+        self.mask += [1] * len(ids)
+        self.logps += logps
+        self.turn_tokens.append(len(ids))
+
+    def observe(self, ids: list[int]) -> None:
+        self.ids += ids
+        self.mask += [0] * len(ids)
+        self.logps += [0.0] * len(ids)
+
+    def served(self, tool: str) -> int:
+        """Returns how many calls of this tool were answered."""
+        return sum(turn.tool == tool and turn.result is not None for turn in self.turns)
+
+    @property
+    def invalid(self) -> int:
+        """Turns that neither called a tool nor answered."""
+        without_call = sum(not turn.tool for turn in self.turns)
+        return without_call - (self.stop == "answer")
+
+    def drop_tokens(self) -> Trajectory:
+        """Returns a copy without tokens, which is enough for rewards and metrics."""
+        return replace(self, ids=[], mask=[], logps=[], turn_tokens=[])
+
+    def record(self) -> Row:
+        """Returns a row for `trajectories/`: everything but the token arrays."""
+        q = self.question
+        return {
+            "question": q.id,
+            "question_text": q.text,
+            "source": q.source,
+            "golds": q.golds,
+            **{name: getattr(self, name) for name in RECORDED},
+            "action_tokens": sum(self.mask),
+            "tokens": len(self.ids),
+            "turns": [asdict(turn) for turn in self.turns],
+        }
+
+
+# ---- which questions are asked: the same for the same seed
+
+
+T = TypeVar("T")
+STORED = 24  # questions of an evaluation or a verification whose trajectories a run stores
+
+
+def space_evenly(n: int, k: int) -> list[int]:
+    """Returns at most k of the places 0..n-1, evenly spaced: always the same sample."""
+    if n <= k:
+        return list(range(n))
+    return [j * n // k for j in range(k)]
+
+
+def rng_of(seed: int, t: int, purpose: str) -> np.random.Generator:
+    """Returns a generator that depends on (seed, step, purpose) alone: there is no state to
+    save."""
+    return np.random.default_rng([seed, t, zlib.crc32(purpose.encode())])
+
+
+def draw_questions(D: Mapping[Any, T], n: int, seed: int, t: int) -> list[T]:
+    """Returns the `n` questions of step t: epochs over D, each in its own order."""
+    questions = list(D.values())
+    drawn = list[T]()
+    epoch, place = divmod((t - 1) * n, len(questions))
+    while len(drawn) < n:
+        order = rng_of(seed, epoch, "epoch").permutation(len(questions))
+        drawn += [questions[k] for k in order[place : place + n - len(drawn)]]
+        epoch, place = epoch + 1, 0
+    return drawn
+
+
+def take_subset(questions: list[Question], n: int, seed: int = 0) -> list[Question]:
+    """Returns `n` of the questions in their order, the same ones for a seed, each source in its
+    share; 0: all."""
+    if not 0 < n < len(questions):
+        return questions
+    order = rng_of(seed, 0, "subset").permutation(len(questions))
+    sources = np.array([q.source for q in questions])[order]
+    # Interleave the sources: the k-th question of a source with m has the place (k + 1/2) / m.
+    place = np.empty(len(questions))
+    for source in np.unique(sources):
+        own = order[sources == source]
+        place[own] = (np.arange(len(own)) + 0.5) / len(own)
+    return [questions[k] for k in sorted(place.argsort(kind="stable")[:n])]
+
+
+# ---- code that a flag names: `module:name`, or a plug-in, which is known by a word
+
+
+def import_named(where: str, spec: str, kind: str) -> Any:
+    """Returns the "class" or "function" of "module:name"; the working directory is searched last.
+    Raises Fault."""
+    module, _, name = spec.partition(":")
+    parts = module.split(".")
+    if not all(parts) or "/" in module or parts[-1] == "py" or not name:
+        raise Fault(f"{where}: give it as module:name, for a {kind} in module.py")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        target = getattr(importlib.import_module(module), name, None)
+    except ImportError as e:
+        itself = f"{module}.".startswith(f"{e.name}.")
+        remedy = "run in the directory that it is in" if itself else "install what it imports"
+        raise Fault(f"{where}: {module} cannot be imported ({first_line(e)}); {remedy}") from None
+    if not callable(target) or isinstance(target, type) != (kind == "class"):
+        file = getattr(sys.modules[module], "__file__", None)  # perhaps another of that name
+        raise Fault(
+            f"{where}: {name} is not a {kind} in {module} ({file}); give the module that it is in"
+        )
+    return target
+
+
+def find_plug(word: str) -> Any:
+    """Returns the plug-in that a flag's word asks for ("--format hermes"); None if there is none.
+
+    A folder `plugs` in any folder of this project lists what it has in PLUGS. A folder with a run in
+    it is passed over: it may be a stranger's.
+    """
+    for path in HERE.glob("*/plugs/__init__.py"):
+        wing = path.parent.parent
+        if not any(wing.rglob("config.json")):
+            plugs = importlib.import_module(f"{wing.name}.plugs").PLUGS
+            if word in plugs:
+                module, _, name = plugs[word].partition(":")
+                return getattr(importlib.import_module(module), name)
+    return None
+
+
+# ---- the task
+
 
 Message = dict[str, str]  # {"role": "system" or "user", "content": ...}
 
@@ -47,7 +275,7 @@ class Task(ABC):
             flag = f"--format {name}"
             kind = find_plug(flag) or import_named(flag, name, "class")
             if not issubclass(kind, Tags):
-                raise Fault(f"{flag}: it does not extend tasks.formats.Tags")
+                raise Fault(f"{flag}: it does not extend tasks.tools.Tags")
         return kind(self, tokenizer)
 
     def check(self) -> None:
@@ -113,3 +341,289 @@ class Task(ABC):
         The first one chooses the best checkpoint and is what a run's last sentence is about.
         """
         return {"reward": tau.reward}
+
+
+class Game(Task):
+    """A subclass has `questions`, `reset`, `step` and `reward`; the words of its moves are a
+    tool's.
+
+    `reset(question)` returns the state with which an episode begins. It is `tau.state`, plain data.
+    """
+
+    tag, noun, argument, plural, result_tag = "move", "a move", "move", "moves", "reply"
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.tools = [Move(self)]
+
+    @abstractmethod
+    def step(self, tau: Trajectory, move: str) -> str:
+        """Plays a move: changes `tau.state`, and returns what the policy reads. An exception
+        becomes a reply.
+
+        Set `tau.stop` to "over" to end the episode.
+        """
+
+
+class Move(Function):
+    """A move of a game as the call of a tool, and in an episode, `tau`, the next one of it."""
+
+    def __init__(self, game: Game, tau: Trajectory | None = None):
+        self.game, self.tau = game, tau
+        for word in WORDS:
+            setattr(self, word, getattr(game, word))
+
+    def of(self, tau: Trajectory) -> Move:
+        return Move(self.game, tau)
+
+    def run(self, argument: str) -> str:
+        assert self.tau
+        return self.game.step(self.tau, argument)
+
+
+# ---- rewards and metrics
+
+
+def set_rewards(task: Task, taus: Sequence[Trajectory]) -> None:
+    """Sets `reward` and `failed` of the trajectories; raises Fault unless the task returns a
+    number for each. A task is not asked about none."""
+    if not taus:
+        return
+    with may_stop():  # a judge may take minutes
+        rewards = task.reward(list(taus))  # a copy, which it may sort or filter
+
+    rewards = read_rewards(f"--task {task.cfg.task}: its reward", rewards, taus)
+    for tau, r in zip(taus, rewards, strict=True):
+        tau.reward = r
+        tau.failed = bool(task.failed(tau))
+
+
+def read_rewards(
+    where: str, rewards: Any, taus: Sequence[Trajectory], optional: bool = False
+) -> list[Any]:
+    """Returns what a reward has returned as a list of floats, one for each trajectory; `optional`:
+    or None. Raises Fault, which begins with `where`."""
+    if hasattr(rewards, "tolist"):  # numpy's, torch's, pandas'
+        rewards = rewards.tolist()
+    unordered = Mapping, Set, bytes, bytearray
+    returned: Any = f"{rewards!r:.80}"
+    if isinstance(rewards, Collection) and not isinstance(rewards, unordered):
+        returned = len(rewards)
+    if returned != len(taus):
+        raise Fault(
+            f"{where} returned {returned} for {len(taus)} trajectories; return a list with a number for each"
+        )
+    read = []
+    for tau, r in zip(taus, rewards, strict=True):
+        absent = optional and r is None
+        if not absent and not is_finite(r):
+            raise Fault(
+                f"{where} of question {tau.question.id} is {r!r:.80}; return a finite number"
+            )
+        read.append(None if absent else float(r))
+    return read
+
+
+def compute_metrics(
+    task: Task, taus: Sequence[Trajectory], names: Sequence[str] = ()
+) -> list[dict[str, float]]:
+    """Returns the metrics of rewarded trajectories; Fault if their names differ, or one is no
+    number."""
+    rows = [task.metrics(tau) for tau in taus]
+    if not rows:
+        return []
+    first: Any = names or rows[0]
+    for tau, row in zip(taus, rows, strict=True):
+        where = f"--task {task.cfg.task}: its metrics of question {tau.question.id}"
+        named = isinstance(row, Mapping) and row and list(row) == list(first)
+        if not named or not all(map(is_finite, row.values())):
+            raise Fault(
+                f"{where} are {row}, the first {first}; return finite numbers of the same names for all"
+            )
+
+    # the first part counts: `time/total` and `searches/empty` are a run's own columns
+    taken = COLUMNS | {tool.plural for tool in task.tools}
+    for name in first:
+        if name.partition("/")[0] in taken:
+            raise Fault(
+                f"--task {task.cfg.task}: its metric {name}: that is measured in every run; give it another name"
+            )
+    return [{name: float(x) for name, x in row.items()} for row in rows]
+
+
+def is_finite(x: Any) -> bool:
+    try:
+        return math.isfinite(x)
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def average_by_source(
+    taus: Iterable[Trajectory], rows: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """Returns the means of metrics, a row for each trajectory, as `name`, and of each source as
+    `name/source`."""
+    columns = defaultdict[str, list[float]](list)
+    for tau, row in zip(taus, rows, strict=True):
+        for name, x in row.items():
+            columns[name].append(x)
+            columns[f"{name}/{tau.question.source}"].append(x)
+    return {name: sum(x) / len(x) for name, x in sorted(columns.items())}
+
+
+def count_useless(turns: Sequence[Turn], tool: Tool) -> dict[str, float]:
+    """Returns the shares of a tool's results that hold nothing, and that say why a call failed, if
+    one did."""
+    mine = [turn for turn in turns if turn.tool == tool.tag]
+    results = [turn.result for turn in mine if turn.result is not None]
+    if not results:
+        return {}
+    failed = fmean(isinstance(result, Failure) for result in results)
+    row = {f"{tool.plural}/empty": fmean(not any(result) for result in results)}
+    return row | ({f"{tool.plural}/failed": failed} if failed else {})
+
+
+# ---- the task that the flags name
+
+
+def load_task(cfg: Config, given: Any = None) -> Task:
+    """Returns the task that --task, --tools and --reward name. Raises Fault, or what the task's own
+    code raises.
+
+    `given`: from Python, a class in place of that name, or a task, of which it returns a copy.
+    """
+    where = f"--task {cfg.task}"
+    # the class, with the reward of --reward
+    kind = given if isinstance(given, type) else type(given)
+    if given is None or kind is str:
+        word, _, rest = cfg.task.partition(":")
+        plug = find_plug(f"--task {word}")
+        kind = plug(rest) if plug else import_named(where, cfg.task, "class")
+    if not issubclass(kind, Task):
+        plug = find_plug("--task")  # for classes of another convention
+        if not plug:
+            raise Fault(f"{where}: it does not extend tasks.Task")
+        kind = plug(kind, where)
+    if cfg.reward:
+        plug = find_plug("--reward")
+        if not plug:
+            raise Fault(
+                f"--reward {cfg.reward}: it needs a plug-in that is not here; take the whole project"
+            )
+        kind = plug(kind, cfg.reward)
+
+    # The task itself gets those of --tools that have no module.
+    words = cfg.tools.split(",")
+    specs = [word for word in words if ":" in word]
+    others = [word for word in words if ":" not in word]
+    cfg = replace(cfg, tools=",".join(others) or "none")
+
+    # an object of it, which reads its questions once
+    if kind.__abstractmethods__:
+        raise Fault(f"{where}: it does not define {', '.join(sorted(kind.__abstractmethods__))}")
+    task: Task
+    if isinstance(given, Task):
+        task = copy.copy(given)
+        task.__class__, task.cfg = kind, cfg  # `kind` may have the reward of --reward
+    else:
+        task = kind(cfg)
+    questions = task.questions  # asked once a split: it may draw them
+    task.questions = cache(lambda split: list(questions(split) or ()))  # type: ignore[method-assign]
+    for spec in specs:
+        add_tools(task, spec)
+    check_words(where, task.tools)
+    return task
+
+
+def add_tools(task: Task, spec: str) -> None:
+    """Adds the tools that a part of --tools names, module:function or those of a plug-in. Raises
+    Fault if none fits."""
+    where, (word, _, rest) = f"--tools {spec}", spec.partition(":")
+    plug = find_plug(f"--tools {word}")
+    if plug:
+        found = plug(rest.strip(), where)
+    else:
+        as_tool = import_named(where, "tasks.functions:TypedFunction", "class")
+        found = [as_tool(import_named(where, spec, "function"), where)]
+    task.tools = [*task.tools, *choose_fitting(where, task.tools, found)]
+
+
+def choose_fitting(where: str, others: Sequence[Tool], found: Sequence[Tool | Fault]) -> list[Tool]:
+    """Returns the tools that the policy can call beside others, and tells which are left out; a
+    Fault is one of a server that cannot be offered. Raises Fault if none fits."""
+    fitting: list[Tool] = []
+    faults = []
+    for tool in found:
+        try:
+            if isinstance(tool, Fault):
+                raise tool
+            check_words(without_secrets(where), [*others, *fitting, tool])
+            fitting.append(tool)
+        except Fault as e:
+            faults.append(e)
+    if not fitting:
+        raise faults[0]
+    if leads():
+        for fault in faults:
+            print(printable(f"note: {fault}; it is left out"), flush=True)
+    return fitting
+
+
+def choose_instruction(task: Task) -> str:
+    """Returns the instruction with which a run begins: that of --instruction, else the task's.
+    Raises Fault.
+
+    Where --instruction is only a preset's, it is for search QA that has none of its own.
+    """
+    text, file = task.instruction, task.cfg.instruction
+    author = next(kind for kind in type(task).__mro__ if "instruction" in vars(kind))
+    own = author.__module__ != "tasks.search_qa" or "instruction" in vars(task)
+    if file and not (own and file in [preset.get("instruction") for preset in PRESETS.values()]):
+        text = read_instruction(file)
+    return task.make_format().adapt_instruction(text)
+
+
+def read_instruction(path: str) -> str:
+    """Returns the instruction in a file; Fault if it is empty, or holds what no revision of it may
+    hold.
+
+    A byte order mark, invisible format characters and other line ends are taken out: an editor puts
+    them there.
+    """
+    try:
+        text = Path(path).read_text("utf-8-sig")
+    except (OSError, ValueError) as e:
+        raise Fault(f"--instruction {path}: cannot be read as UTF-8 ({e})") from None
+    text = "\n".join(text.splitlines())
+    text = "".join(c for c in text if unicodedata.category(c) != "Cf" or c in JOINERS).strip()
+    if not text:
+        raise Fault(f"--instruction {path}: the file is empty")
+    for c in text:
+        if printable(c) != c:
+            raise Fault(f"--instruction {path}: it holds the control character {c!r}; take it out")
+    return text
+
+
+def check_questions(task: Task) -> None:
+    """Raises Fault unless there is something to train and to test on, and every question has an id
+    of its own."""
+    together(*(partial(_check_split, task, split) for split in ("train", "valid", "test")))
+
+
+def _check_split(task: Task, split: str) -> None:
+    questions = task.questions(split)
+    for q in questions:
+        known = isinstance(q, Question) and isinstance(q.golds, tuple)
+        if not known or not all(isinstance(text, str) for text in (q.text, *q.golds)):
+            raise Fault(
+                f"--task {task.cfg.task}: of {split} it has {q!r:.99}; return Question(id, text, [gold, ...])"
+            )
+    if not questions and split != "valid":
+        raise Fault(
+            f"--task {task.cfg.task}: there are no questions to {split} on; return at least one"
+        )
+    for id, n in Counter(q.id for q in questions).items():
+        if n > 1:
+            raise Fault(
+                f"--task {task.cfg.task}: several {split} questions have the id {id!r}; make it unique"
+            )

@@ -2,7 +2,7 @@
 
 from concurrent.futures import Future
 
-from tasks.search import Search
+from tasks.search_qa import Search
 from tasks.tools import Tool
 
 

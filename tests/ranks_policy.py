@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from plumbing.faults import Fault
-from tasks.loading import load_task
+from tasks.task import load_task
 from training.policy import Policy, follow
 from training.ranks import Ranks
 

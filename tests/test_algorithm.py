@@ -12,14 +12,13 @@ import pytest
 import inspo
 from config import Config
 from grpo import Learner
-from journal.log import Log
-from journal.rows import make_step_row, make_weights_row
+from log import Log
 from plumbing.faults import Fault, OptimizerDown
 from population import Population, ReplayBuffer
 from reflect import Call, Optimizer
 from run import Checkpoints
 from tasks import Job, Question, Task, Trajectory
-from tasks.sampling import draw_questions, rng_of
+from tasks.task import draw_questions, rng_of
 from tasks.tools import Calculator
 from training.policy import Policy
 
@@ -109,11 +108,16 @@ class Recorder:
 
     def __init__(self, cfg=None):
         self.cfg, self.events, self.seen, self.samples = cfg, [], [], []
-        self.metrics: list[str] = []
         self.run = SimpleNamespace(
-            write_trajectories=lambda *sample: self.samples.append(sample),
-            append=lambda name, row: self.record(next(iter({"scored"} & set(row))), row),
+            write_trajectories=lambda *sample: self.samples.append(sample), append=self.append
         )
+
+    add_event, add_verification, keep_verification = (
+        Log.add_event,
+        Log.add_verification,
+        Log.keep_verification,
+    )
+    print = track = lambda self, *args: None
 
     def __getattr__(self, name):
         def record(*args):
@@ -126,8 +130,8 @@ class Recorder:
         self.events.append((name, *args))
         self.look(name)
 
-    def write_row(self, name, row):
-        told = {"call", "accepted", "verified"} & set(row)
+    def append(self, name, row):
+        told = {"call", "accepted", "verified", "scored"} & set(row)
         self.record(row["event"] if name == "population" else told.pop(), row)
 
     @contextlib.contextmanager
@@ -253,9 +257,7 @@ class Evolved:
     @property
     def shortfall(self) -> str:
         [row] = self.log.rows("evolve")
-        return re.search(
-            r"(?:no new instruction|left): (.*?)(?:; P stays as it is|\n|$)", row["text"]
-        )[1]
+        return row["text"]
 
     def shown(self, call: int = 0) -> list[str]:
         """The questions of the failures in a prompt."""
@@ -388,6 +390,34 @@ def test_without_verification_every_candidate_joins_in_the_order_of_the_reply_an
     assert all(not jobs for *_, jobs, _ in e.policy.rollouts)
 
 
+GRADED = {"old": 9, "a": 1, "b": 4, "c": 0, "d": 9}
+
+
+@pytest.mark.parametrize(
+    "replies, knobs, joined, asked, short",
+    [
+        # the best of a round, however much worse than their parent
+        ([["a", "b", "c"]], dict(N_P=3), [["b", "a"]], 1, False),
+        ([["a", "b", "c"], ["d"]], dict(N_P=4, top_n=2), [["b", "a"], ["d"]], 2, False),
+        # too few that are well formed: every round is played, and places stay empty
+        ([["a", "a"], [], ["b"]], dict(N_P=5, rounds=3), [["a"], ["b"]], 3, True),
+        ([[]], dict(N_P=5, rounds=2), [], 2, True),
+        # unverified ones in the order of the reply
+        ([["a", "b"]], dict(N_P=3, D_B=0), [["a", "b"]], 1, False),
+        ([["a"]], dict(N_P=3, D_B=0, rounds=1), [["a"]], 1, True),
+    ],
+)
+def test_without_the_gate_the_best_fill_the_population(replies, knobs, joined, asked, short):
+    e = Evolved({"old": 0.9}, GRADED, *replies, gate=0, **knobs)
+    assert e.joined == joined and e.texts == ["old", *sum(joined, [])]
+    assert len(e.optimizer.prompts) == asked
+    [row] = e.log.rows("evolve")
+    assert (len(row["P"]) < e.cfg.N_P) == short
+    assert row["text"] == ("too few well-formed revisions" if short else "")
+    # and with the gate as it was
+    assert len(Evolved({"old": 0.9}, GRADED, ["a", "b"], N_P=3).P) == 1
+
+
 def test_another_rule_of_who_joins_is_a_method_of_a_population():
     class Worst(Population):
         def select_top(self, verified, room):
@@ -413,7 +443,7 @@ def test_parents_are_the_best_by_weight_and_the_others_leave():
     ]
     [row] = e.log.rows("evolve")
     assert row["t"] == T_NOW and [I["text"] for I in row["P"]] == ["b", "c", "new"]
-    assert row["text"] == "parent #1, #2 (0.50 on D_B); 1 joined"
+    assert row["text"] == ""  # no place stays empty
 
 
 def test_every_round_draws_one_of_the_parents_to_revise():
@@ -465,7 +495,7 @@ def test_the_parent_s_own_failures_are_shown_first():
 
 
 def test_a_candidate_that_gives_an_answer_away_is_rejected():
-    e = Evolved({"old": 0.5}, {"old": 5, "new": 5}, ["it is gold f1", "new"], N_P=3)
+    e = Evolved({"old": 0.5}, {"old": 5, "new": 5}, ["the answer is gold f1", "new"], N_P=3)
     assert e.texts == ["old", "new"]
     row = e.log.rows("accepted")[0]
     assert (
@@ -706,8 +736,9 @@ def test_a_step_is_taken_in_the_order_of_algorithm_1():
     fresh, learned = {0: 0.0, 1: 0.0}, {0: 1.0, 1: 0.0}
     assert log.seen == [
         ("rollout", fresh, 0),
+        ("add_rollouts", fresh, 0),
         ("update", fresh, 0),
-        ("keep_step", learned, 0),  # attributed, and nobody has left yet
+        ("add_update", learned, 0),  # attributed, and nobody has left yet
         ("prune", {0: 1.0}, 0),
         ("call", {0: 1.0}, 1),  # the optimizer reads failures of this very step
         ("accepted", {0: 1.0}, 1),
@@ -717,14 +748,11 @@ def test_a_step_is_taken_in_the_order_of_algorithm_1():
         ("end_step", {0: 0.0, 2: 0.0}, 1),
         ("save", {0: 0.0, 2: 0.0}, 1),
     ]
-    [(t, taus, row)] = log.of("keep_step")
+    [(t, taus)] = log.of("add_rollouts")
     [(_, trained, _)] = policy.updates
     assert t == 1 and taus is trained
-    # the weights as they were before any instruction left
-    weights = {"w": {"0": 1.0, "1": 0.0}, "w_best": 1.0, "best": 0, "P": 2}
-    assert row.items() >= (weights | {"loss": 1.0, "time/update": 1.0}).items()
-    measured = make_step_row(Exam(log.cfg, {}), taus, log.cfg.G)
-    assert row.items() >= measured.items() and set(make_weights_row(log.P)) < set(row)
+    [(metrics, P)] = log.of("add_update")
+    assert metrics.items() >= {"loss": 1.0, "time/update": 1.0}.items() and P is log.P
 
 
 def test_every_question_is_played_G_times_under_one_instruction():
@@ -789,7 +817,7 @@ def test_pruning_and_evolution_keep_their_schedule():
         12,
     ]  # not at 14: |P| = N_parent
     assert [row["t"] for row in log.rows("evolve")] == [4, 8]  # not at 12: t < T_e
-    assert steps_of(log, "keep_step") == list(range(1, 15))
+    assert steps_of(log, "add_rollouts") == list(range(1, 15))
     # before a step that evolves, and in the end
     assert steps_of(log, "save") == [3, 7, 14]
     assert sorted({I.left for I in log.P.family} - {None}) == [2, 4, 6, 8, 10, 12]
@@ -847,7 +875,7 @@ def test_the_result_is_the_policy_and_the_instruction_of_greatest_weight():
 
 
 def test_static_mode_trains_one_instruction_and_never_evolves():
-    calendar = {"start", "write_start", "keep_step", "end_step", "save"}
+    calendar = {"start", "write_start", "add_rollouts", "add_update", "end_step", "save"}
     for T_e in (0, 100):  # whatever T_e is
         (_, I), policy, log, _ = run({}, static=True, N_P=1, N_parent=1, T=6, K_p=1, K_e=1, T_e=T_e)
         assert I.text == FIRST and {name for name, *_ in log.events} == calendar
@@ -863,19 +891,9 @@ def test_a_restored_run_continues_with_its_own_population_and_buffer():
     )
     assert len(log.B.items) == 8 and {job.text for job in policy.rollouts[0][2]} <= {"a", "b"}
     _, _, log, _ = run({"a": 0}, restored=restored("a"), at=3, T=4)
-    assert steps_of(log, "keep_step") == [3, 4]
+    assert steps_of(log, "add_rollouts") == [3, 4]
 
 
 def test_a_new_run_starts_with_an_empty_buffer_of_its_capacity():
     _, _, log, _ = run({}, static=True, N_P=1, T=3, buffer=5)
     assert log.B.capacity == 5 and len(log.B.items) == 5
-
-
-def test_groups_that_are_all_right_are_told_from_those_that_are_all_wrong():
-    def group(k, *rewards):
-        return [Trajectory(0, FAILED["f0"], k, [], 0, reward=r, failed=r < 1) for r in rewards]
-
-    taus = [*group(0, 1.0, 1.0), *group(1, 0.0, 0.0), *group(2, 0.5, 0.5), *group(3, 0.0, 0.5)]
-    row = make_step_row(Exam(Config(), {}), taus, 2)
-    shares = row["zero_variance_groups"], row["all_right_groups"], row["all_wrong_groups"]
-    assert shares == (3 / 4, 1 / 4, 2 / 4)

@@ -25,7 +25,7 @@ from config import (
     read_config,
 )
 from plumbing.faults import Fault
-from tasks.loading import read_instruction
+from tasks.task import read_instruction
 
 HERE = Path(config.__file__).parent
 WORLD = HERE / "world" / "files"

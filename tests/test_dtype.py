@@ -26,7 +26,7 @@ from models.packing import Packing
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
-from tasks.loading import load_task
+from tasks.task import load_task
 from training.policy import Policy, choose_dither_seed, load_first_policy
 from training.ranks import Ranks
 

@@ -27,9 +27,8 @@ from plumbing.faults import EngineFault, Fault, Outage
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from tasks import Question
-from tasks.game import Game
-from tasks.questions import em, f1, load_questions
-from tasks.search import Search
+from tasks.search_qa import Search, em, f1, load_questions
+from tasks.task import Game
 
 WORLD = HERE / "world" / "files"
 
@@ -361,7 +360,7 @@ def test_each_fault_is_one_line_that_says_what_to_do(
     tmp_path, finished, whole, servers, tiny_path, monkeypatch
 ):
     # a search server may run on this machine
-    monkeypatch.setattr("tasks.search.DEFAULT", "http://127.0.0.1:9")
+    monkeypatch.setattr("tasks.search_qa.DEFAULT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     shutil.copytree(finished, tmp_path / "half", ignore=shutil.ignore_patterns("I_star.txt"))
     shutil.copytree(tiny_path, tmp_path / "mixed")

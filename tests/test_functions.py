@@ -26,16 +26,13 @@ from tiny_model import FIXTURE
 
 import inspo
 from config import PRESETS, Config, read_config
-from journal.rows import count_useless
 from models.model import load_tokenizer
 from plumbing.faults import Fault, ToolDown
 from tasks import Job
-from tasks.formats import Tags
 from tasks.functions import MAX_RESULT, TypedFunction
-from tasks.game import Game
-from tasks.loading import choose_instruction, load_task
 from tasks.search_qa import SearchQA
-from tasks.tools import Failure, check_words
+from tasks.task import Game, choose_instruction, count_useless, load_task
+from tasks.tools import Failure, Tags, check_words
 
 
 def forecast(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> dict[str, object]:
@@ -275,8 +272,11 @@ def test_the_calls_of_a_tool_that_failed_are_a_column_of_metrics(tiny):
     turns = [call % 0, call % 0, call % 3, "<shout>ja</shout>", call % 0]
     tau, _ = play(tiny[1], task, *turns)
     # one is unserved
-    assert count_useless([tau], tool) == {"forecast_calls/empty": 0, "forecast_calls/failed": 2 / 3}
-    assert count_useless([tau], task.tools[0]) == {"shout_calls/empty": 0}
+    assert count_useless(tau.turns, tool) == {
+        "forecast_calls/empty": 0,
+        "forecast_calls/failed": 2 / 3,
+    }
+    assert count_useless(tau.turns, task.tools[0]) == {"shout_calls/empty": 0}
 
 
 def typed(

@@ -23,7 +23,7 @@ from models.packing import micro_batches
 from plumbing.faults import EngineFault
 from rollout import rollout
 from tasks import Job, Question, Trajectory
-from tasks.search import Search
+from tasks.search_qa import Search
 from tasks.tools import Tool
 from training import policy
 from training.policy import load_tensors

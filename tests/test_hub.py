@@ -20,15 +20,14 @@ from json_server import json_servers
 import inspo
 from config import HERE, PRESETS, SEARCH_R1, SMOLLM_HUB, WORLD, Config
 from evaluation import benchmarks
-from journal.card import license_of
 from models.model import load_config
 from plumbing import hub
 from plumbing.faults import Fault, together
 from plumbing.files import read_jsonl
 from plumbing.servers import Servers
 from retrieval_server import ENCODE, load_encoder
-from tasks import search
-from tasks.questions import load_questions
+from tasks import search_qa
+from tasks.search_qa import load_questions
 
 FILE = "datasets/own/set/train.jsonl"
 LINE = '{"question": "who?", "golden_answers": ["x"]}\n'
@@ -72,28 +71,6 @@ def test_a_path_of_this_disk_is_not_asked_for(hubs, tmp_path):
     assert hub.fetch_file(str(path)) == hub.find_on_disk(str(path)) == path and hubs.asked == []
 
 
-OTHER = "license: other\nlicense_name: mine\nlicense_link: "
-
-
-@pytest.mark.parametrize(
-    "card, said",
-    [
-        ("license: apache-2.0", {"license": "apache-2.0"}),
-        (f"{OTHER}https://x.org/l", {"license": "other", "license_name": "mine", "license_link": "https://x.org/l"}),
-        (f"{OTHER}LICENSE", {"license": "other", "license_name": "mine"}), ("tags: [x]", {}), ("license: [", {}),
-    ],
-)  # fmt: skip
-def test_the_license_of_an_export_is_its_base_model_s(hubs, monkeypatch, tmp_path, card, said):
-    for path in (tmp_path / "hub/own/model", tmp_path / "folder"):
-        put(path / "README.md", f"---\n{card}\n---\n# A model\n")
-    (tmp_path / "bare").mkdir()
-    assert license_of("own/model") == license_of(str(tmp_path / "folder")) == said
-    assert license_of(str(tmp_path / "bare")) == license_of("own/none") == {}
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    hub.out_of_reach.cache_clear()
-    assert license_of("own/other") == {}
-
-
 @pytest.mark.parametrize("name, says", [
     ("hf://own/set/train.jsonl", "hf://own/set/train.jsonl: not a file of a data set"),
     ("hf://datasets/own/set/nothing.jsonl", "the hub does not give nothing.jsonl of own/set .*give a file of your own"),
@@ -134,28 +111,32 @@ def test_evaluate_s_benchmarks_are_fetched_once_and_counted(hubs, tmp_path, caps
 @pytest.fixture
 def elsewhere(monkeypatch, tmp_path):
     """Nothing listens where a search server is expected, and DATA is empty."""
-    monkeypatch.setattr(search, "DEFAULT", "http://127.0.0.1:9")
-    monkeypatch.setattr(search, "DATA", tmp_path)
+    monkeypatch.setattr(search_qa, "DEFAULT", "http://127.0.0.1:9")
+    monkeypatch.setattr(search_qa, "DATA", tmp_path)
     return tmp_path
 
 
 def test_a_server_on_the_usual_port_is_found_unless_a_flag_names_another(monkeypatch, elsewhere):
     with json_servers() as start:
         usual = start({"result": [[{"document": {"contents": "A\nb"}, "score": 1.0}]]})
-        monkeypatch.setattr(search, "DEFAULT", usual.url)
-        assert search.choose_source(Config()).retriever == usual.url
+        monkeypatch.setattr(search_qa, "DEFAULT", usual.url)
+        assert search_qa.choose_source(Config()).retriever == usual.url
         given = Config(retriever="http://127.0.0.1:9"), Config(corpus=str(WORLD / "corpus.jsonl"))
-        assert all(search.choose_source(cfg) is cfg for cfg in given) and len(usual.requests) == 1
-        monkeypatch.setattr(search, "DEFAULT", start((404, {}, "vllm serve has no /retrieve")).url)
+        assert (
+            all(search_qa.choose_source(cfg) is cfg for cfg in given) and len(usual.requests) == 1
+        )
+        monkeypatch.setattr(
+            search_qa, "DEFAULT", start((404, {}, "vllm serve has no /retrieve")).url
+        )
         with pytest.raises(Fault, match="nothing to search"):
-            search.choose_source(Config())
+            search_qa.choose_source(Config())
 
 
 def started_with(cfg):
     """Returns the arguments with which a run starts its search server, and the seconds that it
     waits for it."""
     serve = Mock(return_value="http://127.0.0.1:1")
-    assert search.start_server(cfg, serve)[0] == "http://127.0.0.1:1"
+    assert search_qa.start_server(cfg, serve)[0] == "http://127.0.0.1:1"
     serve.assert_called_once()
     return serve.call_args.args[2:], serve.call_args.kwargs["deadline"]
 
@@ -177,16 +158,16 @@ def test_search_r1_s_corpus_is_served_with_its_index_if_both_are_there(elsewhere
     wiki, index = elsewhere / "wiki-18.jsonl", elsewhere / "e5_Flat.index"
     for path in (wiki, index):
         with pytest.raises(Fault, match=f"nothing to search: .*{elsewhere}"):
-            search.choose_source(Config())
+            search_qa.choose_source(Config())
         path.touch()
-    cfg = search.choose_source(Config())
+    cfg = search_qa.choose_source(Config())
     assert cfg.corpus == str(wiki)
     # the GPUs are the policy's
     dense = ("--index", str(index), "--encoder", "intfloat/e5-base-v2", "--device", "cpu")
     assert started_with(cfg) == (("--corpus", str(wiki), *dense), 60)
     (elsewhere / "e5_HNSW64.index").touch()  # a CPU's
-    assert search.find_index(str(wiki)) == str(elsewhere / "e5_HNSW64.index")
-    assert search.find_index(str(WORLD / "corpus.jsonl")) == ""
+    assert search_qa.find_index(str(wiki)) == str(elsewhere / "e5_HNSW64.index")
+    assert search_qa.find_index(str(WORLD / "corpus.jsonl")) == ""
 
 
 # ---- what is missing
@@ -231,7 +212,7 @@ def run(cwd, argv, **env):
 def test_a_preset_says_all_that_is_missing(tmp_path, monkeypatch, capsys, preset):
     """Data, something to search, a model, an optimizer, a GPU: no hub, no search server, no key, no
     card is here."""
-    if not search.probe(search.DEFAULT, 3):
+    if not search_qa.probe(search_qa.DEFAULT, 3):
         pytest.skip("a search server runs on this machine")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
@@ -265,7 +246,7 @@ def test_the_paper_s_command_fetches_what_it_needs_once_and_serves_what_is_there
 
     They are the world's, and a MiniLM that calls itself E5.
     """
-    if not search.probe(search.DEFAULT, 3):
+    if not search_qa.probe(search_qa.DEFAULT, 3):
         pytest.skip("a search server runs on this machine")
     files, data = tmp_path / "hub", tmp_path / "data"
     for name in ("train", "test"):

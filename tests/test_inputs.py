@@ -12,8 +12,8 @@ from grpo import Learner
 from models.model import load_model
 from plumbing.faults import Fault
 from plumbing.replies import read_blocks
-from tasks.loading import read_instruction
-from tasks.questions import load_questions
+from tasks.search_qa import load_questions
+from tasks.task import read_instruction
 
 # ---- weights
 

@@ -9,7 +9,6 @@ import math
 import os
 import random
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -28,15 +27,14 @@ from transformers import AutoModelForCausalLM
 import export
 import inspo
 import reflect
-from config import parse_flags, read_config
 from engines.vllm_engine import vllm_version
 from grpo import Learner
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from reflect import Optimizer
 from tasks import search_qa
-from tasks.questions import load_questions
-from tasks.sampling import draw_questions, rng_of
+from tasks.search_qa import load_questions
+from tasks.task import draw_questions, rng_of
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
@@ -168,13 +166,9 @@ def test_a_run_leaves_what_it_promises(whole):
     # chosen by the machine, kept for others
     assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
     summary = json.loads((out / "summary.json").read_text())
-    keys = "mode seed metric metrics tools start end held_out seconds overhead_inference I_star".split()
+    keys = "mode seed metrics tools start end held_out seconds I_star".split()
     assert not set(keys) - set(summary)
-    assert (summary["metric"], summary["metrics"], summary["tools"]) == (
-        "em",
-        ["em", "f1"],
-        ["searches"],
-    )
+    assert (summary["metrics"], summary["tools"]) == (["em", "f1"], ["searches"])
     first = read_jsonl(out / "metrics.jsonl")[0]
     assert first["tools"] == summary["tools"]  # for whoever reads it before the end
     assert first.items() >= {f"test/{k}": v for k, v in summary["start"].items()}.items()
@@ -187,25 +181,15 @@ def test_a_run_leaves_what_it_promises(whole):
         summary["I_star"] == (out / "I_star.txt").read_text().strip()
         and summary["I_star"] in stdout
     )
-    # PyPI's build for CUDA calls itself 2.15.0+cu132
-    assert torch.__version__.startswith(summary["versions"]["torch"])
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     if not head.returncode:  # a git checkout
-        commit = summary["versions"]["inspo"].partition("+")[0]
+        commit = summary["commit"].partition("+")[0]
         assert len(commit) >= 7 and head.stdout.startswith(commit)
-    ledger = summary["ledger"]
-    assert ledger["training_rollouts"] == 10 * 2 * 2
-    calls = [turn for t in range(1, 11) for tau in trajectories(out, t) for turn in tau["turns"]]
-    assert (
-        ledger["tool_calls"]
-        == sum(turn["tool"] == "search" and turn["result"] is not None for turn in calls)
-        > 0
-    )
+    assert summary["training_rollouts"] == 10 * 2 * 2
     verified = [r for r in read_jsonl(out / "reflections.jsonl") if "verified" in r]
-    assert ledger["verification_rollouts"] == sum(
+    assert summary["verification_rollouts"] == sum(
         (1 + len(r["verified"])) * len(r["D_B"]) for r in verified
     )
-    assert "1.4-7 %" in stdout
     assert not [p for p in out.rglob("*.tmp")]
 
 
@@ -380,8 +364,6 @@ def test_a_hostile_optimizer_s_words_stay_words(tmp_path, monkeypatch):
         code, stdout, stderr = run_here(*flags)
         assert code == 0, (code, stderr)
         assert "\x1b" not in stdout
-        summary = json.loads((tmp_path / "r" / "summary.json").read_text())
-        assert summary["ledger"]["evolutions_in_vain"] == 1
         family = {
             I["id"]: I["text"]
             for e in read_jsonl(tmp_path / "r" / "population.jsonl")
@@ -602,40 +584,6 @@ def test_export_writes_a_checkpoint_as_hugging_face_stores_models(whole, tmp_pat
     assert "step 10" in capsys.readouterr().out
 
 
-def test_an_export_has_a_model_card_that_the_hub_can_read(whole, tmp_path):
-    from huggingface_hub import ModelCard
-
-    run, to = whole[0], tmp_path / "card"
-    export.main([str(run), "--out", str(to)])
-    card = ModelCard.load(to / "README.md")
-    summary = json.loads((run / "summary.json").read_text())
-    assert card.data.library_name == "transformers"
-    assert card.data.license is None  # the world's policy has no card
-    assert card.data.base_model is None  # a folder of this machine is no model of the hub
-    assert card.data.pipeline_tag == "text-generation" and "inspo" in card.data.tags
-    assert (run / "I_star.txt").read_text().strip() in card.text
-    for name, row in summary["held_out"].items():
-        [line] = [line for line in card.text.splitlines() if line.startswith(f"{name}  ")]
-        assert f"{row['em']:.3f}" in line.split()
-    rows = {row["t"]: row for row in read_jsonl(run / "metrics.jsonl")}
-    curve = [
-        line.strip("| ").split("|") for line in card.text.splitlines() if line.startswith("| ")
-    ]
-    for t, reward, *_ in curve[1:]:
-        assert float(reward.strip() or 0) == pytest.approx(
-            rows[int(t)].get("reward", 0.0), abs=1e-3
-        )
-    assert len(curve) > 3 and json.loads((run / "config.json").read_text())["commit"] in card.text
-    # the command says what the run had, and nothing of this machine
-    [command] = re.findall(r"^python inspo.py (.*)$", card.text, re.M)
-    cfg = read_config(run)
-    file = Path(cfg.instruction)
-    words = [str(file) if word == file.name else word for word in shlex.split(command)]
-    made = parse_flags(words)
-    assert {name for name, x in vars(cfg).items() if x != getattr(made, name)} <= {"out"}
-    assert str(file.parent) not in card.text
-
-
 @pytest.mark.parametrize(
     "flags, says",
     [
@@ -657,14 +605,6 @@ def test_export_says_in_one_line_what_it_cannot_do(whole, tmp_path, flags, says)
         export.main([str(tmp_path)])
     with pytest.raises(SystemExit, match="2"):
         export.main([str(whole[0]), "--step", "9", "--best"])
-
-
-@pytest.mark.parametrize("rows", ["", "not json\n", '{"t": 1, "reward": 0.5}\n'])
-def test_an_export_of_a_run_whose_numbers_are_lost_has_a_card(whole, tmp_path, rows):
-    run = shutil.copytree(whole[0], tmp_path / "r")
-    (run / "metrics.jsonl").write_text(rows)
-    export.main([str(run), "--out", str(tmp_path / "to")])
-    assert (run / "I_star.txt").read_text().strip() in (tmp_path / "to" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("file", ["state.pt", "shard-00001-model-00001-of-00007.safetensors"])
@@ -710,13 +650,17 @@ def test_the_last_screen_shows_metrics_winner_and_cost(whole):
     out, stdout = whole
     summary = json.loads((out / "summary.json").read_text())
     for name, row in summary["held_out"].items():
-        wanted = [name, f"{row['em']:.3f}", f"{row['f1']:.3f}", f"{row['searches']:.2f}"]
+        wanted = [name, f"{row['em']:.3f}", f"{row['f1']:.3f}", f"{row['searches']:.3f}"]
         assert any(line.split() == " ".join(wanted).split() for line in stdout.splitlines()), name
     assert set(summary["held_out"]) >= {
         "trained policy, first instruction",
         "first policy, first instruction",
     }
     assert " -> ".join(f"#{j}" for j in summary["generations"]) in stdout
+    evolved = [e for e in read_jsonl(out / "population.jsonl") if e["event"] == "evolve"]
+    sizes = [len(row["w"]) for row in metrics(out)[1 : evolved[-1]["t"] + 1]]
+    empty = sum(7 - len(e["P"]) for e in evolved)
+    assert f"empty_places {empty}, steps_of_one {sizes.count(1)}, " in stdout
     assert stdout.splitlines()[-1] == f"see it: {out}/report.html"
     assert (out / "report.html").read_text().startswith("<!doctype html>")
 
@@ -803,7 +747,7 @@ def frozen(tmp_path_factory):
 
 def test_a_run_is_complete_without_its_page(frozen):
     out, stdout = frozen
-    assert f"cannot write {out}/report.html" in stdout and f"python report.py {out}" in stdout
+    assert f"no page: cannot write {out}/report.html" in stdout
     assert (out / "summary.json").exists() and not (out / "report.html").exists()
 
 
@@ -827,6 +771,5 @@ def test_the_embedded_default_learns(tmp_path):
     assert summary["start"]["em"] <= 0.1 and summary["end"]["em"] >= 0.8
     assert em["first policy, I_star"] <= 0.45 and em["trained policy, first instruction"] <= 0.5
     assert summary["start"]["searches"] < 1.1 and summary["end"]["searches"] > 1.7
-    assert "the pair is worth more than its parts" in stdout
-    assert summary["overhead_inference"] <= 0.15
+    assert summary["verification_rollouts"] <= 0.15 * summary["training_rollouts"]
     assert len(summary["generations"]) >= 3

@@ -30,7 +30,7 @@ from grpo import Learner, minibatches
 from models import lora
 from models.model import load_model, load_policy, weights
 from plumbing.faults import DiskFault, Fault
-from tasks.loading import load_task
+from tasks.task import load_task
 from training.policy import Policy
 from training.ranks import Ranks
 
@@ -332,12 +332,11 @@ def test_a_run_trains_adapters_and_exports_them_merged_or_for_peft(tmp_path):
     assert merged.keys() == final.keys() and all(
         torch.equal(merged[name], final[name]) for name in final
     )
-    assert "peft" not in (tmp_path / "merged" / "README.md").read_text()
+    assert not (tmp_path / "merged" / "README.md").exists()
     for name, which in ("2", ["--step", "2"]), ("adapters", []):
         export.main([str(out), "--adapters", *which, "--out", str(tmp_path / name)])
-        card = (tmp_path / name / "README.md").read_text()
-        assert f"after step {name if which else 5} of" in card  # the run's, and how to load them:
-        assert "peft and vLLM do, loses most of a small update" in " ".join(card.split())
+        said = (tmp_path / name / "README.md").read_text()
+        assert "peft and vLLM do, loses most of a small update" in " ".join(said.split())
     assert (tmp_path / "adapters" / "I_star.txt").read_text() == (out / "I_star.txt").read_text()
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(WORLD / "policy") and config["r"] == RANK

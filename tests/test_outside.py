@@ -13,8 +13,8 @@ from config import WORLD, Config
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, plain, printable
 from tasks import Question, Trajectory, Turn
-from tasks.formats import Action, encode
 from tasks.search_qa import SEARCH_R1, SearchQA
+from tasks.tools import Action, encode
 
 TASK = SearchQA(Config(tools="search,calculator"))
 SEARCH, TAGS = TASK.tools[0], TASK.make_format().reserved_tags()

@@ -31,8 +31,8 @@ from population import Population
 from reflect import Optimizer
 from run import Run
 from tasks import Question, Task, Trajectory
-from tasks.loading import load_task
 from tasks.search_qa import SearchQA
+from tasks.task import load_task
 from training.policy import Policy
 
 FLAGS = dict(zip(SMALL[::2], SMALL[1::2], strict=True))

@@ -15,10 +15,8 @@ from config import PRESETS, Config
 from plumbing.faults import Fault
 from plumbing.words import split_words
 from tasks import Question, Trajectory, search_qa
-from tasks.loading import check_questions, load_task
-from tasks.metrics import compute_metrics, set_rewards
-from tasks.questions import em, f1, holds_gold, load_questions, normalize
-from tasks.search_qa import SearchQA
+from tasks.search_qa import SearchQA, em, f1, holds_gold, load_questions, normalize
+from tasks.task import check_questions, compute_metrics, load_task, set_rewards
 
 FIXTURE = Path(__file__).parent / "fixture"
 ROW = {"id": "a", "question": "Who?", "golden_answers": ["X"], "data_source": "nq"}

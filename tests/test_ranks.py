@@ -274,7 +274,7 @@ def test_a_run_of_two_processes_prints_once_and_leaves_what_one_leaves(whole):
         row["logp_gap"] < 1e-4 for row in rows[1:]
     )
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["ledger"]["training_rollouts"] == 10 * 2 * 2
+    assert summary["training_rollouts"] == 10 * 2 * 2
     AutoModelForCausalLM.from_pretrained(out / "policy")
     kept = [path.name for path in sorted((out / "checkpoints").iterdir())]
     scores = {row["t"]: row["valid/em"] for row in rows if "valid/em" in row}

@@ -28,8 +28,8 @@ from reflect import (
     reflection_prompt,
     shorten,
 )
-from tasks.formats import find_lost_tag
 from tasks.search_qa import SEARCH_R1
+from tasks.tools import find_lost_tag
 
 
 def words(text):
@@ -253,12 +253,6 @@ def test_only_complete_numbered_blocks_of_a_reply_count(reply, blocks):
         ("<think>Try <ins_1>A.</think><ins_1>B</ins_1>", ["B"]),
         ("<ins_1>Think in <think> </think>.</ins_1>", ["Think in <think> </think>."]),
         ("<think>Try <ins_1>A</ins_1>. Or rather", []),  # cut off
-        (" <thinking>Try <ins_1>A</ins_1>.</thinking>\n<ins_1>B</ins_1>", ["B"]),
-        ("<reasoning>Try <ins_1>A</ins_1>.", []),
-        ("Try <ins_1>A</ins_1>.</reasoning><ins_1>B</ins_1>", ["B"]),
-        ("<reasoning_content>Try <ins_1>A</ins_1>.</reasoning_content><ins_1>B</ins_1>", ["B"]),
-        ("<inner_monologue>Try <ins_1>A</ins_1>.</inner_monologue><ins_1>B</ins_1>", ["B"]),
-        ("<CoT>Try <ins_1>A</ins_1>.</CoT><ins_1>B</ins_1>", ["B"]),
         ("Keep <think> and </think>. <ins_1>A</ins_1>", ["A"]),
         ("<ins_1>A</ins_1> They keep <think> and </think>.", ["A"]),
     ],
@@ -286,7 +280,7 @@ def test_a_long_broken_reply_is_parsed_in_no_time():
     start = time.thread_time()
     assert read_blocks("<ins_1>" * 20_000 + "x" * 200_000) == []
     assert read_blocks("<ins_1>" + "a < b " * 50_000) == []
-    assert read_blocks('<details type="reasoning"\n' * 15_000) == []
+    assert read_blocks("<think>" * 30_000 + "</think>" * 30_000) == []
     assert time.thread_time() - start < 2
 
 
@@ -304,6 +298,26 @@ process using the specified XML tags. Your task is to follow the "Evidence-Based
 - **Execute & Analyze:** For each planned step: Execute a `<search>...</search>`. Analyze the results in a \
 `<think>...</think>` block using this mandatory format: **Evidence:** Quote the exact text from the source document...
 - **Synthesize & Answer:** Then, provide the final answer in a self-contained `<answer>...</answer>` block."""
+
+
+APP_F = """Answer the given question. You must act as a meticulous researcher.
+First, conduct your reasoning inside <think> and </think>. Create a step-by-step plan to identify all the key entities \
+(people, places, events, objects) in the question.
+You must use <search>query</search> to find information about each entity individually. Never search for the entire \
+question. Search results will appear between <information> and </information>.
+After each search, you must pause and analyze the results in a new <think> block. In your analysis, focus on the \
+**context** of the information. Ask yourself:
+* Is this information current or historical?
+* Does this refer to a real-world fact or a detail from a fictional work?
+* Is this name/place/date definitive, or are there other possibilities?
+State the key fact and its context clearly. Then, decide if another search is needed.
+Once you have gathered sufficient verified and contextualized facts, you must perform a final synthesis in a \
+concluding <think> block. This synthesis must:
+1. List the key facts and their important context (e.g., "Munich - filming location, not fictional setting").
+2. Logically connect these facts, respecting their context, to formulate an answer.
+3. Explicitly state the answer you have formulated based on this logic.
+Finally, provide that direct answer inside <answer> and </answer>. Do not include illustrations or justifications in \
+the answer. For example: <answer>Beijing</answer>."""
 
 
 def reason(candidate, parent=PARENT, used=(), golds=(), max_tokens=100, parsed=PARSED):
@@ -359,28 +373,46 @@ def test_all_other_tags_are_its_own_to_choose():
     assert reason(GOOD.replace("answer in", "as in <answer> Paris </answer>: answer in")) == ""
 
 
-def test_the_instruction_that_the_paper_s_figure_4_shows_may_follow_search_r1_s():
-    """It has lost <information>, and gives no example of an answer."""
+@pytest.mark.parametrize("paper_s", [FIG_4, APP_F])
+def test_the_paper_s_own_instructions_may_follow_search_r1_s_whatever_the_golds(paper_s):
+    """Every word of theirs, and every phrase in lower case, may be the right answer of a failure.
+    Figure 4's has lost <information>, and gives no example of an answer."""
     assert "<information>" in SEARCH_R1 and "<information>" not in FIG_4
-    assert reason(FIG_4, parent=SEARCH_R1, golds=["James Madison"], max_tokens=1000) == ""
+    words = paper_s.split()
+    golds = ["James Madison", "Citibank", "Munich", "Evidence", *words]
+    golds += [" ".join(words[k : k + 2]).lower() for k in range(len(words))]
+    assert reason(paper_s, parent=SEARCH_R1, golds=golds, max_tokens=1000) == ""
+    for leaked in ("The answer is Munich.", "It was James Madison."):
+        text = f"{paper_s} {leaked}"
+        assert "gold answer" in reason(text, parent=SEARCH_R1, golds=golds, max_tokens=1000)
 
 
 @pytest.mark.parametrize(
     "gold, leaked",
     [
+        # a name of several words, anywhere
         ("Andrei Tarkovsky", "For films the answer is often andrei  TARKOVSKY."),
         ("Andrei Tarkovsky", "Search (Andrei Tarkovsky)!"),
-        ("1972", "For example, 1972."),
-        ("Łódź", "For example, łódź."),
-        ("Tarkovsky", "Ｔａｒｋｏｖｓｋｙ"),
-        ("Tarkovsky", "𝐓𝐚𝐫𝐤𝐨𝐯𝐬𝐤𝐲"),  # full-width, mathematical
-        ("Rome", "For Romeo of Rome."),  # the second of two places
-        ("Москва", "МОСКВА"),
-        ("Νίκος", "ΝΊΚΟΣ"),
+        ("Andrei Tarkovsky", "Ａｎｄｒｅｉ Ｔａｒｋｏｖｓｋｙ"),
+        ("Andrei Tarkovsky", "𝐀𝐧𝐝𝐫𝐞𝐢 𝐓𝐚𝐫𝐤𝐨𝐯𝐬𝐤𝐲"),  # full-width, mathematical
+        ("May 1972", "For example, May 1972."),
+        ("New Rome", "For New Romeo of New Rome."),  # the second of two places
         ("東京", "日本の首都は東京です。"),
         ("北京", "答案是北京"),
         ("김구", "정답은 김구이다"),
         ("ムスメ", "ﾑｽﾒ"),
+        # one word, or a phrase in lower case, as the answer
+        ("Munich", "The answer to the question about the film is Munich."),
+        ("Munich", "Answers of this kind are in Germany: Munich, say."),
+        ("Munich", "Where a film was shot, answer 'Munich'. Go on."),
+        ("Munich", "For example: <answer> Munich </answer>"),
+        ("Munich", "For example: <answer> in MUNICH, I think </answer>"),
+        ("1972", "The final answer was 1972."),
+        ("Łódź", "Answer: łódź"),
+        ("Москва", "<answer>МОСКВА</answer>"),
+        ("Νίκος", "<answer>ΝΊΚΟΣ</answer>"),
+        ("red blood cells", "The answer is: the red blood cells!"),
+        ("no effect", "<answer>no effect</answer>"),
     ],
 )
 def test_a_candidate_that_names_a_gold_answer_is_rejected(gold, leaked):
@@ -396,6 +428,12 @@ def test_a_candidate_that_names_a_gold_answer_is_rejected(gold, leaked):
         ("Andrei Tarkovsky", "Search for directors such as Andrei."),
         ("hotel", "Search for hoteliers."),  # inside another word
         ("Tarkovsky", "aTarkovskyb"),
+        # one word, or a phrase in lower case, that is not the answer
+        ("Munich", 'List the facts (e.g., "Munich - filming location, not fictional setting").'),
+        ("Munich", "Is this Munich? Then formulate your answer."),
+        ("Evidence", "Evidence: quote the text. Then the answer: once it is there."),
+        ("1972", "Search for years such as 1972, and give the answer."),
+        ("key facts", "List the key facts."),
         # too short to be a leak: "a", "yes", "two" are words of any prompt
         ("one", "Take one step."),
         ("the", "Read the results."),
@@ -474,7 +512,10 @@ def test_the_example_answer_of_search_r1_s_instruction_is_no_leak():
     assert (
         reason("Really: " + SEARCH_R1, parent=SEARCH_R1, golds=["Beijing"], max_tokens=1000) == ""
     )
-    assert reason("Beijing: " + PARENT, golds=["Beijing"]) == "contains the gold answer 'Beijing'"
+    assert (
+        reason("Say <answer>Beijing</answer>. " + PARENT, golds=["Beijing"])
+        == "contains the gold answer 'Beijing'"
+    )
 
 
 # --- a whole reply
@@ -486,17 +527,24 @@ def test_a_reply_s_candidates_are_accepted_or_rejected_with_a_reason():
     reply = "".join(
         f"<ins_{k}>{text}</ins_{k}>"
         for k, text in enumerate(
-            [GOOD, PARENT.upper(), "No tags.", f"Say Tarkovsky. {PARENT}", f"Twice. {PARENT}"], 1
+            [
+                GOOD,
+                PARENT.upper(),
+                "No tags.",
+                f"Say Andrei Tarkovsky. {PARENT}",
+                f"Twice. {PARENT}",
+            ],
+            1,
         )
     )
     accepted, rejected = read_candidates(
-        reply, PARENT, used, ["Solaris", "Tarkovsky"], 100, 6, PARSED
+        reply, PARENT, used, ["Solaris", "Andrei Tarkovsky"], 100, 6, PARSED
     )
     assert accepted == {1: GOOD, 5: f"Twice. {PARENT}"}
     assert rejected == [
         {"k": 2, "reason": "duplicate"},
         {"k": 3, "reason": "lost <search>"},
-        {"k": 4, "reason": "contains the gold answer 'Tarkovsky'"},
+        {"k": 4, "reason": "contains the gold answer 'Andrei Tarkovsky'"},
     ]
     assert read_candidates("I cannot help with that.", "parent", set(), [], 100, 6, PARSED) == (
         {},
@@ -504,7 +552,7 @@ def test_a_reply_s_candidates_are_accepted_or_rejected_with_a_reason():
     )
     assert used == {fold_words(text) for text in (PARENT, "another one", GOOD, f"Twice. {PARENT}")}
     accepted, _ = read_candidates(reply, PARENT, used, [], 100, 6, PARSED)
-    assert accepted == {4: f"Say Tarkovsky. {PARENT}"}  # others are used
+    assert accepted == {4: f"Say Andrei Tarkovsky. {PARENT}"}  # others are used
 
 
 def test_two_candidates_of_one_reply_with_the_same_words_are_one():

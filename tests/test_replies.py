@@ -177,49 +177,21 @@ BILLED = {"usage": {"prompt_tokens": 3000, "completion_tokens": 300}}
 # ---- thoughts
 
 D, A, B = "<ins_1>draft</ins_1>", "<ins_1>one</ins_1>", "<ins_2>two</ins_2>"
-MARKS = [
-    ("<think>", "</think>"), ("<Think>", "</Think>"), ("<THINKING>", "</THINKING>"), ("<thought>", "</thought>"),
-    ("<reasoning>", "</reasoning>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"),
-    ("◁think▷", "◁/think▷"), ("<longcat_think>", "</longcat_think>"), ("<think:opensource>", "</think:opensource>"),
-    ("<|begin_of_thought|>", "<|end_of_thought|>"), ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<|inner_prefix|>", "<|inner_suffix|>"), ("<|channel>thought\n", "<channel|>"), ("<analysis>", "</analysis>"),
-    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
-    ("<antThinking>", "</antThinking>"), ("<unused94>thought\n", "<unused95>"),
-    ("analysis", "assistantfinal"),  # gpt-oss where special tokens are skipped
-    ("<|open|>think<|sep|>", "<|close|>think<|sep|><|open|>response<|sep|>"), ("<ifm|think>", "</ifm|think_fast>"),
-    ("<|think|>", "<|end|><|begin|>assistant<|content|>"), ("<mm:think>", "</mm:think>"),
-    ("to=self<|message|>", "<|eom|>to=user<|message|>"), ('<think duration="3">', "</think>"),
-    ("<|reasoning_start|>", "<|reasoning_end|>"), ("<|think_start|>", "<|think_end|>"),
-    ('<details type="reasoning" done="true">\n', "</details>"),
-    ("Here is my thought process:\n", "Here is my response:\n"),
-    ("Here's my thought process:\n", "Here's my response:\n"),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize("opening, closing", MARKS)
-def test_drafts_in_thoughts_never_count_however_they_are_marked(opening, closing):
-    for begin in (
-        opening,
-        f"Here is my take.\n{opening}",
-        f"\n {opening}\n",
-        f"Sure! {opening}",
-        *[""] * (closing != "</details>"),
-    ):
-        for end in (closing, f"\n{closing}\n\n", f" So yes.{closing} Here they are:\n"):
+def test_drafts_in_thoughts_never_count():
+    for begin in ("<think>", "\n <think>\n", ""):  # a template may have written it
+        for end in ("</think>", "\n</think>\n\n", " So yes.</think> Here they are:\n"):
             assert read_blocks(f"{begin}{D} or <ins_2>{end}{A}\n{B}") == ["one", "two"]
-            assert read_blocks(
-                f"{begin}{D}{end}{A}\nIn it `{closing}` comes first, {closing} that is."
-            ) == ["one"]
-        if opening != "analysis" and begin:
+            mentioned = "In it `</think>` comes first, </think> that is."
+            assert read_blocks(f"{begin}{D}{end}{A}\n{mentioned}") == ["one"]
+        if begin:
             assert read_blocks(f"{begin}{D} or") == []  # cut off
             assert read_blocks(f"{begin}Done.\n{A}\n{B}", cut=False) == ["one", "two"]
             for cut in (True, False):
-                assert read_blocks(f"{A}\n{begin}{D} or", cut) == ["one"]
-                assert read_blocks(f"{begin}{D}{closing}{A}", cut) == ["one"]
-                assert read_blocks(f"{begin}{D}{closing} Sorry, I cannot.", cut) == []
-    assert read_blocks(f"<ins_1>Use {opening} x {closing}.</ins_1>") == [
-        f"Use {opening} x {closing}."
-    ]
+                assert read_blocks(f"{begin}{D}</think>{A}", cut) == ["one"]
+                assert read_blocks(f"{begin}{D}</think> Sorry, I cannot.", cut) == []
+    assert read_blocks("<ins_1>Use <think> x </think>.</ins_1>") == ["Use <think> x </think>."]
 
 
 @pytest.mark.parametrize(
@@ -228,18 +200,15 @@ def test_drafts_in_thoughts_never_count_however_they_are_marked(opening, closing
         (f"{A}\n{B}\n\nIn both, the search comes after </think> now.", ["one", "two"]),
         (f"{A}\n{B}\n\nIn both the search comes after\n</think>", ["one", "two"]),
         (f"I kept <think>.\n{A}", ["one"]),
-        (f"{A}\n<details>Why</details>\n{B}\n<details>Why</details>", ["one", "two"]),
         (f"I kept <think> and </think>.\n{A}", ["one"]),
         (f"All tags are kept: <think>, <search> and <answer>.\n{A}", ["one"]),
         (f"1. `<think>` comes first:\n{A}\n2. It searches after `</think>`.\n{B}", ["one", "two"]),
         (f"{A}\nThe second one says '</think>' twice.\n{B}", ["one", "two"]),
-        (f"<think>{D}</think>{A}<think>{D}</think>", ["one"]),
         # what follows the last thoughts
         (f"<think>{D}</think>\n{A}\n<think>{D}</think>\n{B}", ["two"]),
         (f"<think>{D}</think>: {A}", ["one"]),
         (f"<think>{D}</think>```xml\n{A}\n```", ["one"]),
         (f"<thinks>{A}</thinks>", ["one"]),
-        (f"[Thinker] {A} [/rethink]", ["one"]),
     ],
 )  # fmt: skip
 def test_a_mere_mention_of_a_mark_loses_no_candidate(reply, blocks):

@@ -16,10 +16,9 @@ from engines.torch_engine import TorchEngine
 from plumbing.faults import ToolDown
 from rollout import rollout
 from tasks import Job, Question, Task, Turn
-from tasks.formats import Action
-from tasks.game import Game
 from tasks.search_qa import SEARCH_R1
-from tasks.tools import Calculator, Tool, explain_invalid_action
+from tasks.task import Game
+from tasks.tools import Action, Calculator, Tool, explain_invalid_action
 
 ROOT = Path(__file__).parents[1]
 ASKED = Question("q-0", "Who designed the Sydney Opera House?", ("Jørn Utzon",), "fixture")

@@ -18,10 +18,20 @@ import torch
 from config import PRESETS, Config, parse_flags
 from plumbing.faults import Fault
 from tasks import Job, Question, Task, Trajectory
-from tasks.loading import check_questions, choose_instruction, load_task, read_instruction
-from tasks.metrics import average_by_source, compute_metrics, set_rewards
-from tasks.sampling import draw_questions, rng_of, space_evenly, take_subset
 from tasks.search_qa import SEARCH_R1, SearchQA
+from tasks.task import (
+    average_by_source,
+    check_questions,
+    choose_instruction,
+    compute_metrics,
+    draw_questions,
+    load_task,
+    read_instruction,
+    rng_of,
+    set_rewards,
+    space_evenly,
+    take_subset,
+)
 from tasks.tools import Calculator
 from training.policy import Policy
 
@@ -112,7 +122,7 @@ def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch)
         ("my_game:Stranger", "it "),
         ("my_game:function", "function is not a class in my_game"),
         ("json:Nothing", f"Nothing is not a class in json ({json.__file__}"),
-        ("tasks.game:Game", "it does not define questions"),
+        ("tasks.task:Game", "it does not define questions"),
         ("my_game:Twice", "its tool <calculate> has the tag 'calculate'; tags are"),
     ],
 )
@@ -158,7 +168,7 @@ def test_what_is_no_question_with_golds_is_shown(question):
 
 
 def test_a_flag_whose_plug_in_is_not_here_says_so(monkeypatch):
-    monkeypatch.setattr("tasks.loading.find_plug", lambda word: "")
+    monkeypatch.setattr("tasks.task.find_plug", lambda word: "")
     said = refused(load_task, Config(reward="grades:brief"))
     assert (
         said == "--reward grades:brief: it needs a plug-in that is not here; take the whole project"

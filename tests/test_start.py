@@ -22,8 +22,7 @@ from plumbing.faults import Fault
 from plumbing.servers import Servers
 from reflect import Optimizer, connect_optimizer, describe_optimizer, reflection_prompt
 from tasks import Question
-from tasks.search import Search, try_search
-from tasks.search_qa import SEARCH_R1, SearchQA
+from tasks.search_qa import SEARCH_R1, Search, SearchQA, try_search
 from training import checks, fit
 from training.checks import check_device, check_disk, check_machine, disk
 from world.optimizer import reply_to

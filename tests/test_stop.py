@@ -11,19 +11,10 @@ import pytest
 from test_inspo import ENV, ROOT, SMALL, metrics, read_jsonl, run_here
 
 import reflect
-from journal.screen import Screen
 from plumbing import stop
 from run import Run, step_of
 from training.policy import Policy
 from training.ranks import Ranks
-
-
-def test_without_a_terminal_rollouts_are_a_line_now_and_then(capsys):
-    screen = Screen(9)
-    screen.printed -= 31
-    for done in (1, 2, 300):
-        screen.show_rollouts("verify 1", done, 300)
-    assert capsys.readouterr().out == "verify 1/300\n"
 
 
 def test_a_signal_that_the_shell_ignores_stays_ignored():

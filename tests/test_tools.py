@@ -15,13 +15,12 @@ from json_server import Handler, free_port, passages
 from config import Config
 from plumbing.batches import Batches
 from plumbing.faults import Fault, Outage, ToolDown
-from tasks.formats import Tags
-from tasks.search import Search
-from tasks.search_qa import SearchQA
+from tasks.search_qa import Search, SearchQA
 from tasks.tools import (
     WORDS,
     Calculator,
     Function,
+    Tags,
     check_words,
     explain_invalid_action,
     find_answer,

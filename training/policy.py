@@ -50,8 +50,7 @@ from plumbing.files import Row
 from population import Instruction
 from rollout import rollout
 from tasks import Job, Task, Trajectory
-from tasks.metrics import set_rewards
-from tasks.sampling import STORED, rng_of, space_evenly, take_subset
+from tasks.task import STORED, rng_of, set_rewards, space_evenly, take_subset
 from training.duration import find_peak
 from training.ranks import Ranks
 
@@ -470,7 +469,7 @@ class Policy:
             words += f"{trained / 1e6:,.2f}M of {lora.coverage(model)}, "
         if ranks.size > 1:
             words += f"{ranks.size} x "
-        return f"{words}{ranks.device}, {ranks.dtype}"
+        return f"{words}{ranks.device}, {ranks.dtype}, {self.cfg.engine} engine"
 
     def close(self) -> None:
         """Ends all ranks, unless one is inside a collective: then torchrun ends them. A checkpoint that

@@ -25,7 +25,7 @@ from plumbing.faults import together
 from plumbing.hub import check_model
 from plumbing.stop import leads
 from tasks import Task
-from tasks.loading import check_questions, choose_instruction, load_task
+from tasks.task import check_questions, choose_instruction, load_task
 
 if TYPE_CHECKING:
     from training.ranks import Ranks

@@ -42,8 +42,7 @@ from models.model import empty, load_tokenizer, weights
 from plumbing.faults import Fault, one_line
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
-from tasks.formats import Action, Tags
-from tasks.tools import Calculator
+from tasks.tools import Action, Calculator, Tags
 from training.fit import KNOWN, estimate
 
 SMALL = TOY | {"num_attention_heads": 2}  # 32 wide, the least that vLLM takes on a CPU

@@ -34,11 +34,11 @@ ROOMS = {  # files; names of tests/test_*.py
     "population": (["population.py"], "population algorithm"),
     "reflect": (["reflect.py"], "reflect optimizer config"),
     "tasks": (
-        ["tasks/__init__.py", "tasks/questions.py", "tasks/search_qa.py", "tasks/game.py"],
+        ["tasks/__init__.py", "tasks/search_qa.py", "tasks/search_qa.py", "tasks/task.py"],
         "questions seam functions start rollout",
     ),
     "tools": (
-        ["tasks/tools.py", "tasks/functions.py", "tasks/formats.py", "tasks/search.py"],
+        ["tasks/tools.py", "tasks/functions.py", "tasks/tools.py", "tasks/search_qa.py"],
         "tools functions seam reflect rollout start",
     ),
     "engines": (["engines/torch_engine.py"], "engine rollout"),

@@ -56,11 +56,9 @@ from extras.bench.update import (
 from plumbing.chat import turn_ends
 from plumbing.faults import one_line
 from tasks import Trajectory
-from tasks.formats import encode
-from tasks.loading import load_task
-from tasks.questions import em
-from tasks.sampling import draw_questions
-from tasks.tools import find_answer
+from tasks.search_qa import em
+from tasks.task import draw_questions, load_task
+from tasks.tools import encode, find_answer
 from training.fit import KNOWN
 
 ROWS = 40  # trajectories in a forward pass of TRL's, at most

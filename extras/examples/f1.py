@@ -3,8 +3,7 @@
 python inspo.py --task extras.examples.f1:F1
 """
 
-from tasks.questions import f1
-from tasks.search_qa import SearchQA
+from tasks.search_qa import SearchQA, f1
 
 
 class F1(SearchQA):

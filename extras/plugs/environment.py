@@ -25,7 +25,7 @@ from plumbing.faults import Fault, first_line
 from plumbing.outside import without_secrets
 from tasks import Message, Question, Task, Trajectory
 from tasks.functions import TypedFunction
-from tasks.questions import look_up, read_rows, unpacked
+from tasks.search_qa import look_up, read_rows, unpacked
 from tasks.tools import Failure, Tool
 
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods that the policy cannot call

@@ -22,10 +22,18 @@ from plumbing.chat import rendered, template_of, turn_ends
 from plumbing.faults import Fault
 from plumbing.outside import clean, decoded, escape_markup, match_markup
 from plumbing.replies import without_thoughts
-from tasks.formats import TOKEN_CHARACTERS, Action, Tags, encode, find_lost_tag
 from tasks.functions import SchemaTool
 from tasks.search_qa import SEARCH_R1
-from tasks.tools import ANSWER, Tool, find_answer
+from tasks.tools import (
+    ANSWER,
+    TOKEN_CHARACTERS,
+    Action,
+    Tags,
+    Tool,
+    encode,
+    find_answer,
+    find_lost_tag,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

@@ -24,7 +24,7 @@ from plumbing.outside import at, decoded, without_secrets
 from plumbing.stop import count_ranks
 from tasks import Question, Trajectory
 from tasks.functions import Failed
-from tasks.loading import choose_fitting
+from tasks.task import choose_fitting
 from tasks.tools import Tool
 
 PATIENCE = 60.0  # seconds for a reply

@@ -27,9 +27,8 @@ from typing import Any, NamedTuple
 from plumbing.faults import Fault
 from plumbing.outside import decoded
 from tasks import Question, Task, Trajectory
-from tasks.metrics import read_rewards
-from tasks.plugs import import_named
-from tasks.questions import look_up, unpacked
+from tasks.search_qa import look_up, unpacked
+from tasks.task import import_named, read_rewards
 
 Columns = dict[str, Any]
 UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -11,8 +11,7 @@ from functools import cache
 from typing import ClassVar
 
 from tasks import Question, Trajectory
-from tasks.game import Game
-from tasks.sampling import rng_of
+from tasks.task import Game, rng_of
 
 NUMBERS = 15  # that a question leaves open
 LOWEST = range(1, 51)  # the first of them

@@ -16,8 +16,7 @@ from plumbing.faults import Fault, Outage
 from plumbing.outside import without_secrets
 from plumbing.replies import read_reply, without_thoughts
 from tasks import Question, Trajectory
-from tasks.questions import em
-from tasks.search_qa import SearchQA
+from tasks.search_qa import SearchQA, em
 
 GOOD = 0.7  # a lower reward is a failure to learn from
 SCORE = re.compile("Score:")

@@ -1,5 +1,5 @@
 from tasks import Question
-from tasks.metrics import set_rewards
+from tasks.task import set_rewards
 
 __all__ = ["predicted", "questions", "shown", "step", "worth"]
 

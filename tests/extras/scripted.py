@@ -1,7 +1,7 @@
 """An engine without a model."""
 
 from engines import FinishedTurn
-from tasks.formats import encode
+from tasks.tools import encode
 
 
 class Says:

@@ -93,9 +93,9 @@ def test_a_finished_run_leaves_a_row_and_is_not_run_again(folder):
     for row in rows:
         summary = json.loads((folder / "runs" / f"{row['arm']}-seed0" / "summary.json").read_text())
         assert (row["em"], row["searches"]) == (summary["end"]["em"], summary["end"]["searches"])
-        assert row["commit"] == summary["versions"]["inspo"] and row["I_star"] == summary["I_star"]
+        assert row["commit"] == summary["commit"] and row["I_star"] == summary["I_star"]
         assert row["trajectories"] == sum(
-            summary["ledger"][f"{x}_rollouts"] for x in ("training", "verification")
+            summary[f"{x}_rollouts"] for x in ("training", "verification")
         )
         assert [e[0] for e in row["evals"]] == [0, 2, 4] and len(row["curves"]["reward"]) == 4
     assert (folder / "learning.png").stat().st_size > 20000

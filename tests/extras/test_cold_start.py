@@ -35,9 +35,8 @@ from plumbing.servers import Child
 from rollout import rollout
 from run import Run
 from tasks import Job, Question
-from tasks.metrics import set_rewards
-from tasks.questions import load_questions
-from tasks.search_qa import SearchQA
+from tasks.search_qa import SearchQA, load_questions
+from tasks.task import set_rewards
 
 ROOT = Path(__file__).parents[2]
 WORLD = ROOT / "world" / "files"

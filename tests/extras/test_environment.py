@@ -19,8 +19,7 @@ from extras.plugs.environment import Method
 from extras.plugs.environment import task_of as environments
 from plumbing.faults import Fault
 from tasks import Job
-from tasks.loading import check_questions, load_task
-from tasks.metrics import set_rewards
+from tasks.task import check_questions, load_task, set_rewards
 from tasks.tools import Failure
 
 

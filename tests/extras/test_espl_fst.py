@@ -29,13 +29,12 @@ from extras import espl, fst, selection
 from extras.espl import ESPLConfig, Pool, crossover_prompt, mate, mutation_prompt
 from extras.fst import Front, FSTConfig, feedback_prompt, instance_wins
 from extras.objectives import ObjectiveLearner
-from journal.rows import count_costs
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown
 from plumbing.files import read_jsonl
 from population import Experience, ReplayBuffer
 from tasks import Job, Trajectory
-from tasks.sampling import draw_questions
+from tasks.task import draw_questions
 from world.clauses import read_clauses
 from world.optimizer import reply_to
 
@@ -322,9 +321,6 @@ def test_a_revision_passes_if_it_is_strictly_better_on_what_was_shown_and_joins_
     front, passed = log.rows("scored")
     assert front["scored"] == [FIRST] and passed["scored"] == [good] and len(front["D_B"]) == 3
     assert front["D_B"] == passed["D_B"] and [front["rollouts"], passed["rollouts"]] == [3, 3]
-    costs = count_costs([], [front, passed], log.rows("evolve"), [])
-    assert costs["verification_rollouts"] == 6
-    assert (costs["evolutions"], costs["evolutions_in_vain"]) == (1, 0)
     tried = set(first["D_B"])
     assert tried and not tried & set(front["D_B"])  # nothing is chosen by what was shown
     # the first prompt wins nothing that the new one does not
@@ -439,7 +435,7 @@ SIZES = [*SMALL, "--batch", "6", "--G", "4", "--T", "6", "--save_every", "2", "-
 RUNS = {
     "espl": (espl, ["--crossover", "1", "--K_e", "1", "--T_e", "9"]),
     "fst": (fst, ["--K_e", "2", "--T_e", "9"]),
-    "rules": (selection, "--gate lower_bound --groups question --K_p 1 --K_e 3".split()),
+    "rules": (selection, "--lower_bound 1 --groups question --K_p 1 --K_e 3".split()),
 }
 
 
@@ -467,12 +463,11 @@ def test_stopped_inside_an_evolution_and_resumed_it_is_bit_identical_and_everyth
     assert metrics(out) == metrics(whole)
     weights = [(path / "policy/model.safetensors").read_bytes() for path in (whole, out)]
     assert weights[0] == weights[1]
-    calls = [row for row in read_jsonl(out / "reflections.jsonl") if "call" in row]
     for path in (out, whole):
-        ledger = json.loads((path / "summary.json").read_text())["ledger"]
+        spent = json.loads((path / "summary.json").read_text())
         rows = read_jsonl(path / "reflections.jsonl")
-        assert ledger["verification_rollouts"] == sum(row.get("rollouts", 0) for row in rows)
-        assert ledger["optimizer_calls"] == len(calls) and ledger["training_rollouts"] == 6 * 6 * 4
+        assert spent["verification_rollouts"] == sum(row.get("rollouts", 0) for row in rows)
+        assert spent["training_rollouts"] == 6 * 6 * 4
         shutil.rmtree(path / "checkpoints")
 
 

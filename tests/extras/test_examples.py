@@ -25,8 +25,8 @@ from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from population import Population
 from tasks import Question, Trajectory
-from tasks.loading import load_task
-from tasks.questions import load_questions
+from tasks.search_qa import load_questions
+from tasks.task import load_task
 
 FILES = HERE / "extras" / "examples"
 PAGE = (HERE / "docs" / "forks.md").read_text()

@@ -26,8 +26,8 @@ from reflect import read_candidates
 from rollout import rollout
 from tasks import Job, Question, Task
 from tasks.functions import TypedFunction
-from tasks.loading import choose_instruction, load_task
 from tasks.search_qa import SEARCH_R1, SearchQA
+from tasks.task import choose_instruction, load_task
 from tasks.tools import Calculator
 
 ASKED = Question("q-0", "Who designed the Sydney Opera House?", ("Jørn Utzon",), "fixture")

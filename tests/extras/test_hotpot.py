@@ -13,7 +13,7 @@ from config import HERE
 from extras import hotpot
 from plumbing.files import read_jsonl
 from retrieval_server import Corpus
-from tasks.questions import load_questions
+from tasks.search_qa import load_questions
 
 ESIK = ["Esik", ["Esik is a town in Kazakhstan.", " It lies on a river of that name."]]
 ALMATY = ["Almaty", ["Almaty is the largest city of Kazakhstan."]]

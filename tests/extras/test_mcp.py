@@ -19,7 +19,7 @@ from json_server import free_port
 from config import Config
 from plumbing.faults import Fault, ToolDown
 from tasks import Question
-from tasks.loading import load_task
+from tasks.task import load_task
 from tasks.tools import Failure
 
 pytest.importorskip(

@@ -28,8 +28,7 @@ from extras.plugs.openenv import OpenEnvTask, Session, text_of
 from plumbing.client import Client
 from plumbing.faults import ToolDown
 from tasks import Job
-from tasks.loading import load_task
-from tasks.metrics import set_rewards
+from tasks.task import load_task, set_rewards
 from tasks.tools import Failure
 
 PYTHON = os.environ.get("OPENENV_PYTHON", sys.executable)

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config import FACTS, HERE, PRESETS, SMOLLM_HUB, Config
 from extras.real import model
 from plumbing.faults import Fault
-from tasks.formats import Action
-from tasks.questions import em, load_questions
-from tasks.search_qa import SearchQA
+from tasks.search_qa import SearchQA, em, load_questions
+from tasks.tools import Action
 
 SPLITS = ("train", "valid", "test")
 

@@ -73,7 +73,7 @@ def test_whoever_follows_all_three_clauses_is_right(facts):
 def test_results_are_those_of_the_search_server(facts, tmp_path):
     """Asked over HTTP, as a run asks it."""
     from plumbing.servers import Child
-    from tasks.search import Search
+    from tasks.search_qa import Search
 
     row = demo(random.Random(3), facts)
     queries = [x[len("<search> ") : -len(" </search>")] for x in said(row, "assistant")[:-1]]

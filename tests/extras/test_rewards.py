@@ -24,9 +24,8 @@ from evaluation import benchmarks
 from evaluation.measure import collect_questions
 from inspo import train
 from tasks import Job, Question, Task, Trajectory, Turn
-from tasks.loading import check_questions, load_task
-from tasks.metrics import compute_metrics, set_rewards
-from tasks.search import Search
+from tasks.search_qa import Search
+from tasks.task import check_questions, compute_metrics, load_task, set_rewards
 
 GRADES = """
 import asyncio, math

@@ -23,9 +23,7 @@ from extras.supervised import Demonstrated, gold_answers
 from extras.table1 import TABLE_1, answer_of, config_of
 from plumbing.files import read_jsonl
 from tasks import Question
-from tasks.questions import em, load_questions
-from tasks.search import Search
-from tasks.search_qa import SearchQA
+from tasks.search_qa import Search, SearchQA, em, load_questions
 
 ROOT = Path(__file__).parents[2]
 EMMA = Question("q0", "Who wrote Emma?", ("Jane Austen",), "nq", 1)

@@ -31,7 +31,7 @@ from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from rollout import rollout
 from tasks import Job, Question, Trajectory
-from tasks.questions import f1
+from tasks.search_qa import f1
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--optimizer_model any --T 2 --K_e 1 --T_e 2 --rounds 1 --N_P 3 --failures 2 --D_B 6 --eval_every 1".split()
@@ -88,11 +88,7 @@ def optimizer():
 def check_run(run: Path, stdout: str, metrics: list[str], tools: list[str]) -> None:
     """Asserts that a run has verified revisions and reports the task's metrics everywhere."""
     summary, (first, *steps) = summary_of(run), read_jsonl(run / "metrics.jsonl")
-    assert (
-        summary["metrics"] == metrics
-        and summary["metric"] == metrics[0]
-        and summary["tools"] == tools
-    )
+    assert summary["metrics"] == metrics and summary["tools"] == tools
     for row in (summary["start"], summary["end"], *summary["held_out"].values()):
         sources = {name.partition("/")[2] for name in row if "/" in name}
         assert set(row) == {
@@ -102,8 +98,7 @@ def check_run(run: Path, stdout: str, metrics: list[str], tools: list[str]) -> N
         }
     (verified,) = [row for row in read_jsonl(run / "reflections.jsonl") if "verified" in row]
     assert (
-        len(verified["D_B"]) == 6
-        and summary["ledger"]["verification_rollouts"] == verified["rollouts"] > 6
+        len(verified["D_B"]) == 6 and summary["verification_rollouts"] == verified["rollouts"] > 6
     )
     assert first["metrics"] == metrics and {f"test/{name}" for name in metrics} <= set(first)
     assert [row["t"] for row in steps] == [1, 2]
@@ -157,7 +152,6 @@ def check_game(run: Path, stdout: str, optimizer: ChatServer) -> None:
     for row in played:
         replay(row)
     assert {row["stop"] for row in played} >= {"over", "turns", "answer"}
-    assert summary_of(run)["ledger"]["tool_calls"] > 0
     assert (
         re.search(r"higher|lower", asked)
         and "The hidden number was" in asked
@@ -296,8 +290,7 @@ def undisturbed(tmp_path_factory, judged):
 
 def result(run: Path) -> dict:
     """Returns all that a run has computed, without its times."""
-    summary = {k: v for k, v in summary_of(run).items() if k not in ("seconds", "versions")}
-    summary["ledger"].pop("optimizer_seconds")
+    summary = summary_of(run) | {"seconds": 0}
     played = {f.name: gzip.open(f).read() for f in (run / "trajectories").iterdir()}
     weights, population = (
         (run / "policy" / "model.safetensors").read_bytes(),
@@ -499,7 +492,6 @@ HM = {"type": "thinking", "thinking": [{"type": "text", "text": "Score: 3"}]}
     "message, score",
     [
         ({"content": [HM, {"type": "text", "text": "Well.\nScore: 7"}]}, 0.7),
-        ({"content": "[THINK]\nScore: 3\n[/THINK]Score: 7"}, 0.7),
         ({"content": "<think>\nScore: 3\n</think>\n\n**Score: 7**"}, 0.7),
         ({"content": "<think>Perhaps\nScore: 3"}, None),  # cut off in its thoughts
         ({"content": None, "reasoning_content": "Score: 3"}, None),

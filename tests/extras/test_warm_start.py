@@ -14,8 +14,7 @@ from models.model import load_policy
 from plumbing.servers import Child
 from rollout import rollout
 from tasks import Job, Question, Trajectory
-from tasks.questions import load_questions
-from tasks.search_qa import SearchQA
+from tasks.search_qa import SearchQA, load_questions
 from world.clauses import BEST, START, write_instruction
 
 

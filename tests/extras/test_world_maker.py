@@ -21,9 +21,8 @@ from extras.world.warm_start import tiny_policy, write_files
 from plumbing.replies import read_blocks as parse_reply
 from reflect import find_flaw, fold_words, reflection_prompt
 from tasks import Question
-from tasks.formats import Action, find_lost_tag
-from tasks.questions import em
-from tasks.tools import explain_invalid_action, find_answer
+from tasks.search_qa import em
+from tasks.tools import Action, explain_invalid_action, find_answer, find_lost_tag
 from world.clauses import (
     BEST,
     CLAUSES,

@@ -47,7 +47,7 @@ from grpo import Learner  # noqa: E402
 from kernels import rows_triton  # noqa: E402
 from models.model import skeleton  # noqa: E402
 from tasks import Question, Trajectory  # noqa: E402
-from tasks.formats import Tags  # noqa: E402
+from tasks.tools import Tags  # noqa: E402
 from training.duration import flops_of  # noqa: E402
 from training.fit import Place, decide, shapes  # noqa: E402
 

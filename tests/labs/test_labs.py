@@ -111,7 +111,7 @@ ALIKE = [Question(f"q{k}", f"Name the film {k}?") for k in range(12)]
 
 def with_step(*calls):
     """Returns a step of INSPO that makes these calls in this order."""
-    from tasks.metrics import set_rewards
+    from tasks.task import set_rewards
 
     def step(t, P, player, task, questions, rng, G):
         taus = player.rollout(t, "rollout", P.draw_jobs(rng, questions, G))
