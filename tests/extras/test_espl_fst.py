@@ -231,7 +231,7 @@ def test_an_optimizer_that_is_down_or_writes_nonsense_costs_a_child():
     assert (
         "the optimizer gave no reply (503)" in texts[0] and "no well-formed candidate" in texts[1]
     )
-    assert len(log.P) == 1 and len(log.of("keep_step")) == 4
+    assert len(log.P) == 1 and len(log.of("add_update")) == 4
 
 
 def test_a_crossover_has_the_program_that_alone_won_most():
