@@ -187,6 +187,7 @@ def test_policy_update_gives_every_trajectory_its_advantage_on_every_rank(
     assert code == 0, stderr
     # raised where all can still go on
     assert "/no/such: no causal LM" in (tmp_path / "fault").read_text()
+    assert (tmp_path / "full").read_text() == "File too large"
     found = [json.loads((tmp_path / "metrics.json").read_text())]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
     want = alone(path, cfg, parts, updates=1)

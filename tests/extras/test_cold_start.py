@@ -562,4 +562,8 @@ def test_a_step_whose_updates_were_all_skipped_has_no_log_prob(tmp_path):
     checkpoints, log = MagicMock(), MagicMock(held_out={"begun": {}})
     checkpoints.restore.return_value = 1
     supervised.imitate([object()], policy, MagicMock(cfg=cfg, log=log), checkpoints)
-    assert log.add_update.call_args.args[0] == {"lr": 1e-4, "skipped_updates": 1, "time/update": 0.5}
+    assert log.add_update.call_args.args[0] == {
+        "lr": 1e-4,
+        "skipped_updates": 1,
+        "time/update": 0.5,
+    }
