@@ -14,7 +14,7 @@ from engines.torch_engine import TorchEngine
 from grpo import Learner
 from models.model import load_policy
 from plumbing.files import read_jsonl
-from retrieval.bm25 import BM25
+from retrieval_server import BM25
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
 from tasks.loading import choose_instruction

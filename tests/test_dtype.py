@@ -43,7 +43,7 @@ def steps(run) -> list[dict]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """The search server of all runs."""
-    command = ["-m", "retrieval.server", "--corpus", str(WORLD / "corpus.jsonl")]
+    command = ["-m", "retrieval_server", "--corpus", str(WORLD / "corpus.jsonl")]
     with Child(command, tmp_path_factory.mktemp("server") / "log") as child:
         yield child.url
 

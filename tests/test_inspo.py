@@ -416,7 +416,7 @@ def test_our_own_retriever_is_restarted_when_it_dies(whole, tmp_path):
     process = start("--out", out, *SMALL)
     wait_for_step(out, 2, process)
     for pid in children_of(process):
-        if b"retrieval.server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"retrieval_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(int(pid), signal.SIGKILL)
     code, _, stderr = finish(process)
     assert code == 0, stderr
@@ -774,7 +774,7 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(
 ):
     """The optimizer's endpoint stops the search server, so the verification of its candidates
     cannot be played."""
-    server = ["-m", "retrieval.server", "--corpus", str(ROOT / "world/files/corpus.jsonl")]
+    server = ["-m", "retrieval_server", "--corpus", str(ROOT / "world/files/corpus.jsonl")]
     flags = [*SMALL, "--search_retries", 0, "--optimizer_model", "m", "--out", tmp_path / "r"]
     with (
         Child(server, tmp_path / "log") as child,

@@ -358,7 +358,7 @@ def test_a_slurm_job_that_is_queued_again_resumes(whole, tmp_path):
         (tmp_path / name).chmod(0o755)
     out, server = (
         tmp_path / "r",
-        ["-m", "retrieval.server", "--corpus", str(WORLD / "corpus.jsonl")],
+        ["-m", "retrieval_server", "--corpus", str(WORLD / "corpus.jsonl")],
     )
     job = dict(
         SLURM_JOB_ID="7",
@@ -507,7 +507,7 @@ def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
     from plumbing.servers import Child
 
     out = tmp_path / "r"
-    server = ["-m", "retrieval.server", "--corpus", str(WORLD / "corpus.jsonl")]
+    server = ["-m", "retrieval_server", "--corpus", str(WORLD / "corpus.jsonl")]
     with Child(server, tmp_path / "log") as child:
         process = torchrun(
             2, "inspo.py", "--out", out, *SMALL, "--search_retries", 1, "--retriever", child.url

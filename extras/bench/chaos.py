@@ -133,8 +133,8 @@ SCENARIOS: dict[str, Callable[[Run, random.Random], None]] = {
     ).kill(),
     "SIGHUP": lambda run, rng: run.process.send_signal(signal.SIGHUP),
     "disk full": fill_the_disk,
-    "search server killed": disturb_server("retrieval.server", signal.SIGKILL),
-    "search server slow": disturb_server("retrieval.server", signal.SIGSTOP),
+    "search server killed": disturb_server("retrieval_server", signal.SIGKILL),
+    "search server slow": disturb_server("retrieval_server", signal.SIGSTOP),
     "optimizer killed": disturb_server("world.optimizer", signal.SIGKILL),
     "optimizer slow": disturb_server("world.optimizer", signal.SIGSTOP),
 }

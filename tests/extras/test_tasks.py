@@ -277,7 +277,7 @@ def judging(monkeypatch):
 def judged(tmp_path_factory):
     """The flags of a run with a judge; one search server for all of them."""
     corpus, log = str(WORLD / "corpus.jsonl"), tmp_path_factory.mktemp("search") / "log"
-    with Child(["-m", "retrieval.server", "--corpus", corpus], log) as search:
+    with Child(["-m", "retrieval_server", "--corpus", corpus], log) as search:
         yield [*JUDGED, "--retriever", search.url]
 
 
