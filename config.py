@@ -116,11 +116,6 @@ class TaskKnobs:
         more=True,
     )
     topk: int = knob(3, "passages a search returns", least=1)
-    search_retries: int = knob(
-        6,
-        "times a search is repeated, at growing intervals, before the run stops (resumable)",
-        more=True,
-    )
 
     def find_fault(self) -> str:
         if not self.retriever and self.topk > 100:
@@ -141,7 +136,9 @@ class RolloutKnobs:
         500, "tokens per observation; a longer one is cut inside its tag", least=32
     )
     max_prompt: int = knob(
-        4096, "tokens of context with which a turn may start; more end the trajectory", least=1
+        4096,
+        "tokens of context with which a turn may start: a result that leaves no room is cut, and one turn follows",
+        least=1,
     )
 
     @property
@@ -156,7 +153,7 @@ class GRPOKnobs(RolloutKnobs):
 
     T: int = knob(300, "T: training steps", least=1)
     batch: int = knob(512, "questions per step", least=1)
-    mini: int = knob(256, "questions per optimizer update", least=1)
+    mini_batch: int = knob(256, "trajectories per optimizer update", least=1)
     G: int = knob(5, "G: trajectories per question, the group of Eq. 3", least=2)
     lr: float = knob(
         5e-7, "peak learning rate of AdamW; cosine. 0 freezes the policy; adapters get more"
@@ -188,14 +185,13 @@ class GRPOKnobs(RolloutKnobs):
         more=True,
     )
     warmup: float = knob(0.1, "share of T in which lr rises", below=1, more=True)
-    max_grad_norm: float = knob(1.0, "gradients are clipped to this norm", above=0, more=True)
 
     def find_fault(self) -> str:
-        if self.batch % self.mini:
-            return f"--batch {self.batch} is not a multiple of --mini {self.mini}: every update needs as many questions"
-        ranks = count_ranks()
-        if self.mini * self.G < ranks:
-            return f"{ranks} ranks for {self.mini * self.G} trajectories an update: start fewer, or raise --mini"
+        step, ranks = self.batch * self.G, count_ranks()
+        if self.mini_batch > step:
+            return f"--mini_batch {self.mini_batch}: a step has {step} trajectories (--batch {self.batch} x --G)"
+        if self.mini_batch < ranks:
+            return f"{ranks} ranks for --mini_batch {self.mini_batch}: start fewer, or raise it"
         return ""
 
 
@@ -248,14 +244,8 @@ class ReflectionKnobs:
     max_instruction: int = knob(
         1500, "tokens (o200k_base) of a candidate instruction", least=1, more=True
     )
-    prompt_budget: int = knob(
-        16000, "tokens of failures in a reflection prompt; longer ones are cut", least=1, more=True
-    )
     max_optimizer_tokens: int = knob(
         0, "tokens to and from the optimizer after which it is not called; 0: no limit"
-    )
-    optimizer_retries: int = knob(
-        4, "times a call to the optimizer is repeated before the evolution is given up", more=True
     )
 
 
@@ -292,12 +282,6 @@ class EngineKnobs:
         above=0,
         below=1,
     )
-    max_rows: int = knob(
-        512,
-        "rows the torch engine generates at once; affects only speed and memory",
-        least=1,
-        more=True,
-    )
     recompute: int = knob(
         -1,
         "1: recompute a block's activations in the backward pass; 0: keep them; -1: keep what a GPU has room for",
@@ -310,7 +294,6 @@ class EngineKnobs:
         of=(0, 1),
         more=True,
     )
-    offload_reference: bool = knob(False, "keep the reference model in CPU memory", more=True)
     patience: float = knob(
         30.0, "minutes that a rank waits for the others before the job ends", above=0, more=True
     )
@@ -379,8 +362,6 @@ class Config(
         class has its own part of it."""
         if self.engine != "torch" and self.temperature > 2:
             return f"--temperature {self.temperature}: vLLM takes 2 at most (--engine torch any)"
-        if self.offload_reference and self.lora_rank:
-            return "--offload_reference: with --lora_rank the reference is the policy, its adapters off; leave it out"
         if self.dry_run or not leads():
             return ""  # only rank 0 reads files; other nodes may lack them
         if self.instruction and not Path(self.instruction).is_file():
@@ -392,6 +373,16 @@ class Config(
 
 # What config.json has besides the knobs.
 ABOUT: Settings = {"program": "inspo.py", "commit": "unknown", "id": "", "content": {}}
+# Knobs of earlier versions, which a run's config.json may still have, and what there is instead.
+REMOVED = {
+    "mini": "counted questions, --mini_batch counts trajectories",
+    "max_grad_norm": "is gone: gradients are clipped to a norm of 1 (MAX_GRAD_NORM in grpo.py)",
+    "max_rows": "is gone: the torch engine plays 512 rows at once (TorchEngine.max_rows)",
+    "offload_reference": "is gone: --lora_rank needs no second model for the reference",
+    "prompt_budget": "is gone: failures have 16,000 tokens of a prompt (PROMPT_BUDGET in reflect.py)",
+    "search_retries": "is gone: a search is repeated 6 times (RETRIES in tasks/search_qa.py)",
+    "optimizer_retries": "is gone: a call to the optimizer is repeated 4 times",
+}
 C = TypeVar("C", bound=Config)
 # What a knob of a type takes from Python.
 TYPES: dict[Any, Any] = {bool: bool, int: Integral, float: Real, str: (str, os.PathLike)}
@@ -415,7 +406,7 @@ NQ_HOTPOTQA: Settings = dict(
 PRESETS: dict[str, Settings] = {
     "world": dict(
         model=str(WORLD / "policy"), **list_data(WORLD), optimizer_model="scripted",
-        T=80, batch=24, mini=24, lr=1e-3, max_response=48,
+        T=80, batch=24, mini_batch=120, lr=1e-3, max_response=48,
         max_observation=100, max_prompt=480, K_p=5, K_e=10, T_e=40, D_B=48, rounds=1, buffer=960, max_instruction=120,
         eval_every=0, save_every=10, vllm_memory=0.05, threads=2,
     ),
@@ -423,17 +414,20 @@ PRESETS: dict[str, Settings] = {
     # it.
     "smollm2-135m": dict(
         model=str(SMOLLM) if SMOLLM.is_dir() else SMOLLM_HUB, **list_data(FACTS), topk=1,
-        optimizer_model="scripted", T=16, batch=8, mini=8,
+        optimizer_model="scripted", T=16, batch=8, mini_batch=40,
         lr=2e-5, max_turns=3, max_response=48, max_observation=112, max_prompt=1024, N_P=4, K_p=4,
         K_e=4, T_e=12, D_B=16, rounds=1, buffer=320, max_instruction=200, eval_every=0, eval_n=100, save_every=4,
         vllm_memory=0.2,
     ),
     # Not in the paper: for one GPU of 24 GB, which trains all of the first and LoRA adapters of the
     # second.
-    "qwen2.5-0.5b": dict(model="Qwen/Qwen2.5-0.5B", lr=1e-6, batch=128, mini=64, **NQ_HOTPOTQA),
-    "qwen2.5-1.5b": dict(model="Qwen/Qwen2.5-1.5B", lr=1e-6, batch=128, mini=64, **NQ_HOTPOTQA),
-    "qwen2.5-3b": dict(model="Qwen/Qwen2.5-3B", vllm_memory=0.8, **NQ_HOTPOTQA),
-    "qwen2.5-7b": dict(model="Qwen/Qwen2.5-7B", lr=3e-7, max_turns=6, vllm_memory=0.75, **NQ_HOTPOTQA),
+    "qwen2.5-0.5b": dict(model="Qwen/Qwen2.5-0.5B", lr=1e-6, batch=128, mini_batch=320, **NQ_HOTPOTQA),
+    "qwen2.5-1.5b": dict(model="Qwen/Qwen2.5-1.5B", lr=1e-6, batch=128, mini_batch=320, **NQ_HOTPOTQA),
+    # The paper's, which replicate its precision, too.
+    "qwen2.5-3b": dict(model="Qwen/Qwen2.5-3B", dither=0, vllm_memory=0.8, **NQ_HOTPOTQA),
+    "qwen2.5-7b": dict(
+        model="Qwen/Qwen2.5-7B", lr=3e-7, dither=0, max_turns=6, vllm_memory=0.75, **NQ_HOTPOTQA,
+    ),
 }  # fmt: skip
 OPENAI = "https://api.openai.com/v1"
 OPTIMIZER = "gpt-5"  # of OpenAI, where a run names neither a model nor another endpoint
@@ -475,6 +469,8 @@ def parse_flags(argv: list[str] | None = None, kind: type[C] = Config, **changes
         help="the preset whose other settings apply to a --model of another name or folder",
     )
     add_flags(parser, kind, PRESETS["world"] | changes, everything="--help_all" in words)
+    for name in REMOVED:
+        parser.add_argument(f"--{name}", nargs="?", type=float, const=1.0, help=argparse.SUPPRESS)
     try:
         return configure(kind, changes, **vars(parser.parse_args(words)))
     except Fault as e:
@@ -508,6 +504,8 @@ def configure(kind: type[C] = Config, changes: Mapping[str, Any] = {}, /, **give
         settings = asdict(read_config(run, kind, resume=True))
         check_origin(run, settings, given)
     cfg = kind(**settings | given)
+    if "mini_batch" not in given:  # a preset's is for a preset's step
+        cfg = replace(cfg, mini_batch=min(cfg.mini_batch, cfg.batch * cfg.G))
     if evolves(cfg) and not cfg.optimizer_model and not os.environ.get("OPENAI_BASE_URL"):
         cfg = replace(cfg, optimizer_model=OPTIMIZER)
     fault = validate(cfg)
@@ -531,6 +529,8 @@ def check_settings(kind: type[Config], given: Settings) -> Settings:
     types: Settings = {f.name: f.type for f in fields(kind)} | {"preset": str}
     settings = {}
     for name, value in given.items():
+        if name in REMOVED:
+            raise Fault(describe_removed(name, value, given.get("G", kind.G)))
         if name not in types:
             words = f" {name.replace('_', ' ')} "
             said = [f.name for f in fields(kind) if words in f" {f.metadata['doc']} "]
@@ -556,6 +556,14 @@ def check_settings(kind: type[Config], given: Settings) -> Settings:
     return settings
 
 
+def describe_removed(name: str, value: float, G: int) -> str:
+    """Returns the line about a knob of earlier versions."""
+    line = f"--{name} {REMOVED[name]}"
+    if name == "mini":
+        line += f": give --mini_batch {value * G:g} for --mini {value:g} with --G {G}"
+    return line
+
+
 def program_of(kind: type[Config]) -> str:
     """Returns the script whose flags these are; one with knobs of its own has a subclass of Config
     for them."""
@@ -573,6 +581,9 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
         raise Fault(f"{run} holds no run (no config.json)")
     try:
         content = {**decoded(path.read_bytes())}
+        # a run of an earlier version is read, not resumed
+        if "mini" in content and not resume:
+            content["mini_batch"] = content["mini"] * content.get("G", 0)
     except (OSError, ValueError, TypeError) as e:
         raise Fault(
             f"{path} is damaged ({type(e).__name__}: {e}): restore it from a copy"
@@ -582,7 +593,8 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
     if resume and program != own:
         raise Fault(f"--resume: {run} was started by {program}, not {own}: resume it with that")
     names = [f.name for f in fields(kind)]
-    differing = [name for name in content if name not in names and program == own]
+    known = names if resume else [*names, *REMOVED]
+    differing = [name for name in content if name not in known and program == own]
     differing += [name for name in names if name not in content]
     if differing:
         raise Fault(

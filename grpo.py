@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 
 from config import GRPOKnobs
-from kernels import k3
+from kernels import clipped_surrogate, eq2
 from models import lora
 from models.model import hold, reshard
 from models.packing import micro_batches, pack, send
@@ -31,6 +31,7 @@ Batch = list[Trajectory]
 Extras = dict[str, Tensor]  # of a micro-batch's action tokens, (N,) each
 # parameters of a model whose operations are too short for several threads to share one
 SMALL = 10**7
+MAX_GRAD_NORM = 1.0  # CHOICE-17
 MAX_SKIPPED = 5  # optimizer steps in a row without a finite gradient, after which a run stops
 # arguments of kernels.grpo_head by name: arrays (N,) over action tokens, numbers, or None
 Terms = dict[str, Any]
@@ -45,37 +46,10 @@ def group_advantages(r: Array) -> Array:
     return A
 
 
-def clipped_surrogate(
-    rho: Tensor, adv: Tensor, eps_low: Tensor, eps_high: Tensor, **_: Tensor
-) -> Tensor:
-    """Returns S of Eq. 2, (n,), of n tokens."""
-    clip = torch.clamp(rho, 1 - eps_low, 1 + eps_high)
-    return torch.minimum(rho * adv, clip * adv)
-
-
-def objective(
-    logp: Tensor,
-    old: Tensor,
-    ref: Tensor,
-    beta: float,
-    surrogate: Callable[..., Tensor] = clipped_surrogate,
-    **tokens: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns J of Eq. 2 before `terms` weighs the tokens, S and KL of n tokens, (n,) each.
-
-    kernels/head.py differentiates it. On a GPU kernels/rows_triton.py computes the same in one
-    launch, unless the surrogate is another one.
-    """
-    rho = torch.exp(logp - old)  # Eq.3
-    S = surrogate(rho=rho, logp=logp, old=old, **tokens)
-    kl = k3.apply(ref - logp)  # CHOICE-23
-    return S - beta * kl, S, kl  # Eq.2
-
-
 def minibatches(taus: Batch, cfg: GRPOKnobs) -> list[Batch]:
-    """Returns the trajectories of a step in parts, one for each optimizer update: `cfg.mini`
-    questions each."""
-    n = cfg.mini * cfg.G  # CHOICE-10
+    """Returns the trajectories of a step in their order, cut into parts of `cfg.mini_batch`, one
+    for each optimizer update. A part may cut a group; the last may be smaller."""
+    n = cfg.mini_batch  # CHOICE-10
     return [taus[k : k + n] for k in range(0, len(taus), n)]
 
 
@@ -310,7 +284,7 @@ class Learner:
     def step(self, loss: float) -> float | None:
         """Takes one optimizer step on the clipped gradients; returns their norm before clipping;
         None: it was skipped."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
         if self.sharded:
             norm = norm.full_tensor()  # the same on all ranks
         size = float(norm.item())
@@ -359,13 +333,13 @@ class Learner:
         if self.reference is not None:
             with torch.no_grad(), lora.off(self.reference):
                 ref_logp, _ = self.reference.forward_packed(*packed, temperature)
-        of_surrogate: Any = partial(objective, surrogate=self.surrogate)
-        if self.device.type == "cuda" and self.surrogate is clipped_surrogate:
-            of_surrogate = None  # the kernel's own, in one launch
+        objective = None  # Eq. 2's
+        if self.surrogate is not clipped_surrogate:
+            objective = partial(eq2, surrogate=self.surrogate)
         loss, extras = self.model.forward_packed(
             *packed,
             temperature,
-            objective=of_surrogate,
+            objective=objective,
             ref_logp=ref_logp,
             beta=self.cfg.beta,
             **terms,

@@ -33,6 +33,7 @@ from plumbing.faults import Fault, OptimizerDown, one_line
 from plumbing.servers import Servers
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer
 from reflect import (
+    PROMPT_BUDGET,
     Optimizer,
     connect_optimizer,
     describe_optimizer,
@@ -210,7 +211,7 @@ class Evolution:
             return history_prompt(sorted(tried, key=lambda pair: pair[1]), n)  # CHOICE-15
         failures = [(e.text, e.golds) for e in tau_fail]
         observations = self.task.make_format().result_tags()
-        return reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget, observations)
+        return reflection_prompt(I_parent.text, failures, n, PROMPT_BUDGET, observations)
 
     def ask(self, I_parent: Instruction, prompt: str, golds: list[str], n: int) -> list[str]:
         """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that

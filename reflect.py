@@ -106,6 +106,9 @@ def history_prompt(scored: Sequence[tuple[str, float]], n: int) -> str:
     return HISTORY.format(history="\n".join(pairs), n=n)
 
 
+PROMPT_BUDGET = 16_000  # tokens of failures in a prompt
+
+
 def reflection_prompt(
     instruction: str,
     failures: Failures,
@@ -408,7 +411,6 @@ def connect_optimizer(
         url or start(),
         cfg.optimizer_model,
         key,
-        retries=cfg.optimizer_retries,
         paid=read_paid_calls(rows),
         restart=start,
         max_tokens=cfg.max_optimizer_tokens,

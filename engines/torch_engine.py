@@ -104,13 +104,14 @@ class RowCache:
 class TorchEngine:
     """An Engine that samples from a Hugging Face causal LM, in lockstep.
 
-    `stop`: strings that end a turn, besides EOS; `max_rows`: rows of one batch.
+    `stop`: strings that end a turn, besides EOS.
     """
 
     lockstep = True
+    max_rows = 512
 
-    def __init__(self, model: Any, tokenizer: Any, stop: tuple[str, ...], max_rows: int = 512):
-        self.model, self.max_rows = model, max_rows
+    def __init__(self, model: Any, tokenizer: Any, stop: tuple[str, ...]):
+        self.model = model
         self.ended = watch_ends(tokenizer, stop)
         self.device = next(model.parameters()).device
         self.head = make_head(model)

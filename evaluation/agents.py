@@ -27,7 +27,7 @@ from tasks.search_qa import SearchQA
 PLAYED = (
     "task", "reward", "tools", "format", "test", "topk", "max_turns", "max_response", "max_observation", "max_prompt",
 )  # fmt: skip
-SERVED = ("retriever", "corpus", "search_retries", "max_rows", "engine", "device", "vllm_memory")
+SERVED = ("retriever", "corpus", "engine", "device", "vllm_memory")
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Agent(contextlib.AbstractContextManager["Agent"]):
         if searches and not text.endswith("?"):
             question += "?"
         for q in self.held_out:
-            if text == q.id or question == q.text:
+            if text in (q.id, q.text) or question == q.text:
                 return q
         # rows of search QA are for --reward alone
         if not searches and any(q.data is not None for q in self.held_out):
@@ -269,7 +269,7 @@ def open_model(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Eng
     if choose_engine(cfg, device) == "torch":
         if not wide:  # `to` would also round what positions are computed with
             model = fill(empty(load_config(path), torch.bfloat16, device), model)
-        return TorchEngine(model.to(device), tokenizer, stop, cfg.max_rows), tokenizer
+        return TorchEngine(model.to(device), tokenizer, stop), tokenizer
     from engines.vllm_engine import VllmEngine
 
     engine = VllmEngine(

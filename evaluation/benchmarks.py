@@ -4,6 +4,7 @@ FlashRAG's data sets there (RUC-NLPIR/FlashRAG_datasets, `<name>/{train,dev,test
 fetched once. Search-R1's rule says which split is evaluated: test if there is one, else dev.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from config import PRESETS
@@ -17,13 +18,15 @@ BENCHMARKS = {  # the split that is evaluated, and its questions
 }  # fmt: skip
 
 
-def load_benchmark(name: str) -> list[Question]:
-    """Returns the questions of a benchmark, of the world, or of a user's file; raises Fault where
-    there are none."""
+def load_benchmark(
+    name: str, load: Callable[[str], list[Question]] = load_questions
+) -> list[Question]:
+    """Returns the questions of a benchmark, of the world, or of a user's file, which a task may
+    `load`; raises Fault where there are none."""
     if name not in BENCHMARKS:
-        return load_questions(PRESETS["world"]["test"] if name == "world" else name)
+        return load(PRESETS["world"]["test"] if name == "world" else name)
     split, published = BENCHMARKS[name]
-    questions = load_questions(f"{HUB}/{name}/{split}.jsonl")
+    questions = load(f"{HUB}/{name}/{split}.jsonl")
     if len(questions) != published:
         print(f"note: {name}: {len(questions):,} questions, published were {published:,}")
     return [replace(q, source=name) for q in questions]

@@ -56,14 +56,17 @@ def export_checkpoint(
     checkpoint.load({"model": stored}, chosen, alone=True)
 
     # what is written
+    library = "peft" if adapters else "transformers"
+    card = make_card(run, cfg, step_of(chosen), I.text, library)
     with new_directory(out) as new:
         if adapters:
-            lora.export(model, cfg.lora_alpha, cfg.seed, cfg.model, new)
+            lora.export(model, cfg.lora_alpha, cfg.model, new)
+            rounded = f"dithered by a generator of seed {cfg.seed}" if cfg.dither else "rounded"
+            card += lora.LOSS.format(rounded=rounded)
         else:
             export(config, model, load_tokenizer(cfg.model), new, computed)
         write_file(new / "I_star.txt", I.text + "\n")
-        library = "peft" if adapters else "transformers"
-        write_file(new / "README.md", make_card(run, cfg, step_of(chosen), I.text, library))
+        write_file(new / "README.md", card)
     return out, step_of(chosen), I.id
 
 

@@ -95,7 +95,7 @@ def collect_questions(task: Task, args: argparse.Namespace) -> dict[str, list[Qu
         if name in SPLITS:
             every = task.questions(name)
         elif isinstance(task, SearchQA):
-            every = load_benchmark(name)
+            every = load_benchmark(name, task.load)
         else:
             raise Fault(
                 f"--data {name}: {task.cfg.task} asks its own questions: give {', '.join(SPLITS)}, or --test"

@@ -28,9 +28,10 @@ class Batch:
         memory: Any = None,
         old: Array | None = None,
         score: Any = None,
+        step: Sequence[Trajectory] = (),
     ):
         """`limit`: tokens that a trajectory may sample; `memory`: what an objective remembers from
-        step to step.
+        step to step; `step`: all trajectories of the step, if these are a mini-batch of it.
 
         `old`: log-probs and entropies (2, N) under pi_old; None: it is the policy in training,
         under which `score` computes them, in a pass over the mini-batch. All ranks read the same
@@ -46,6 +47,7 @@ class Batch:
         # Trajectories (n,). The reward stage shapes the first of these; Eq. 3 compares those of a
         # group; length counts action tokens; a truncated one ended without an answer.
         self.n = len(taus)
+        self.step = step or taus
         self.reward: Array = np.array([tau.reward for tau in taus], float)
         self.group = numbers(tau.group for tau in taus)
         self.instruction = numbers(tau.instruction for tau in taus)
@@ -61,6 +63,15 @@ class Batch:
         """Numbers of equal answers, normalized as for exact match; -1 without one."""
         texts = [normalize(tau.prediction or "") for tau in self.taus]
         return np.where([text != "" for text in texts], numbers(texts), -1)
+
+    @cached_property
+    def share_correct(self) -> Array:
+        """The share of correct trajectories in each one's group, of the whole step: a mini-batch
+        may cut a group."""
+        right = dict[int, list[bool]]()
+        for tau in self.step:
+            right.setdefault(tau.group, []).append(not tau.failed)
+        return np.array([np.mean(right[tau.group]) for tau in self.taus], float)
 
     # ---- turns (n, K)
 

@@ -25,7 +25,7 @@ from inspo import Evolution
 from journal.rows import make_evolution_row, make_start_row
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Instruction, Population, mean_rewards
-from reflect import fold_words, format_examples, make_token_counter, shorten
+from reflect import PROMPT_BUDGET, fold_words, format_examples, make_token_counter, shorten
 from tasks import Job, Question, Task, Trajectory
 from tasks.sampling import rng_of
 from training.policy import Policy
@@ -249,7 +249,7 @@ class ESPL(FromOne):
                     (text, [best, other]) for text in self.ask(P.family[best], prompt, golds, 1)
                 ]
             if tried:
-                prompt = mutation_prompt(P.family[best].text, tried, cfg.prompt_budget, self.task)
+                prompt = mutation_prompt(P.family[best].text, tried, PROMPT_BUDGET, self.task)
                 golds = [gold for _, e in tried for gold in e.golds]
                 self.round = 1
                 children += [(text, [best]) for text in self.ask(P.family[best], prompt, golds, 1)]

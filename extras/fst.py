@@ -25,7 +25,7 @@ from inspo import Trial
 from journal.rows import make_evolution_row, make_verification_row
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Population, ReplayBuffer
-from reflect import fold_words, format_examples
+from reflect import PROMPT_BUDGET, fold_words, format_examples
 from tasks import Job, Question, Task
 from tasks.sampling import rng_of
 from training.policy import Policy
@@ -114,7 +114,7 @@ class GEPA(FromOne):
                 shortfall = "no failure to learn from that D_B does not have"
                 break
             golds = [gold for e in tau_fail for gold in e.golds]
-            prompt = feedback_prompt(I_parent.text, tau_fail, cfg.prompt_budget, self.task)
+            prompt = feedback_prompt(I_parent.text, tau_fail, PROMPT_BUDGET, self.task)
             try:
                 I_new = self.ask(I_parent, prompt, golds, 1)
             except OptimizerDown as e:

@@ -8,7 +8,7 @@ surrogate is one of n tokens, in torch.
 
     set_advantages   a step's trajectories, on rank 0:  reward -> advantage -> credit over turns
     terms            a mini-batch's, on every rank:     selection -> weights -> clip bounds -> further columns
-    surrogate        S (n,) of some tokens, in place of Eq. 2's `grpo.clipped_surrogate`
+    surrogate        S (n,) of some tokens, in place of Eq. 2's `clipped_surrogate`
 """
 
 if not __package__:
@@ -26,7 +26,9 @@ import inspo
 from config import Config, knob
 from extras import variants as v
 from extras.batch import Array, Batch, Mask
-from grpo import Learner, Terms, clipped_surrogate
+from grpo import Learner, Terms
+from kernels import clipped_surrogate
+from plumbing.files import Row
 from tasks import Trajectory
 
 
@@ -122,6 +124,7 @@ class ObjectiveLearner(Learner):
     """A Learner with the objective that --objective names in place of Eq. 2 and 3."""
 
     cfg: ObjectiveConfig
+    whole_step: Sequence[Trajectory] = ()
 
     def __init__(self, model: Any, reference: Any, cfg: ObjectiveConfig, max_gap: float = math.inf):
         super().__init__(model, reference, cfg, max_gap)
@@ -140,11 +143,13 @@ class ObjectiveLearner(Learner):
         for tau, a, row in zip(taus, A.tolist(), credit, strict=True):
             tau.advantage, tau.credit = a, row[: len(tau.turn_tokens or [1])]
 
+    def update(self, t: int, minibatches: list[list[Trajectory]]) -> Row:
+        self.whole_step = [tau for minibatch in minibatches for tau in minibatch]
+        return super().update(t, minibatches)
+
     def terms(self, minibatch: list[Trajectory], old: Array | None) -> Terms:
-        o, b = (
-            OBJECTIVES[self.cfg.objective],
-            Batch(minibatch, self.limit, old=old, score=partial(self.score, minibatch)),
-        )
+        o, score = OBJECTIVES[self.cfg.objective], partial(self.score, minibatch)
+        b = Batch(minibatch, self.limit, old=old, score=score, step=self.whole_step)
         w = o.weight(b, o.select(b))
         bounds = o.clip(b) if callable(o.clip) else o.clip
         low, high = bounds or (self.cfg.eps, self.cfg.eps)

@@ -284,7 +284,7 @@ class SupervisedConfig(Config):
 
     def __post_init__(self) -> None:
         """A step is one mini-batch without a KL, whatever a preset says."""
-        object.__setattr__(self, "mini", self.batch)
+        object.__setattr__(self, "mini_batch", self.batch)
         object.__setattr__(self, "beta", 0.0)
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from extras.batch import SMALL, Array, Batch, Ints, Mask, groups
-from grpo import clipped_surrogate, group_advantages
+from grpo import group_advantages
+from kernels import clipped_surrogate
 
 Columns = dict[str, Array]
 
@@ -318,8 +319,7 @@ def stage_returns(b: Batch, A: Array) -> Array:
 def mixed_groups(b: Batch) -> Mask:
     """DAPO (Eq. 11): only groups with both right and wrong answers. The authors sample more until
     the batch is full."""
-    share = b.mean(b.correct, b.group)
-    return ((share > 0) & (share < 1))[b.tau]
+    return ((b.share_correct > 0) & (b.share_correct < 1))[b.tau]
 
 
 def not_small(b: Batch) -> Mask:
@@ -382,7 +382,7 @@ def elastic(b: Batch) -> tuple[Array, Array]:
     Our reading: .2 x |A| / mean |A| within [.5, 2] x 4 p (1 - p) within [.5, 1]; only the abstract
     was found.
     """
-    p, size = b.mean(b.correct, b.group)[b.tau], np.abs(b.A)
+    p, size = b.share_correct[b.tau], np.abs(b.A)
     mean = float(size.sum()) / max(1, len(size)) or 1.0
     eps = 0.2 * np.clip(size / mean, 0.5, 2) * np.clip(4 * p * (1 - p), 0.5, 1)
     return eps, eps
@@ -442,7 +442,7 @@ def fallen(b: Batch, w: Array) -> Columns:
     }
 
 
-# ---- surrogates, as `grpo.clipped_surrogate` is that of Eq. 2; kernels/head.py keeps rho within
+# ---- surrogates, as `clipped_surrogate` is that of Eq. 2; kernels/head.py keeps rho within
 # e^+-40
 
 

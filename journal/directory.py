@@ -30,8 +30,8 @@ from plumbing.versions import commit
 LOGS = ("metrics", "population", "reflections")  # .jsonl
 # What a resumed run may change: where and how fast it computes, not what.
 CHANGEABLE = {
-    "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries",
-    "engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "micro_tokens", "max_rows",
+    "out", "resume", "device", "tracker", "retriever", "keep", "save_every",
+    "engine", "vllm", "vllm_memory", "recompute", "patience", "micro_tokens",
     "gather", "fused_layers",
     "threads",  # but with another number sums may be rounded differently
 }  # fmt: skip

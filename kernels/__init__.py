@@ -4,6 +4,6 @@
 CUDA, where one launch can compute all of Eq. 2) or by `rows_torch.py` (for every other device).
 """
 
-from kernels.head import grpo_head, head_logits, k3, token_logprobs
+from kernels.head import clipped_surrogate, eq2, grpo_head, head_logits, token_logprobs
 
-__all__ = ["grpo_head", "head_logits", "k3", "token_logprobs"]
+__all__ = ["clipped_surrogate", "eq2", "grpo_head", "head_logits", "token_logprobs"]

@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.benchmark import Timer
 
-from kernels.head import grpo_head, token_logprobs
+from kernels.head import clipped_surrogate, eq2, grpo_head, token_logprobs
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
@@ -67,16 +67,7 @@ def make_batch(N, H, V, masked):
     return SimpleNamespace(hidden=X, weight=W, mask=mask, sequence_adv=adv, **tokens, kept=kept)
 
 
-def eq2(logp, old, adv, **_):
-    rho = torch.exp(logp - old)
-    S = torch.minimum(rho * adv, rho.clamp(1 - EPS, 1 + EPS) * adv)
-    return S, S, torch.zeros_like(S)
-
-
-ONE_LAUNCH = None if CUDA else eq2  # elsewhere there is one way alone
-
-
-def ours(b, objective=ONE_LAUNCH):
+def ours(b, objective=None):
     """Drops masked rows, as training does."""
     return grpo_head(b.hidden[b.mask], b.weight, **b.kept, chunk=CHUNK, objective=objective)[0]
 
@@ -166,7 +157,9 @@ def gradients(b, peer):
     unmasked tokens."""
     loss = peer(b)
     if loss.ndim:
-        loss = -(b.kept["token_weight"] * eq2(loss, b.kept["old_logp"], b.kept["adv"])[0]).sum()
+        rho = torch.exp(loss - b.kept["old_logp"])
+        S = clipped_surrogate(rho, b.kept["adv"], EPS, EPS)
+        loss = -(b.kept["token_weight"] * S).sum()
     return loss.detach(), *torch.autograd.grad(loss, (b.hidden, b.weight))
 
 

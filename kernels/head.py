@@ -20,9 +20,11 @@ The gradient needs no second look at the logits:
   7. and from the dz (n, V) of a chunk:               dX = dz @ weight,  dW = dz.T @ hidden
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 
 def grpo_head(
@@ -54,7 +56,7 @@ def grpo_head(
     adv, token_weight, old_logp, ref_logp: (N,); eps_low, eps_high: scalars or (N,). No gradient
     flows into these.
     token_weight: mask / normalizer, times any other weight. Leaving out a token is cheaper than 0.
-    objective: J / w in torch, see `_two_passes`; None: the module's J in one launch (CUDA only).
+    objective: another J / w in torch, see `_two_passes`; None: Eq. 2's, on CUDA in one launch.
     old_logp: None is the on-policy step, rho = 1 with the gradient of rho. ref_logp: None means no
     KL. Both are kept within 40 of logp, so that the squares of their ratios are finite.
     columns: what else the objective reads, scalars or (N,).
@@ -65,13 +67,16 @@ def grpo_head(
     and yet S is flat).
     """
     passes = _rows(hidden.device)
-    if objective is None and not hasattr(passes, "loss_rows"):
-        raise ValueError(f"on {hidden.device} the head needs an objective")
     if beta and ref_logp is None:
         raise ValueError(f"beta = {beta} needs ref_logp")
+    if columns and objective is None:
+        raise TypeError(f"Eq. 2 does not read {', '.join(columns)}: give an objective")
 
     # how a chunk of rows becomes a loss, and what it reads of each token
-    loss_rows = partial(_two_passes, passes, objective) if objective else passes.loss_rows
+    if objective is None and hasattr(passes, "loss_rows"):
+        loss_rows = passes.loss_rows
+    else:
+        loss_rows = partial(_two_passes, passes, objective or eq2)
     loss_rows = partial(loss_rows, temperature=temperature, beta=beta)
     columns |= {
         "adv": adv,
@@ -150,6 +155,32 @@ def _two_passes(
         a = None if a is None else w * a
         dz = passes.grad_rows(kept, targets, logp, entropy, w * c, a, temperature, grad_dtype)
     return w * value.detach(), logp, entropy, kl.detach(), clipped, dz
+
+
+def clipped_surrogate(
+    rho: Tensor, adv: Tensor, eps_low: Tensor, eps_high: Tensor, **_: Tensor
+) -> Tensor:
+    """Returns S of Eq. 2, (n,), of n tokens."""
+    clip = torch.clamp(rho, 1 - eps_low, 1 + eps_high)
+    return torch.minimum(rho * adv, clip * adv)
+
+
+def eq2(
+    logp: Tensor,
+    old: Tensor,
+    ref: Tensor,
+    beta: float,
+    surrogate: Callable[..., Tensor] = clipped_surrogate,
+    **tokens: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns J / w, S and KL of n tokens, (n,) each, of Eq. 2 or with another surrogate.
+
+    rows_triton.py computes Eq. 2 in one launch instead.
+    """
+    rho = torch.exp(logp - old)  # Eq.3
+    S = surrogate(rho=rho, logp=logp, old=old, **tokens)
+    kl = k3.apply(ref - logp)  # CHOICE-23
+    return S - beta * kl, S, kl  # Eq.2
 
 
 class k3(torch.autograd.Function):

@@ -9,7 +9,6 @@ with app.setup:
     import torch
 
     from config import Config
-    from grpo import objective
     from kernels import grpo_head
     from labs import desk
 
@@ -29,7 +28,7 @@ def _():
     \quad \text{(Eq. 2)}$$
 
     The mask $I$ is 1 on tokens that the policy sampled and 0 on what it was given. In the project the averages are
-    in `grpo.py`, `Learner.terms`, and $S$ and KL in `objective`; the gradient is in `kernels/`.
+    in `grpo.py`, `Learner.terms`, and $S$, KL and the gradient in `kernels/head.py`.
 
     ## Before anything else: predict
 
@@ -230,7 +229,7 @@ def _(right_average, right_gradient, right_k3, right_surrogate):
     columns = {name: torch.tensor(x) for name, x in columns.items()}
     _logits, _one = torch.tensor(z, requires_grad=True), torch.eye(V, dtype=torch.float64)
     _loss, theirs = grpo_head(
-        _logits, _one, torch.tensor(y), objective=objective, eps_low=eps, eps_high=eps, **columns
+        _logits, _one, torch.tensor(y), eps_low=eps, eps_high=eps, **columns
     )
     _loss.backward()
     theirs = {"J": -_loss.item(), "dz": _logits.grad.numpy(), **{name: x.numpy() for name, x in theirs.items()}}

@@ -351,7 +351,7 @@ def _():
 @app.cell
 def _(Alliteration):
     with TemporaryDirectory() as _folder:
-        _run = inspo.train(task=Alliteration, preset="world", mode="static", T=2, batch=2, mini=2, out=f"{_folder}/run")
+        _run = inspo.train(task=Alliteration, preset="world", mode="static", T=2, batch=2, out=f"{_folder}/run")
         with load_agent(_run.path) as _agent:
             answer = _agent.ask("Name the mayor of the city?").prediction
     answer

@@ -14,7 +14,7 @@ from engines.torch_engine import TorchEngine
 from grpo import Learner
 from models.model import load_policy
 from plumbing.files import read_jsonl
-from retrieval.bm25 import BM25
+from retrieval_server import BM25
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
 from tasks.loading import choose_instruction
@@ -68,7 +68,7 @@ class Player:
     def __init__(self, cfg: Config, task: Task):
         self.cfg, self.task, ends = cfg, task, task.make_format().stop_strings()
         self.model, self.tokenizer = load_policy(cfg.model, ends)
-        self.engine = TorchEngine(self.model, self.tokenizer, ends, cfg.max_rows)
+        self.engine = TorchEngine(self.model, self.tokenizer, ends)
         self.learner = Learner(self.model, copy.deepcopy(self.model), cfg)
 
     def rollout(self, t: int, purpose: str, jobs: Sequence[Job]) -> list[Trajectory]:

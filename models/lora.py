@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from models.linear import Linear, linear
 from plumbing.faults import Fault
 
-LOSS = """\
-The policy computed with W + scale * B A, in bfloat16 dithered by a generator of seed {seed} (models/lora.py). Whoever
-adds B (A x) to W x in bfloat16 instead, as peft and vLLM do, loses most of a small update (four fifths where B is
-1e-4): load W in float32, or take the merged export.
+LOSS = """
+## Adapters
+
+The policy computed with W + scale * B A, in bfloat16 {rounded} (models/lora.py). Whoever adds B (A x) to W x in
+bfloat16 instead, as peft and vLLM do, loses most of a small update (four fifths where B is 1e-4): load W in float32,
+or take the merged export.
 """
 
 
@@ -169,7 +171,7 @@ def off(model: Any) -> Iterator[None]:
             layer.off = False
 
 
-def export(model: Any, alpha: int, seed: int, base: str, path: Path) -> None:
+def export(model: Any, alpha: int, base: str, path: Path) -> None:
     """Writes a model's adapters to a directory, for peft to load on top of `base`, a path or hub
     id. Raises Fault where peft would drop some."""
     from safetensors.torch import save_file
@@ -188,7 +190,6 @@ def export(model: Any, alpha: int, seed: int, base: str, path: Path) -> None:
         "target_modules": sorted({name.split(".")[-2] for name in adapted}), "base_model_name_or_path": base,
     }  # fmt: skip
     (path / "adapter_config.json").write_text(json.dumps(config, indent=1), "utf-8")
-    (path / "README.md").write_text(LOSS.format(seed=seed), "utf-8")
     tensors = {
         f"base_model.model.{k}.weight": p.detach()
         for k, p in model.named_parameters()

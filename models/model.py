@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -388,22 +386,19 @@ def shard(
     *,
     compute: torch.dtype | None = None,
     frozen: bool = False,
-    offload: bool = False,
     gather: bool = False,
 ) -> Any:
     """Shards a model from `skeleton` over all ranks, in place; returns it with uninitialized
     weights, for `fill`.
 
     `compute`: dtype in which blocks are gathered and run (None: the model's own). `frozen`: for a
-    model that is never trained; gathered weights are freed right after use. `offload` keeps the
-    shares in CPU memory. `gather`: weights stay gathered until `reshard`, or until a backward pass
-    that `hold` does not hold.
+    model that is never trained; gathered weights are freed right after use. `gather`: weights
+    stay gathered until `reshard`, or until a backward pass that `hold` does not hold.
     """
     model.forward_packed = MethodType(forward_packed, model)
-    if frozen and not offload and dist.get_world_size() == 1:
+    if frozen and dist.get_world_size() == 1:
         return materialize(model, device)  # one rank has the whole: there is nothing to gather
     mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),))
-    place = CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy()
     # by default FSDP keeps the root's weights gathered for the backward pass
     freed = False if gather else frozen or None
     # the root holds embedding, last norm and head, which are needed together
@@ -415,15 +410,13 @@ def shard(
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         )
-        fully_shard(
-            part, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=freed
-        )
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=freed)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
         if dist.get_world_size() > 1:  # on one rank FSDP would divide by it, too
             # the loss is already normalized over all ranks: sum the gradients
             part.set_gradient_divide_factor(1.0)
     register_fsdp_forward_method(model, "forward_packed")
-    return model.to_empty(device="cpu" if offload else device)
+    return model.to_empty(device=device)
 
 
 def hold(model: Any, held: bool) -> None:

@@ -14,10 +14,8 @@ import json
 import re
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import fields, is_dataclass
-from itertools import islice
 from traceback import TracebackException
 from typing import Any
 
@@ -31,7 +29,7 @@ from tasks.tools import WORDS, Failure, Tool
 from tasks.trajectories import Trajectory
 
 Json = dict[str, Any]  # an object
-MAX_RESULT = 100_000  # characters of a result that are read and kept, or items of an iterator
+MAX_RESULT = 100_000  # characters of a result that are read and kept
 
 
 class Failed(Exception):
@@ -74,7 +72,7 @@ class SchemaTool(Tool):
 
     def write_result(self, result: Any) -> str:
         """Returns a result as the policy reads it: a text as it is, anything else as JSON."""
-        plain = TypeAdapter(Any).dump_python(_cut(result), mode="json", fallback=_make_plain)
+        plain = TypeAdapter(Any).dump_python(result, mode="json", fallback=_make_plain)
         return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
 
     def explain(self, kind: str, why: str) -> str:
@@ -157,24 +155,14 @@ class TypedFunction(SchemaTool):
             ) from None
         for word in (*WORDS, "timeout"):
             setattr(self, word, getattr(function, word, getattr(self, word)))
-        if (
-            not isinstance(self.timeout, (int, float))
-            or not 0 < self.timeout < threading.TIMEOUT_MAX
-        ):
-            raise Fault(f"{where}: its timeout is {self.timeout!r}; give a number of seconds")
 
     def read_arguments(self, arguments: str) -> Json:
         try:
-            given = dict(self._arguments.validate_json(arguments))
+            return dict(self._arguments.validate_json(arguments))
         except ValidationError as e:  # without a link, and without repeating them
             raise ValueError(
                 "; ".join(": ".join([*map(str, x["loc"]), x["msg"]]) for x in e.errors())
             ) from None
-        for name, p in self.schema["parameters"]["properties"].items():
-            values = given[name] if isinstance(given.get(name), list) else [given.get(name)]
-            if "enum" in p and not all(value is None or value in p["enum"] for value in values):
-                raise ValueError(f"{name}: it is one of {', '.join(map(json.dumps, p['enum']))}")
-        return given
 
     def call(self, arguments: Json) -> Any:
         return self.function(**arguments)
@@ -210,33 +198,16 @@ def _describe(function: Callable[..., Any], reader: Any) -> Json:
         text = described.get(name, p.get("description", ""))
         if not text:
             raise TypeError(f"its docstring has no description for the argument {name!r}")
-        # choices in a docstring are no types
-        choices = re.search(r"\(choices:\s*(\[.*\])\s*\)\s*$", text)
-        if choices:
-            text = text[: choices.start()].strip()
-            p["enum"] = json.loads(choices[1])
         p["description"] = text
     return {"name": function.__name__, "description": about, "parameters": parameters}
 
 
-def _cut(value: Any) -> Any:
-    """Returns a result with lists for its iterators: pydantic would read an endless one while no
-    other thread runs. Ranges and views, which it does not know, are lists, too."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _cut(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, Set, range, ValuesView, Iterator)):
-        return [_cut(item) for item in islice(value, MAX_RESULT)]
-    return value
-
-
 def _make_plain(value: Any) -> Any:
-    """Returns what JSON has words for, of a number or an array of numpy or torch, wherever it
-    lies."""
+    """Returns what JSON has words for, of a number or an array of numpy or torch, or of a range or a
+    view, wherever it lies."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"a result of type {type(value).__name__} is no JSON")
+    return dict(value) if isinstance(value, Mapping) else list(value)
 
 
 def _make_reader(function: Callable[..., Any]) -> Any:

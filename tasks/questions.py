@@ -23,6 +23,9 @@ COLUMNS = "id question golden_answers data_source prompt reward_model extra_info
 JSON_TEXT = re.compile(r'\s*"?(\[[\s\\n]*["{]|\{[\s\\n]*")')  # an answer may be [0, 1]
 # as Python, numpy and DuckDB print lists and sets; an answer may be {"a": 1}, too
 PRINTED = re.compile(r"\[.*,.*\]|(array\()?[\[(\s]+['\"].*[\])]|\{'[^:]*\}", re.S)
+PRINTED_MESSAGES = re.compile(r"\s*(array\()?[\[(]\s*\{\s*'")  # as Python prints them
+RULES = ("system", "developer")  # whose messages say how to answer
+ENDS = ("?", "？", "؟", ":", "：")  # of a question, or of a cue: "Answer:"
 OTHER_SCRIPTS = re.compile(f"[\u0530-\u1cff{SIGNS}]")
 
 
@@ -37,7 +40,7 @@ def load_questions(path: str | Path, rows: bool = False) -> list[Question]:
     questions, notes = [], Counter[str]()
     for line, row in read_rows(path, None if rows else COLUMNS):
         try:
-            question = _read_question(row, line, rows)
+            question = _read_question(row, line, rows, notes)
         except ValueError as e:
             raise Fault(f"{path}:{line}: {e}") from None
         questions.append(replace(question, data=row) if rows else question)
@@ -120,9 +123,9 @@ def read_parquet(
         ) from None
 
 
-def _read_question(row: object, line: int, bare: bool) -> Question:
+def _read_question(row: object, line: int, bare: bool, notes: Counter[str]) -> Question:
     """Returns the question in a row of either format; a ValueError says what is wrong and what to
-    do. `bare`: it may have no gold answer that can be read."""
+    do. `bare`: it may have no gold answer that can be read. `notes` counts what is worth one."""
     if not isinstance(row, dict):
         raise ValueError("not a JSON object; write one JSON object a line")
     # whose it is, and what it asks
@@ -131,10 +134,13 @@ def _read_question(row: object, line: int, bare: bool) -> Question:
         look_up(row, "id", default=look_up(row, "extra_info", "index", default=f"{source}-{line}"))
     )
     text = look_up(row, "question")
-    if text is None:
-        text = _find_question(look_up(row, "prompt"))
+    from_prompt = text is None
+    if from_prompt:
+        text = _find_question(look_up(row, "prompt"), notes)
     if not isinstance(text, str) or not text.strip():
-        raise ValueError("no question; fill `question`, or `prompt` with a user message")
+        raise ValueError(
+            "no question; fill `question`, or `prompt` with texts, the last one the user's"
+        )
 
     # the right answers, as texts
     golds = list[str]()
@@ -146,9 +152,10 @@ def _read_question(row: object, line: int, bare: bool) -> Question:
 
     # as data
     id, source, text, *golds = clean([id, source, text.strip(), *golds])
-    return Question(
-        id, text if text.endswith(("?", "？", "؟")) else text + "?", tuple(golds), source
-    )
+    # as Search-R1 does; but a prompt may end with a statement
+    if not text.endswith(ENDS) and (text[-1:].isalnum() or not from_prompt):
+        text += "?"
+    return Question(id, text, tuple(golds), source)
 
 
 def _find_golds(row: object) -> list[str]:
@@ -186,21 +193,39 @@ def unpacked(value: object) -> Any:
     return value
 
 
-def _find_question(prompt: object) -> str | None:
-    """Returns what follows the last `Question:` in the last user message, or in the string."""
+def _find_question(prompt: object, notes: Counter[str]) -> str | None:
+    """Returns what a prompt asks: its text, or all that its messages say; None if it is no text, or
+    the user does not speak last.
+
+    In the place of a template that says how to answer, as Search-R1's does, a run has its
+    instruction: what is asked follows its last `Question:`.
+    """
     prompt = unpacked(prompt)
-    if isinstance(prompt, Iterable) and not isinstance(prompt, str):
-        messages, prompt = prompt, None
-        for message in messages:
-            if look_up(message, "role") == "user":
-                prompt = look_up(message, "content")
-    if isinstance(prompt, list):  # content parts
-        texts = [look_up(part, "text") for part in prompt]
-        prompt = "\n".join(texts) if all(isinstance(text, str) for text in texts) else None
-    # messages as Python prints them
-    if not isinstance(prompt, str) or re.match(r"\s*(array\()?[\[(]\s*\{\s*'", prompt):
+    if isinstance(prompt, str) or not isinstance(prompt, Iterable):
+        prompt = [{"role": "user", "content": prompt}]
+    said, in_template = list[tuple[str, str]](), False
+    for message in prompt:
+        role, text = look_up(message, "role"), look_up(message, "content")
+        if isinstance(text, list):  # content parts
+            parts = [look_up(part, "text") for part in text]
+            text = "\n".join(parts) if all(isinstance(part, str) for part in parts) else None
+        if not isinstance(text, str) or PRINTED_MESSAGES.match(text):
+            return None
+        before, _, asked = text.rpartition("Question:")
+        if role == "user" and (not before.strip() or "<answer>" in before):
+            text = asked
+        said.append((str(role), text.strip()))
+        in_template = in_template or "<answer>" in (text if role in RULES else before)
+    if not said or said[-1][0] != "user" or not said[-1][1]:
         return None
-    return prompt.rpartition("Question:")[2]
+
+    if in_template and any(role in RULES for role, _ in said):
+        notes["questions have a system message, which the run's instruction replaces"] += 1
+        said = [(role, text) for role, text in said if role not in RULES]
+    # in a conversation, who says it
+    roles = {role for role, _ in said}.difference(RULES)
+    texts = [text if role in RULES or len(roles) == 1 else f"{role}: {text}" for role, text in said]
+    return "\n\n".join(filter(None, texts))
 
 
 def normalize(text: str) -> str:

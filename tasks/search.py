@@ -21,7 +21,7 @@ from tasks import Question
 from tasks.questions import holds_gold
 from tasks.tools import Tool
 
-# where retrieval/server.py and Search-R1's own listen unless told otherwise
+# where retrieval_server.py and Search-R1's own listen unless told otherwise
 DEFAULT = "http://127.0.0.1:8000"
 DATA = Path("data")
 WIKI, INDEXES, E5 = "wiki-18.jsonl", ("e5_HNSW64.index", "e5_Flat.index"), "intfloat/e5-base-v2"
@@ -103,7 +103,7 @@ def choose_source(cfg: Config) -> Config:
         return replace(cfg, corpus=str(DATA / WIKI))
     raise Fault(
         f"nothing to search: give --corpus (passages) or --retriever (URL of a running server), start one at {DEFAULT},"
-        f" or put {WIKI} and {INDEXES[0]} into {DATA}/ (retrieval/README.md says where they are)"
+        f" or put {WIKI} and {INDEXES[0]} into {DATA}/ (docs/retrieval.md says where they are)"
     )
 
 
@@ -138,7 +138,7 @@ def start_server(cfg: Config, serve: Callable[..., str]) -> tuple[str, Callable[
             lambda: None,
             without_secrets(cfg.retriever),
         )  # there is nothing to restart
-    argv = ["-m", "retrieval.server", "--corpus", cfg.corpus]
+    argv = ["-m", "retrieval_server", "--corpus", cfg.corpus]
     index = find_index(cfg.corpus)
     if index:  # on the CPU: the GPUs are the policy's
         argv += ["--index", index, "--encoder", E5, "--device", "cpu"]

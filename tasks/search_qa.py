@@ -24,6 +24,7 @@ WITHOUT_SEARCH = (  # whatever other tools there are: every prompt describes tho
     "information. If you find no further external knowledge needed, you can directly provide the answer inside "
     "<answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>."
 )
+RETRIES = 6  # of a search, over a minute, before the run stops (resumable)
 
 
 class SearchQA(Task):
@@ -34,7 +35,7 @@ class SearchQA(Task):
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self.search = Search("", cfg.topk, retries=cfg.search_retries)
+        self.search = Search("", cfg.topk, retries=RETRIES)
         tools = {"search": self.search, "calculator": Calculator()}
         names = [] if cfg.tools == "none" else cfg.tools.split(",")
         if not set(names) <= set(tools) or (names and "search" not in names):
@@ -67,6 +68,10 @@ class SearchQA(Task):
             where += f"\n        {try_search(self.search, questions)}"
         return f"search: {where}\n{super().start(serve)}".strip()
 
+    def load(self, path: str) -> list[Question]:
+        """Returns the questions of a file, one of the task's or of --data. Raises Fault."""
+        return load_questions(path, self.keeps_rows)
+
     def questions(self, split: str) -> list[Question]:
         cfg = self.cfg
         flag = "train" if split == "valid" and not cfg.valid else split
@@ -74,7 +79,7 @@ class SearchQA(Task):
         if not file:
             raise Fault(f"--{flag} is missing: give a .jsonl or .parquet file of questions")
         try:
-            every = load_questions(file, self.keeps_rows)
+            every = self.load(file)
         except Fault as e:
             raise Fault(f"--{flag} {e}") from None
         if split == "valid" and cfg.valid and self._is_stray(cfg.valid):
@@ -92,7 +97,7 @@ class SearchQA(Task):
             return False
         if valid not in [preset.get("valid") for preset in PRESETS.values()]:
             return False
-        theirs = {q.text for q in load_questions(self.cfg.train, self.keeps_rows)}
+        theirs = {q.text for q in self.load(self.cfg.train)}
         return theirs.isdisjoint(q.text for q in self.questions("train"))
 
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:

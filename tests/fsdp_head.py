@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from grpo import objective
 from kernels import grpo_head
 
 
@@ -21,9 +20,7 @@ class Head(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight)
 
     def forward(self, hidden, targets, **tokens):
-        return grpo_head(
-            hidden, self.weight, targets, objective=objective, beta=0.04, chunk=10, **tokens
-        )[0]
+        return grpo_head(hidden, self.weight, targets, beta=0.04, chunk=10, **tokens)[0]
 
 
 def measure(rank):

@@ -12,7 +12,7 @@ import uvicorn
 
 from plumbing.faults import Fault
 from plumbing.servers import listen
-from retrieval.server import make_app
+from retrieval_server import make_app
 
 SYLLABLES = "ka lo mi ra ten vor sel dun bri cha pol ves nor gat il um".split()
 KINDS = "painter river film mountain city composer novel bridge island play".split()
@@ -52,12 +52,10 @@ def until(condition):
 
 
 @contextlib.contextmanager
-def serving(index, corpus, **limits):
+def serving(index, corpus):
     """Serves index and corpus on a real socket, in a thread, 3 passages a query; yields the URL."""
     sock = listen("127.0.0.1", 0)
-    server = uvicorn.Server(
-        uvicorn.Config(make_app(corpus, index, 3, **limits), log_level="warning")
-    )
+    server = uvicorn.Server(uvicorn.Config(make_app(corpus, index, 3), log_level="warning"))
     server.capture_signals = contextlib.nullcontext
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
     thread.start()

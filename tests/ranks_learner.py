@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("policy")
     parser.add_argument("batches")
     parser.add_argument("out", type=Path)
-    for flag in ("bf16", "recompute", "offload", "gather"):
+    for flag in ("bf16", "recompute", "gather"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--load")
     args = parser.parse_args()
@@ -55,8 +55,8 @@ def main() -> None:
     config, source = load_config(args.policy), load_model(args.policy) if rank == 0 else None
     frozen = torch.bfloat16 if args.bf16 and cfg.lora_rank else torch.float32
     cfg = replace(cfg, gather=int(args.gather))
-    how = {"offload": args.offload, "gather": args.gather}
-    reference = fill(shard(skeleton(config, frozen), "cpu", frozen=True, **how), source)
+    reference = skeleton(config, frozen)
+    reference = fill(shard(reference, "cpu", frozen=True, gather=args.gather), source)
     model = skeleton(config, frozen)
     for whole in [model] + [source] * (rank == 0):
         lora.add(whole, cfg.lora_rank, cfg.lora_alpha)

@@ -301,7 +301,9 @@ def test_the_history_leaves_out_who_was_never_sampled():
     assert re.findall(r"<ins_\d> (\w+) </ins", prompt) == ["bad", "good"]
 
 
-def test_long_observations_of_the_task_s_own_tools_are_cut_in_the_prompt():
+def test_long_observations_of_the_task_s_own_tools_are_cut_in_the_prompt(monkeypatch):
+    monkeypatch.setattr(inspo, "PROMPT_BUDGET", 500)
+
     class Counting(Exam):
         tools = (Calculator(),)
 
@@ -311,9 +313,7 @@ def test_long_observations_of_the_task_s_own_tools_are_cut_in_the_prompt():
     B.add(T_NOW, [tau], [tau.response])
     # without tools the middle of the text goes
     for task, kept in ((Counting, True), (Exam, False)):
-        e = Evolved(
-            {"old": 0.5}, {"old": 5}, buffer=B, task=task, failures=1, prompt_budget=500, rounds=1
-        )
+        e = Evolved({"old": 0.5}, {"old": 5}, buffer=B, task=task, failures=1, rounds=1)
         [prompt] = e.optimizer.prompts
         assert len(prompt) < 5000 and ("the middle" in prompt) == kept
 

@@ -13,7 +13,17 @@ import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import config
-from config import OPTIMIZER, PRESETS, Config, find_endpoint, parse_flags
+from config import (
+    OPTIMIZER,
+    PRESETS,
+    REMOVED,
+    Config,
+    configure,
+    find_endpoint,
+    knob,
+    parse_flags,
+    read_config,
+)
 from plumbing.faults import Fault
 from tasks.loading import read_instruction
 
@@ -28,7 +38,8 @@ BOTH = dict(
     T=300,
     eval_every=100,
     batch=512,
-    mini=256,
+    mini_batch=256,
+    dither=0,
     G=5,
     eps=0.2,
     beta=0.001,
@@ -85,12 +96,20 @@ def test_the_paper_s_presets_have_the_values_of_appendix_b(preset, monkeypatch):
     assert {name: getattr(cfg, name) for name in APP_B[preset]} == APP_B[preset]
     # the task's own, Search-R1's, which the paper starts from
     assert cfg.mode == "inspo" and cfg.instruction == ""
+    assert sorted(name for name, preset in PRESETS.items() if "dither" in preset) == list(APP_B)
+
+
+@dataclasses.dataclass(frozen=True)
+class Switched(Config):
+    """Has a switch that nothing else depends on."""
+
+    spare: bool = knob(False, "a switch")
 
 
 @pytest.mark.parametrize("value, want", [([], True), (["1"], True), (["0"], False)])
 def test_a_switch_stands_alone_or_takes_0_or_1(value, want):
-    cfg = parse_flags(["--offload_reference", *value, "--T", "3"])
-    assert (cfg.offload_reference, cfg.T) == (want, 3)
+    cfg = parse_flags(["--spare", *value, "--T", "3"], Switched)
+    assert (cfg.spare, cfg.T) == (want, 3)
 
 
 def test_a_preset_wins_over_the_default_and_a_flag_over_the_preset():
@@ -341,7 +360,6 @@ finally: assert not {{'torch', 'transformers', 'vllm', 'tiktoken', 'tqdm'}} & se
         (["--T", "1.5"], "--T"),
         (["--lr", "small"], "--lr"),
         (["--resume=yes"], "--resume"),
-        (["--offload_reference", "2"], "--offload_reference"),
         (["--objective", "grpo"], "--objective"),  # a guest's: extras/ has a program with it
     ],
 )
@@ -356,9 +374,9 @@ REFUSED = """
 --save_every 0|--eval_n -1|--seed -1|--lr -1|--lr nan|--tau_s inf|--max_optimizer_tokens -1
 --temperature 0|--tau_s 0|--eps 0|--beta -0.1|--beta nan|--warmup 1|--warmup nan|--vllm 10.0.0.1:8000|--vllm_memory 1
 --vllm_memory nan|--lora_rank -1|--lora_alpha 0
---max_grad_norm 0|--max_observation 31|--top_n 0
+--max_observation 31|--top_n 0
 --rounds 0|--keep 0|--patience 0|--dry_run 0xh100|--temperature 2.1|--instruction /nowhere/i.txt
---micro_tokens 0|--dither 2|--max_rows 0|--optimizer_retries -1|--search_retries -1
+--micro_tokens 0|--dither 2
 """
 
 
@@ -383,12 +401,13 @@ def test_a_value_outside_its_range_is_refused_by_name(refuses, argv):
     [
         ("--N_parent 8", "--N_parent 8 is more than --N_P 7"),
         ("--N_P 2 --N_parent 3", "--N_parent 3 is more than --N_P 2"),
-        ("--batch 24 --mini 16", "--batch 24 is not a multiple of --mini 16"),
-        ("--batch 12 --mini 24", "--batch 12 is not a multiple of --mini 24"),
-        ("--batch 0 --mini 1", "--batch 0"),
+        ("--mini_batch 121", "--mini_batch 121: a step has 120 trajectories (--batch 24 x --G)"),
+        ("--batch 4 --G 2 --mini_batch 9", "--mini_batch 9: a step has 8 trajectories"),
+        ("--batch 0 --mini_batch 1", "--batch 0"),
+        ("--mini 12", "give --mini_batch 60 for --mini 12 with --G 5"),
+        ("--batch 6 --G 3 --mini=6", "give --mini_batch 18 for --mini 6 with --G 3"),
         ("--topk 1000", "--topk 1000: the search server returns 100 passages at most"),
         ("--engine torch --vllm http://h:1", "not used with --engine torch"),
-        ("--lora_rank 8 --offload_reference", "--offload_reference: with --lora_rank"),
         ("--resume", "--out"),
     ],
 )
@@ -409,14 +428,45 @@ def test_values_at_the_edge_of_the_possible_are_taken(argv):
     assert str(getattr(parse_flags([flag, value]), flag[2:])).removesuffix(".0") == value
 
 
+@pytest.mark.parametrize("name", set(REMOVED) - {"mini"})
+def test_a_flag_of_an_earlier_version_is_one_line_and_does_not_close_its_runs(
+    refuses, tmp_path, name
+):
+    for words in ([f"--{name}", "2"], [f"--{name}"]):  # a switch stood alone
+        assert f"--{name} {REMOVED[name]}" in refuses(*words)
+    with pytest.raises(Fault, match=f"--{name} "):
+        configure(**{name: 2})
+    old = dataclasses.asdict(Config(batch=4, mini_batch=10)) | {name: 1, "mini": 2}
+    del old["mini_batch"]
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert read_config(tmp_path) == Config(batch=4, mini_batch=10)
+    with pytest.raises(Fault, match="of another version of inspo.py"):
+        read_config(tmp_path, resume=True)
+
+
 def test_every_rank_must_have_a_trajectory_to_train_on(refuses, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert parse_flags(["--batch", "3", "--mini", "3", "--G", "2"]).mini == 3  # a cluster's
+    assert parse_flags(["--mini_batch", "7"]).mini_batch == 7  # a cluster's
     monkeypatch.setenv("RANK", "0")
-    assert "8 ranks for 6 trajectories an update" in refuses(
-        "--batch", "3", "--mini", "3", "--G", "2"
-    )
-    assert parse_flags(["--batch", "4", "--mini", "4", "--G", "2"]).mini == 4
+    assert "8 ranks for --mini_batch 7: " in refuses("--mini_batch", "7")
+    assert "8 ranks for --mini_batch 6: " in refuses("--batch", "3", "--G", "2")
+    assert parse_flags(["--mini_batch", "8"]).mini_batch == 8
+
+
+@pytest.mark.parametrize(
+    "argv, n",
+    [
+        ("", 120),  # one update
+        ("--batch 4", 20),
+        ("--G 8", 120),  # 120 and 72
+        ("--model qwen2.5-0.5b", 320),
+        ("--model qwen2.5-3b --batch 16", 80),
+        ("--model qwen2.5-3b", 256),
+        ("--batch 4 --mini_batch 7", 7),
+    ],
+)
+def test_a_preset_s_mini_batch_is_a_smaller_step_s_whole(argv, n):
+    assert parse_flags([*argv.split(), "--mode", "static"]).mini_batch == n
 
 
 def test_another_model_takes_a_preset_s_other_flags(refuses):

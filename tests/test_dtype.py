@@ -30,7 +30,7 @@ from tasks.loading import load_task
 from training.policy import Policy, choose_dither_seed, load_first_policy
 from training.ranks import Ranks
 
-SMALL = "--mode static --dtype bfloat16 --T 2 --batch 2 --mini 2 --G 2 --eval_n 2 --save_every 1 --keep 9 --seed 6"
+SMALL = "--mode static --dtype bfloat16 --T 2 --batch 2 --G 2 --eval_n 2 --save_every 1 --keep 9 --seed 6"
 
 
 def steps(run) -> list[dict]:
@@ -43,7 +43,7 @@ def steps(run) -> list[dict]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """The search server of all runs."""
-    command = ["-m", "retrieval.server", "--corpus", str(WORLD / "corpus.jsonl")]
+    command = ["-m", "retrieval_server", "--corpus", str(WORLD / "corpus.jsonl")]
     with Child(command, tmp_path_factory.mktemp("server") / "log") as child:
         yield child.url
 
@@ -157,7 +157,7 @@ def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(
             engine="torch",
             micro_tokens=10**6,
             batch=batch,
-            mini=batch,
+            mini_batch=3 * batch,
             G=4,
             lora_rank=rank,
         )

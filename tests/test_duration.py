@@ -13,7 +13,7 @@ from training.fit import shapes
 B3 = skeleton(shapes("Qwen/Qwen2.5-3B"))
 H200 = CARDS["h200"][1] * 1e12
 # one micro-batch, as `extras.bench.update --micro` has it: one step of one mini-batch
-ALONE = Config(batch=1, mini=1, G=1)
+ALONE = Config(batch=1, mini_batch=1, G=1)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_updates_that_did_not_make_the_constants(
 ):
     """Commit e22737a on another H200: two mini-batches, the second of which is scored."""
     monkeypatch.setattr(duration, "trajectory", lambda cfg: (0, tokens))
-    cfg = Config(batch=trajectories // 5, mini=trajectories // 10, G=5, **knobs)
+    cfg = Config(batch=trajectories // 5, mini_batch=trajectories // 2, G=5, **knobs)
     assert update_seconds(cfg, B3, 1, H200) == pytest.approx(measured, rel=0.15)
 
 
@@ -70,9 +70,9 @@ def test_eight_gpus_share_a_step_and_adapters_save_a_third_of_the_backward_pass(
     cfg = Config(micro_tokens=32768, recompute=0)
     one, eight = (update_seconds(cfg, B3, gpus, H200) for gpus in (1, 8))
     assert one == pytest.approx(8 * eight, rel=0.02)
-    # forward, backward twice, reference, half of the log-probs under the old policy
+    # forward, backward twice, reference, nine tenths of the log-probs under the old policy
     lora = update_seconds(replace(cfg, lora_rank=32), B3, 1, H200)
-    assert lora == pytest.approx(one * 3.5 / 4.5)
+    assert lora == pytest.approx(one * 3.9 / 4.9)
     assert rollout_seconds(cfg, B3, 1, H200) == pytest.approx(8 * rollout_seconds(cfg, B3, 8, H200))
 
 

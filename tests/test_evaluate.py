@@ -37,7 +37,7 @@ WORLD = HERE / "world" / "files"
 @pytest.fixture(scope="module")
 def retriever(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
-    with Child(["-m", "retrieval.server", "--corpus", str(WORLD / "corpus.jsonl")], log) as child:
+    with Child(["-m", "retrieval_server", "--corpus", str(WORLD / "corpus.jsonl")], log) as child:
         yield child.url
 
 

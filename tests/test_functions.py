@@ -4,13 +4,11 @@ becomes a reply."""
 import asyncio
 import enum
 import gzip
-import itertools
 import json
 import pickle
 import re
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -242,16 +240,6 @@ def test_numbers_and_arrays_of_numpy_and_torch_and_iterators_are_json(result, re
     assert answered(no_arguments(result), "") == [reply]
 
 
-@pytest.mark.parametrize("result", [
-    itertools.count, lambda: (k for k in itertools.count()), lambda: itertools.cycle("ab"),
-    lambda: {"x": [itertools.count()]}, lambda: [Seen(itertools.count())],
-])  # fmt: skip
-def test_a_result_without_an_end_is_cut(result):
-    began = time.monotonic()
-    [text] = answered(no_arguments(lambda: result()), "")
-    assert len(text) == MAX_RESULT and time.monotonic() - began < 30
-
-
 def never_returns():
     threading.Event().wait()
 
@@ -291,30 +279,22 @@ def test_the_calls_of_a_tool_that_failed_are_a_column_of_metrics(tiny):
     assert count_useless([tau], task.tools[0]) == {"shout_calls/empty": 0}
 
 
-def typed(city: str, days: int = 1, kind: str = "a", among: list[str] | None = None) -> str:
+def typed(
+    city: str, days: int = 1, kind: Literal["a", "b"] = "a", among: list[str] | None = None
+) -> str:
     """Says what it was given.
 
     Args:
         city (str): Its name (or its number): a text
             that goes on
         days (int, optional): How many. Defaults to 1.
-        kind (Literal["a", "b"]): Which (choices: ["a", "b"])
-        among (Optional[list[str]], optional) : Some (choices: ["x", "y"])
+        kind (Literal["a", "b"]): Which
+        among (Optional[list[str]], optional) : Some
 
     Returns:
         str: It
     """
     return f"{city} {days} {kind} {among}"
-
-
-def rate(score: int, weight: float = 0.5):
-    """Rates it.
-
-    Args:
-        score: The score to give (choices: [1, 2, 3])
-        weight: Of it (choices: [0.5, 1])
-    """
-    return f"{score} {weight}"
 
 
 def greet(name: str = "Bern"):
@@ -343,17 +323,14 @@ def pick(names: Sequence[str], weights: Mapping[str, int] | None = None) -> Iter
         (typed, '{"city": "Bern", "kind": "b"}', "Bern 1 b None"),
         (typed, '{"city": "Bern", "among": ["x"]}', "Bern 1 a ['x']"),
         (typed, '{"city": "Bern", "among": null}', "Bern 1 a None"),
-        (typed, '{"city": "Bern", "kind": "c"}', 'wrong arguments of typed: kind: it is one of "a", "b"'),
-        (typed, '{"city": "Bern", "among": ["x", "z"]}', 'wrong arguments of typed: among: it is one of "x", "y"'),
-        (rate, '{"score": 3}', "3 0.5"), (rate, '{"score": 7}', "wrong arguments of rate: score: it is one of 1, 2, 3"),
-        (rate, '{"score": 1, "weight": 0.6}', "wrong arguments of rate: weight: it is one of 0.5, 1"),
+        (typed, '{"city": "Bern", "kind": "c"}', "wrong arguments of typed: kind: Input should be 'a' or 'b'"),
         (greet, "", "hello 'Bern'"), (greet, "Rome", "hello 'Rome'"), (shout, "", ""),
         (pick, '{"names": ["a"]}', '["a None"]'),
         (pick, '{"names": ["a", "b"], "weights": {"b": 2}}', '["a None", "b 2"]'),
         (pick, '{"names": "a"}', "wrong arguments of pick: names: Input should be a valid array"),
     ],
 )  # fmt: skip
-def test_docstrings_with_types_defaults_and_choices(function, argument, reply):
+def test_docstrings_with_types_and_defaults(function, argument, reply):
     assert answered(function, argument) == [reply]
 
 
@@ -370,7 +347,7 @@ def test_types_in_a_docstring_are_no_part_of_the_descriptions():
         "days": {"type": "integer", "description": "How many. Defaults to 1."},
         "kind": {"type": "string", "enum": ["a", "b"], "description": "Which"},
         "among": {
-            "type": "array", "items": {"type": "string"}, "nullable": True, "enum": ["x", "y"], "description": "Some"
+            "type": "array", "items": {"type": "string"}, "nullable": True, "description": "Some"
         },
         "": {"type": "object", "required": ["city"]},
     }  # fmt: skip
@@ -434,14 +411,6 @@ def test_the_bounds_and_the_description_of_an_argument_are_shown():
     assert shown["perhaps"] == {"type": "number", "nullable": True, "description": "Or none"}
     assert shown["either"] == {"type": ["integer", "string"], "description": "Of two types"}
     assert shown[""] == {"type": "object", "required": ["pair", "all", "some", "either"]}
-
-
-@pytest.mark.parametrize("timeout", ["5", float("nan"), -1, 0, None, float("inf"), 1e12])
-def test_a_timeout_that_is_none_is_refused_at_the_start(timeout):
-    function = no_arguments(lambda: None)
-    function.timeout = timeout
-    with pytest.raises(Fault, match="^--tools x: its timeout is .*; give a number of seconds$"):
-        TypedFunction(function, "--tools x")
 
 
 class Unit(enum.Enum):
@@ -639,8 +608,6 @@ def test_a_run_with_the_function_of_the_page(tmp_path, monkeypatch, tiny_path, s
             "--T",
             "1",
             "--batch",
-            "2",
-            "--mini",
             "2",
             "--G",
             "2",

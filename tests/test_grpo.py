@@ -34,7 +34,7 @@ QUESTION = Question("q", "Who?", ("x",), "s")
 
 def settings_of(**settings):
     """At step 2 of 10 the learning rate is at its peak."""
-    usual = dict(lr=1e-3, T=10, warmup=0.2, eps=EPS, beta=BETA, temperature=1.0, G=G, mini=1)
+    usual = dict(lr=1e-3, T=10, warmup=0.2, eps=EPS, beta=BETA, temperature=1.0, G=G, mini_batch=G)
     return Config(**usual | dict(micro_tokens=256) | settings)
 
 
@@ -137,10 +137,8 @@ def eq2(model, reference, taus, old=None, temperature=1.0, beta=BETA):
         terms.append(S - beta * kl)
         kls.append(kl.detach())
         clipped.append((S < rho * tau.advantage).double())
-    groups = {}
-    for tau, term in zip(taus, terms, strict=True):
-        groups.setdefault(tau.group, []).append(term.mean())
-    J = torch.stack([torch.stack(means).mean() for means in groups.values()]).mean()
+    # every group has G: the mean over groups of their means, and where a group is cut its share
+    J = torch.stack([term.mean() for term in terms]).mean()
     return -J, torch.cat(kls).mean().item(), torch.cat(clipped).mean().item()
 
 
@@ -198,9 +196,12 @@ def test_an_on_policy_update_is_eq_2(model, reference, temperature, beta):
 
 
 def test_an_off_policy_update_is_eq_2_with_the_policy_before_the_step_as_old(model, reference):
+    """In mini-batches of 7, 7 and 4 trajectories, of groups of 3: the first two cut one, and the
+    last has its own denominator."""
     taus = batch_of(6)
-    parts = [taus[: 3 * G], taus[3 * G :]]
-    learner = learner_of(model, reference)
+    learner = learner_of(model, reference, mini_batch=7)
+    parts = minibatches(taus, learner.cfg)
+    assert [len(part) for part in parts] == [7, 7, 4]
     with torch.no_grad():
         old = {id(tau): logprobs(learner.model, tau) for tau in taus}
 
@@ -209,13 +210,12 @@ def test_an_off_policy_update_is_eq_2_with_the_policy_before_the_step_as_old(mod
         return loss.item(), gradient(loss, learner.model), clipped
 
     got, metrics, want = gradients(learner, parts, expected)
-    assert len(got) == 2
-    for k in range(2):
+    assert len(got) == 3
+    for k in range(3):
         assert error(got[k], clip(want[k][1])) < 1e-5
-    assert metrics["loss"] == pytest.approx((want[0][0] + want[1][0]) / 2, abs=1e-5)
-    assert metrics["grad_norm"] == pytest.approx(
-        (want[0][1].norm().item() + want[1][1].norm().item()) / 2, rel=1e-5
-    )
+    losses, norms = zip(*((loss, g.norm().item()) for loss, g, _ in want), strict=True)
+    assert metrics["loss"] == pytest.approx(sum(losses) / 3, abs=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(sum(norms) / 3, rel=1e-5)
     assert want[0][2] == 0 and want[1][2] > 0.1  # the first update moved the policy: rho is clipped
     assert metrics["clip_fraction"] > 0.02
     # With the policy itself as old the second gradient would be another one.
@@ -256,17 +256,12 @@ def test_an_update_is_a_step_of_adamw(model, reference):
     assert all(p.grad is None for p in learner.model.parameters())
 
 
-@pytest.mark.parametrize("limit", [1.0, 0.25])
-def test_the_gradient_is_clipped_to_max_grad_norm(model, reference, limit):
+def test_the_gradient_is_clipped_to_a_norm_of_1(model, reference):
     taus = batch_of(2)
-    [got], metrics, _ = gradients(
-        learner_of(model, reference, max_grad_norm=limit), [scaled(taus, 100)]
-    )
-    assert metrics["grad_norm"] > 2 and got.norm().item() == pytest.approx(limit, abs=1e-5)
-    [got], metrics, _ = gradients(
-        learner_of(model, beta=0.0, max_grad_norm=limit), [scaled(taus, 0.001)]
-    )
-    assert metrics["grad_norm"] == pytest.approx(got.norm().item()) and metrics["grad_norm"] < limit
+    [got], metrics, _ = gradients(learner_of(model, reference), [scaled(taus, 100)])
+    assert metrics["grad_norm"] > 2 and got.norm().item() == pytest.approx(1, abs=1e-5)
+    [got], metrics, _ = gradients(learner_of(model, beta=0.0), [scaled(taus, 0.001)])
+    assert metrics["grad_norm"] == pytest.approx(got.norm().item()) and metrics["grad_norm"] < 1
 
 
 def test_the_gradient_does_not_depend_on_micro_batches_nor_on_the_order(model, reference):
@@ -293,7 +288,7 @@ def test_threads_that_share_micro_batches_compute_the_same_bits(world, monkeypat
     policy, results = lora.add(copy.deepcopy(world[0]), rank, 8), []
     for threads in 1, 2:
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        settings = {"micro_tokens": 60, "mini": 3, "lora_rank": rank}
+        settings = {"micro_tokens": 60, "mini_batch": 3 * G, "lora_rank": rank}
         learner = learner_of(policy, None if rank else world[0], **settings)
         inner, seen, both = learner.loss, set(), threading.Barrier(2, timeout=60)
 
@@ -532,18 +527,14 @@ def test_a_run_stops_after_several_skipped_steps_in_a_row_resumed_or_not(tmp_pat
 # ---- batches and the learning rate
 
 
-def test_a_mini_batch_holds_mini_questions_with_all_their_trajectories():
+@pytest.mark.parametrize(
+    "n, sizes", [(1, [1] * 18), (6, [6] * 3), (7, [7, 7, 4]), (17, [17, 1]), (18, [18])]
+)
+def test_a_step_is_cut_into_mini_batches_of_trajectories(n, sizes):
     taus = batch_of(6)
-    for mini in (1, 2, 3, 6):
-        parts = minibatches(taus, settings_of(mini=mini))
-        assert [len(part) for part in parts] == [mini * G] * (6 // mini)
-        assert [tau for part in parts for tau in part] == taus
-        assert all(
-            {tau.group for tau in a}.isdisjoint(tau.group for tau in b)
-            for a in parts
-            for b in parts
-            if a is not b
-        )
+    parts = minibatches(taus, settings_of(mini_batch=n))
+    assert [len(part) for part in parts] == sizes
+    assert [tau for part in parts for tau in part] == taus
 
 
 def tokens_of(batch):

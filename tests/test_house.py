@@ -196,7 +196,7 @@ def run(copy: Path, *argv: str, seconds: float = 600) -> str:
 
 @pytest.mark.slow
 def test_a_run_needs_no_guest_and_no_page(without_the_wings):
-    flags = "--T 2 --batch 4 --mini 4 --G 2 --K_p 1 --K_e 1 --T_e 2 --D_B 4 --rounds 1 --eval_n 4 --out runs/alone"
+    flags = "--T 2 --batch 4 --G 2 --K_p 1 --K_e 1 --T_e 2 --D_B 4 --rounds 1 --eval_n 4 --out runs/alone"
     out = run(without_the_wings, "inspo.py", *flags.split())
     assert "I_star" in out and not (without_the_wings / "runs" / "alone" / "report.html").exists()
     assert "no page: No module named 'page' (python report.py runs/alone writes it)" in out

@@ -26,7 +26,7 @@ from plumbing import hub
 from plumbing.faults import Fault, together
 from plumbing.files import read_jsonl
 from plumbing.servers import Servers
-from retrieval.encoder import Encoder
+from retrieval_server import ENCODE, load_encoder
 from tasks import search
 from tasks.questions import load_questions
 
@@ -253,7 +253,7 @@ def test_a_preset_says_all_that_is_missing(tmp_path, monkeypatch, capsys, preset
 
 PAPER = "--preset qwen2.5-3b --model own/policy"
 SMALL = (
-    "--T 1 --batch 4 --mini 4 --G 2 --eval_n 4 --max_prompt 480 --max_response 48 --max_observation 100 --N_P 2"
+    "--T 1 --batch 4 --G 2 --eval_n 4 --max_prompt 480 --max_response 48 --max_observation 100 --N_P 2"
     " --keep 1 --engine torch --device cpu --optimizer_model scripted"
 )
 
@@ -287,7 +287,8 @@ def test_the_paper_s_command_fetches_what_it_needs_once_and_serves_what_is_there
         (files / model).symlink_to(folder)
     put(data / "wiki-18.jsonl", (WORLD / "corpus.jsonl").read_text())
     texts = [row["contents"] for row in read_jsonl(data / "wiki-18.jsonl")]
-    vectors = Encoder(str(get_model_path()), "e5").passages(texts)
+    encoder = load_encoder(str(get_model_path()), "e5", "cpu")
+    vectors = encoder.encode_document(texts, **ENCODE)
     index = faiss.IndexFlatIP(vectors.shape[1])
     index.add(vectors)
     faiss.write_index(index, str(data / "e5_Flat.index"))

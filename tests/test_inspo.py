@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 import export
 import inspo
+import reflect
 from config import parse_flags, read_config
 from engines.vllm_engine import vllm_version
 from grpo import Learner
@@ -32,13 +34,15 @@ from journal.directory import RunDirectory
 from plumbing import checkpoint
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
+from reflect import Optimizer
+from tasks import search_qa
 from tasks.questions import load_questions
 from tasks.sampling import draw_questions, rng_of
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
 FILES = ROOT / "world" / "files"
-SMALL = "--batch 2 --mini 2 --G 2 --T 10 --K_p 1 --K_e 3 --T_e 9 --D_B 4 --eval_n 3 --save_every 3 --rounds 2".split()
+SMALL = "--batch 2 --G 2 --T 10 --K_p 1 --K_e 3 --T_e 9 --D_B 4 --eval_n 3 --save_every 3 --rounds 2".split()
 SEED = 6  # the first policy scores in the first step
 SMALL += ["--instruction", str(FIXTURE / "instruction.txt"), "--seed", str(SEED)]
 # tests share their cores with the servers
@@ -335,7 +339,8 @@ def test_a_run_is_not_overwritten_and_not_continued_as_another(whole):
 
 @pytest.mark.slow
 def test_an_optimizer_that_nobody_can_reach_ends_the_run_at_its_start(tmp_path, monkeypatch):
-    flags = [*SMALL, "--T", "4", "--optimizer_model", "nobody", "--optimizer_retries", "1"]
+    monkeypatch.setattr(reflect, "Optimizer", partial(Optimizer, retries=1))
+    flags = [*SMALL, "--T", "4", "--optimizer_model", "nobody"]
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     line, _, stderr = run_here("--out", tmp_path / "r", *flags)
     assert stderr == "" and "\n" not in line and not (tmp_path / "r").exists()
@@ -367,17 +372,8 @@ def test_a_hostile_optimizer_s_words_stay_words(tmp_path, monkeypatch):
             f"<ins_{k}>{text}</ins_{k}>" for k, text in enumerate(blocks, 1)
         )
 
-    flags = [
-        *SMALL,
-        "--T",
-        "4",
-        "--optimizer_model",
-        "m",
-        "--optimizer_retries",
-        "0",
-        "--out",
-        tmp_path / "r",
-    ]
+    monkeypatch.setattr(reflect, "Optimizer", partial(Optimizer, retries=0))
+    flags = [*SMALL, "--T", "4", "--optimizer_model", "m", "--out", tmp_path / "r"]
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-1\n")
     with chat(reply=reply) as server:
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
@@ -416,7 +412,7 @@ def test_our_own_retriever_is_restarted_when_it_dies(whole, tmp_path):
     process = start("--out", out, *SMALL)
     wait_for_step(out, 2, process)
     for pid in children_of(process):
-        if b"retrieval.server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"retrieval_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(int(pid), signal.SIGKILL)
     code, _, stderr = finish(process)
     assert code == 0, stderr
@@ -482,9 +478,9 @@ def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_p
     ]
     for name in ("train", "test", "corpus"):
         flags += [f"--{name}", FIXTURE / f"{name}.jsonl"]
-    flags += "--T 2 --batch 4 --mini 2 --G 2 --K_p 1 --K_e 1 --T_e 2 --D_B 3 --max_response 24 --max_prompt 900".split()
-    flags += "--max_observation 120 --failures 2 --rounds 1 --eval_n 2 --device cpu --save_every 1".split()
-    flags += ["--tools", "search,calculator"]
+    flags += "--T 2 --batch 4 --mini_batch 4 --G 2 --K_p 1 --K_e 1 --T_e 2 --D_B 3 --max_response 24".split()
+    flags += "--max_prompt 900 --rounds 1 --max_observation 120 --failures 2 --eval_n 2 --save_every 1".split()
+    flags += ["--tools", "search,calculator", "--device", "cpu"]
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     with chat() as server:
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
@@ -778,8 +774,9 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(
 ):
     """The optimizer's endpoint stops the search server, so the verification of its candidates
     cannot be played."""
-    server = ["-m", "retrieval.server", "--corpus", str(ROOT / "world/files/corpus.jsonl")]
-    flags = [*SMALL, "--search_retries", 0, "--optimizer_model", "m", "--out", tmp_path / "r"]
+    server = ["-m", "retrieval_server", "--corpus", str(ROOT / "world/files/corpus.jsonl")]
+    monkeypatch.setattr(search_qa, "RETRIES", 0)
+    flags = [*SMALL, "--optimizer_model", "m", "--out", tmp_path / "r"]
     with (
         Child(server, tmp_path / "log") as child,
         chat(lambda n: child.stop() if n == 2 else None) as endpoint,

@@ -13,7 +13,6 @@ from ranks_fit import Live
 from test_model import SHAPES, make_family
 
 from config import Config
-from grpo import objective
 from models.layers import FAMILIES, fuse
 from models.model import empty, forward_packed, load_model, skeleton
 from models.packing import Packing
@@ -83,7 +82,7 @@ def logps_and_gradients(model):
     weights = {"adv": torch.randn(len(where), generator=g)}
     weights["token_weight"] = torch.rand(len(where), generator=g)
     ids, where = ids.to(DEVICE), where.to(DEVICE)
-    weights = {name: x.to(DEVICE) for name, x in weights.items()} | {"objective": objective}
+    weights = {name: x.to(DEVICE) for name, x in weights.items()}
     loss, extras = forward_packed(
         model, ids, Packing(LENGTHS, device=DEVICE), where, ids[where + 1], 0.9, **weights
     )

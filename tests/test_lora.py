@@ -226,7 +226,7 @@ def policy_of(path, **knobs):
         warmup=0.0,
         micro_tokens=300,
         G=3,
-        mini=4,
+        mini_batch=12,
         beta=0.0,
         **knobs,
     )
@@ -330,7 +330,12 @@ def test_a_run_trains_adapters_and_exports_them_merged_or_for_peft(tmp_path):
     assert merged.keys() == final.keys() and all(
         torch.equal(merged[name], final[name]) for name in final
     )
-    export.main([str(out), "--adapters", "--out", str(tmp_path / "adapters")])
+    assert "peft" not in (tmp_path / "merged" / "README.md").read_text()
+    for name, which in ("2", ["--step", "2"]), ("adapters", []):
+        export.main([str(out), "--adapters", *which, "--out", str(tmp_path / name)])
+        card = (tmp_path / name / "README.md").read_text()
+        assert f"after step {name if which else 5} of" in card  # the run's, and how to load them:
+        assert "peft and vLLM do, loses most of a small update" in " ".join(card.split())
     assert (tmp_path / "adapters" / "I_star.txt").read_text() == (out / "I_star.txt").read_text()
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(WORLD / "policy") and config["r"] == RANK
@@ -349,9 +354,9 @@ def test_peft_computes_with_all_adapters_or_gets_none(family, tiny_path, tmp_pat
     model, ids = trained(load_model(path)), torch.arange(5, 40)[None]
     if family == "DeepseekV3":  # whose shared experts it takes for the others
         with pytest.raises(Fault, match="--adapters: .*shared_experts|mlp"):
-            lora.export(model, ALPHA, 0, path, tmp_path)
+            lora.export(model, ALPHA, path, tmp_path)
         return
-    lora.export(model, ALPHA, 0, path, tmp_path)
+    lora.export(model, ALPHA, path, tmp_path)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, tmp_path)
     logits = loaded(ids, use_cache=False).logits

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from config import WORLD
 from engines.torch_engine import TorchEngine
-from grpo import objective
 from models.model import (
     LOGIT_SCALES,
     blocks,
@@ -339,9 +338,7 @@ def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, ti
         torch.testing.assert_close(logp.double(), want, atol=1e-4, rtol=0)
     assert want.std() > 0.2 * scale  # not all alike
 
-    weights = dict(
-        objective=objective, adv=torch.ones(len(where)), token_weight=torch.ones(len(where))
-    )
+    weights = dict(adv=torch.ones(len(where)), token_weight=torch.ones(len(where)))
     _, extras = forward_packed(model, ids, Packing(LENGTHS), where, ids[where + 1], 0.7, **weights)
     torch.testing.assert_close(extras["logp"].double(), want, atol=1e-4, rtol=0)
 

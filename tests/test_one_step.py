@@ -91,7 +91,7 @@ def test_the_numbers_are_those_of_the_run(page, tmp_path):
                 return update(t, taus)
             groups = [taus[k : k + cfg.G] for k in range(0, len(taus), cfg.G)]
             seen["group"] = next(
-                g for g in groups[cfg.mini :] if len({tau.reward for tau in g}) > 1
+                g for g in groups[cfg.mini_batch // cfg.G :] if len({tau.reward for tau in g}) > 1
             )
             seen["tau"] = tau = max(seen["group"], key=lambda tau: tau.reward)
             seen["before"], seen["logps"] = copy.deepcopy(P), [learner.score([tau])[0].tolist()]

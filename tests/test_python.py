@@ -38,7 +38,7 @@ from training.policy import Policy
 FLAGS = dict(zip(SMALL[::2], SMALL[1::2], strict=True))
 SETTINGS = {f.name: f.type(FLAGS[f"--{f.name}"]) for f in fields(Config) if f"--{f.name}" in FLAGS}
 SETTINGS |= dict(T=4, T_e=4, save_every=2, eval_every=2)
-TINY = dict(preset="world", mode="static", T=1, batch=2, mini=2, G=2, eval_n=2, max_response=4)
+TINY = dict(preset="world", mode="static", T=1, batch=2, G=2, eval_n=2, max_response=4)
 PLAYED = Trajectory(0, Question("q", "word?"), 0, [], 1)
 HANDLERS = [signal.getsignal(number) for number in stop.SIGNALS]
 
@@ -141,27 +141,56 @@ exec(page)
 """
 
 
-def test_the_page_and_the_readme_show_what_runs_after_an_interrupt_while_torch_is_imported_too(
-    tmp_path,
-):
-    """As a script, in a folder of the user's; only the sizes in the README are made smaller."""
+README = (ROOT / "README.md").read_text()
+[TASK] = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+def test_the_page_shows_what_runs_after_an_interrupt_while_torch_is_imported_too(tmp_path):
+    """As a script, in a folder of the user's, with the README's task; only the sizes are made
+    smaller. Then as a notebook, where the class is defined above."""
     [page] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.S)
     assert len((ROOT / "docs" / "python.md").read_text().splitlines()) <= 60
-    task, lines = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(lines.splitlines()) == 5
-    (tmp_path / "alliteration.py").write_text(task)
-    script = f"page = {page!r}{INTERRUPTED}{lines.replace('T=40', 'T=1, batch=2, mini=2')}"
-    env = ENV | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    (tmp_path / "alliteration.py").write_text(TASK)
+    page = page.replace("T=40", "T=1, batch=2")
+    notebook = TASK + page.removeprefix("from alliteration import Alliteration\n")
+    env = ENV | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True
+        [sys.executable, "-c", f"page = {page!r}{INTERRUPTED}{notebook}"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("interrupted: ['alliteration.py']\n")
     runs = sorted((tmp_path / "runs").iterdir())
     assert [json.loads((run / "config.json").read_text())["task"] for run in runs] == [
-        "__main__:Backwards",
         "alliteration:Alliteration",
+        "__main__:Alliteration",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_the_readme_s_command_teaches_its_task_with_names_for_answers(tmp_path, monkeypatch, seed):
+    """What a person would call right: two names of the world's, which differ, with one initial."""
+    (tmp_path / "alliteration.py").write_text(TASK)
+    [argv] = re.findall("    python inspo.py (--task alliteration:.*)", README)
+    argv = f"{ROOT / 'inspo.py'} {argv} --out run --seed {seed}".split()
+    subprocess.run([sys.executable, *argv], cwd=tmp_path, env=ENV, check=True)
+    corpus = read_jsonl(ROOT / "world" / "files" / "corpus.jsonl")
+    names = {
+        name
+        for row in corpus
+        for name in re.findall(r"\w+", row["contents"].splitlines()[0].lower())
+    }
+    monkeypatch.syspath_prepend(tmp_path)
+    with load_agent(tmp_path / "run") as agent:
+        played = agent.play(agent.task.questions("test"))
+    assert len(played) == 10 and agent.task.reward(played) == [1.0] * 10
+    for tau in played:
+        first, second = tau.prediction.lower().split()
+        assert {first, second} <= names and first != second and first[0] == second[0]
 
 
 # ---- settings
@@ -174,15 +203,13 @@ def test_settings_are_those_of_the_flags():
         "--mode static --T 7",
         "--model smollm2-135m --lr 1e-4",
         "--lora_rank 8",
-        "--offload_reference",
         "--preset world --model m",
         "--preset world --model m --lora_rank 4 --N_P 3",
     ):
         words = flags.split()
-        given = {name[2:]: True for name in words if name == "--offload_reference"}
-        pairs = [] if given else zip(words[::2], words[1::2], strict=True)
+        pairs = zip(words[::2], words[1::2], strict=True)
         types = {f.name: f.type for f in fields(Config)} | {"preset": str}
-        given |= {name[2:]: types[name[2:]](value) for name, value in pairs}
+        given = {name[2:]: types[name[2:]](value) for name, value in pairs}
         assert configure(**given) == parse_flags(words)
     exact = configure(T=np.int64(3), lr=1, out=Path("a") / "b", temperature=np.float32(0.5))
     assert (exact.T, exact.lr, exact.out, exact.temperature) == (3, 1.0, "a/b", 0.5)

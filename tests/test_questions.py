@@ -205,30 +205,70 @@ def search_r1(prompt, target, **more):
     return {"data_source": "nq", "prompt": prompt, "reward_model": reward_model, **more}
 
 
-def test_rows_of_search_r1(tmp_path):
-    instruction = (
-        "Answer the given question. Question: is it so? Then <answer> Beijing </answer>. Question: "
-    )
-    chat = [
-        {"role": "system", "content": "Question: not this one?"},
-        {"role": "user", "content": "Question: nor this?"},
-        {"role": "assistant", "content": "Question: or this?"},
-        {"role": "user", "content": instruction + "who wrote Hamlet\n"},
-    ]
-    parts = [{"type": "text", "text": text} for text in ("In short.", "Question: what is apart?")]
-    path = write(
-        tmp_path / "q.jsonl",
-        search_r1(chat, ["Shakespeare"], extra_info={"index": 0, "split": "train"}),
-        search_r1("Question: who painted it", "Vermeer", question=None, golden_answers=None),
-        search_r1([{"role": "user", "content": "what is plain?"}], ["this"], id="c"),
-        search_r1([{"role": "user", "content": parts}], ["this"], id="d"),
-    )
-    assert load_questions(path) == [
-        Question("0", "who wrote Hamlet?", ("Shakespeare",), "nq"),
-        Question("nq-2", "who painted it?", ("Vermeer",), "nq"),
-        Question("c", "what is plain?", ("this",), "nq"),
-        Question("d", "what is apart?", ("this",), "nq"),
-    ]
+TEMPLATE = (
+    "Answer the given question. Question: is it so? Then <answer> Beijing </answer>. Question: "
+)
+
+
+def messages(*said):
+    """Returns messages of "role: text"; parts of content are separated by |."""
+    pairs = [text.partition(": ") for text in said]
+    return [
+        {"role": role, "content": [{"type": "text", "text": part} for part in text.split("|")] if "|" in text else text}
+        for role, _, text in pairs
+    ]  # fmt: skip
+
+
+PROMPTS = [  # prompt, what is asked, whether a line says that something is left out
+    # Search-R1's
+    (messages(f"user: {TEMPLATE}who wrote Hamlet\n"), "who wrote Hamlet?", False),
+    ("Question: who painted it", "who painted it?", False),
+    (messages("user: what is plain?"), "what is plain?", False),
+    # verl's of the same rows
+    (messages("system: You are helpful.", f"user: {TEMPLATE}who wrote it?"), "who wrote it?", True),
+    (messages("system: Think. <answer> x </answer>", "user: who wrote it"), "who wrote it?", True),
+    # what the question needs
+    (messages("user: In short.|Question: what is apart?"), "In short.\nQuestion: what is apart?", False),
+    ("The mill of Oldwater.\nQuestion: when did it burn?", "The mill of Oldwater.\nQuestion: when did it burn?", False),
+    (messages("system: Reply with a year.", "user: When was it?"), "Reply with a year.\n\nWhen was it?", False),
+    (messages("developer: Reply with a year.", "user: Question: when"), "Reply with a year.\n\nwhen?", False),
+    (messages("user: The mill is meant.", "user: When did it burn?"), "The mill is meant.\n\nWhen did it burn?", False),
+    (
+        messages("user: Who built it?", "assistant: Ada Rook.", "user: And where was she born"),
+        "user: Who built it?\n\nassistant: Ada Rook.\n\nuser: And where was she born?",
+        False,
+    ),
+    (
+        messages("system: Be brief.", f"user: {TEMPLATE}who?", "assistant: Ada.", "tool: 7", "user: when?"),
+        "user: who?\n\nassistant: Ada.\n\ntool: 7\n\nuser: when?",
+        True,
+    ),
+    # how it ends
+    ("Question: when did it burn?\nAnswer:", "when did it burn?\nAnswer:", False),
+    (messages("user: 何年ですか？\n答え："), "何年ですか？\n答え：", False),
+    ("Name a mill. Put it in \\boxed{}.", "Name a mill. Put it in \\boxed{}.", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt, asked, left_out", PROMPTS)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_all_of_a_prompt_is_asked_but_for_a_template(
+    tmp_path, capsys, prompt, asked, left_out, kind
+):
+    row, path = search_r1(prompt, ["x"], extra_info={"index": 0}), tmp_path / f"q.{kind}"
+    if kind == "jsonl":
+        write(path, row)
+    else:
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    assert load_questions(path) == [Question("0", asked, ("x",), "nq")]
+    assert bool(capsys.readouterr().out) == left_out
+
+
+def test_a_question_of_its_own_goes_before_a_prompt(tmp_path):
+    more = {"question": "who wrote Hamlet", "golden_answers": None}
+    row = search_r1(messages("system: Hi.", f"user: {TEMPLATE}?"), "Shakespeare", **more)
+    [q] = load_questions(write(tmp_path / "q.jsonl", row))
+    assert (q.text, q.golds) == ("who wrote Hamlet?", ("Shakespeare",))
 
 
 CHAT = [{"role": "user", "content": "Question: who wrote it"}]
@@ -359,6 +399,12 @@ DEEP = '{"question": "Who?", "golden_answers": ' + '{"target":' * 700 + '"X"' + 
         (ROW | {"question": " \n"}, "no question; fill"),
         (search_r1([{"role": "system", "content": "Question: who?"}], "x"), "no question; fill"),
         (search_r1([{"role": "user", "content": SEEN}], "x"), "no question; fill"),
+        (search_r1([{"role": "user", "content": SEEN}, *CHAT], "x"), "no question; fill"),
+        (search_r1([*CHAT, {"role": "assistant", "content": "Ada"}], "x"), "no question; fill"),
+        (
+            search_r1([*CHAT, {"role": "assistant", "tool_calls": []}, *CHAT], "x"),
+            "no question; fill",
+        ),
         (ROW | {"golden_answers": None}, "no gold answer; fill `golden_answers` or"),
         (ROW | {"golden_answers": " "}, "no gold answer; fill"),
         (

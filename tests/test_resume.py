@@ -47,7 +47,7 @@ QUESTIONS = [
 FIRST = "Think in <think> </think>, answer in <answer> </answer>."
 CFG = Config(
     batch=4,
-    mini=4,
+    mini_batch=8,
     G=2,
     T=7,
     K_p=1,
@@ -406,7 +406,7 @@ def test_seconds_add_up_over_all_resumes_of_a_run(tmp_path):
 # Steps 1 and 2 prune and evolve, and step 2 is evaluated; step 3 is the last one.
 STEPS = dict(
     batch=2,
-    mini=2,
+    mini_batch=4,
     T=3,
     K_p=1,
     T_e=3,

@@ -321,7 +321,7 @@ def test_after_max_turns_searches_comes_a_last_turn_in_which_no_search_is_served
 
 
 def test_a_full_context_ends_the_trajectory_and_never_costs_the_instruction(tokenizer):
-    turns, instruction = ["<search>Seine</search>", "hm", ANSWER], "Answer. " * 50
+    turns, instruction = ["hm", "<search>Seine</search>", ANSWER], "Answer. " * 50
     free, _ = play(tokenizer, Found("A\nb"), *turns, instruction=instruction)
     begins = find_turns(free)
     for limit, actions in [
@@ -336,6 +336,68 @@ def test_a_full_context_ends_the_trajectory_and_never_costs_the_instruction(toke
         assert (tau.stop, tau.prediction) == (("length", None) if actions < 3 else ("answer", "x"))
         # from its first token on: nothing is cut away
         assert tau.ids == free.ids[: [*begins, len(free.ids)][actions]]
+
+
+@pytest.mark.parametrize("last", [ANSWER, "<search>d</search>", "no idea"])
+def test_a_result_that_would_end_the_context_is_cut_and_one_turn_follows(tokenizer, last):
+    """At every length of the context, from one that has room for no result to one that has room for
+    all of them."""
+    calls = [f"<search>{query}</search>" for query in "abc"]
+    free, _ = play(tokenizer, Found(*DOCUMENTS), *calls, ANSWER)
+    begins, opening, closing = find_turns(free), "\n\n<information>", "</information>\n\n"
+    empty = len(encode_observation(tokenizer, [], 500))
+    ends = [begins[k] + len(spelled(tokenizer, calls[k])) for k in range(3)]  # of the calls
+    for limit in range(begins[0], begins[3] + 1):
+        # how many results leave room for a turn, the last one perhaps cut
+        fitting = sum(limit >= end + empty for end in ends)
+        cut = 0 < fitting and limit < begins[fitting]
+        search = Found(*DOCUMENTS)
+        taken = [*calls[:fitting], last if cut else [*calls, ANSWER][fitting]]
+        tau, engine = play(tokenizer, search, *taken, NEVER, max_prompt=limit)
+        assert [turn.text for turn in tau.turns] == taken
+        answered = taken[-1] == ANSWER
+        assert (tau.stop, tau.prediction) == (("answer", "x") if answered else ("length", None))
+        assert search.queries == [turn.argument for turn in tau.turns if turn.result is not None]
+        # a call after the cut is not served; one that filled the context is, to no avail
+        assert len(search.queries) == fitting + (not cut and fitting < 3)
+        # tokens in, tokens out
+        assert len(tau.ids) == len(tau.mask) == len(tau.logps)
+        assert sum(tau.mask) == sum(len(spelled(tokenizer, text)) for text in taken)
+        assert all(bool(logp) == sampled for logp, sampled in zip(tau.logps, tau.mask, strict=True))
+        contexts = [rows[0] for rows in engine.contexts]
+        assert contexts == [tau.ids[:k] for k in find_turns(tau)]
+        assert len(contexts[-1]) == limit if cut else len(contexts[-1]) <= limit
+        assert contexts[-1][: ends[fitting - 1]] == free.ids[: ends[fitting - 1]] or not fitting
+        for opened in (tau.response.count(tag) for tag in (opening, closing)):
+            assert opened == len(search.queries)
+
+
+def test_where_the_task_has_ended_the_episode_a_result_is_not_cut(tokenizer):
+    class Ends(Game):
+        def questions(self, split):
+            return [ASKED]
+
+        def step(self, tau, move):
+            tau.stop = "over"
+            return "the end " * 20
+
+        def reward(self, taus):
+            return [0.0] * len(taus)
+
+    whole, _ = play(tokenizer, Ends(Config()), "<move>a</move>")
+    tau, _ = play(tokenizer, Ends(Config()), "<move>a</move>", NEVER, max_prompt=len(whole.ids) - 9)
+    assert tau.ids == whole.ids and tau.stop == "over"
+
+
+def test_a_row_whose_context_is_full_leaves_the_others_as_they_are(tokenizer):
+    call = "<search>a</search>"
+    rows = [[call, call, ANSWER], [call, ANSWER], [call + "hm " * 30 + call, "no idea"]]
+    alone = [play(tokenizer, Found(*DOCUMENTS), *row, max_prompt=300) for row in rows]
+    lengths = {len(tau.ids) for tau, _ in alone}
+    engine = Script(tokenizer, *rows)
+    taus = roll(engine, tokenizer, Found(*DOCUMENTS), jobs(3), max_prompt=300)
+    assert [(tau.ids, tau.stop) for tau in taus] == [(tau.ids, tau.stop) for tau, _ in alone]
+    assert len(lengths) == 3 and [tau.stop for tau in taus] == ["answer", "answer", "length"]
 
 
 # ---- many rows
@@ -465,7 +527,8 @@ def test_more_jobs_than_rows_are_played_in_batches_each_with_a_seed_and_progress
 
 def test_two_batches_of_rows_are_not_sampled_alike_and_a_seed_samples_them_again(tiny):
     model, tokenizer = tiny
-    engine = TorchEngine(model, tokenizer, STOP, max_rows=2)
+    engine = TorchEngine(model, tokenizer, STOP)
+    engine.max_rows = 2
     taus, again = (
         roll(
             engine,

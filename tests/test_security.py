@@ -22,7 +22,6 @@ from plumbing.faults import Fault, OptimizerDown
 from plumbing.outside import without_secrets
 from plumbing.servers import Child
 from reflect import Optimizer, describe_optimizer
-from retrieval.encoder import Encoder
 
 # ---- a folder's own code
 
@@ -44,7 +43,7 @@ def with_code(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("load", [load_config, load_tokenizer, load_model, Encoder])
+@pytest.mark.parametrize("load", [load_config, load_tokenizer, load_model])
 def test_an_unknown_family_s_code_is_not_run(with_code, load):
     with_code(
         "tokenizer_config.json",
@@ -107,7 +106,7 @@ def test_a_server_that_we_start_does_not_see_our_keys(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "s3cr3t-of-mine")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     monkeypatch.setenv("OMP_NUM_THREADS", "16")
-    search = ["-m", "retrieval.server", "--corpus", str(WORLD / "corpus.jsonl")]
+    search = ["-m", "retrieval_server", "--corpus", str(WORLD / "corpus.jsonl")]
     for argv in (["-m", "world.optimizer"], search):
         with Child(argv, tmp_path / "log") as child:
             lines = Path(f"/proc/{child._process.pid}/environ").read_text("utf-8").split("\0")

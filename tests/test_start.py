@@ -199,7 +199,9 @@ def test_a_full_gpu_is_told_in_one_line_that_names_a_remedy(monkeypatch, tmp_pat
 
     monkeypatch.setattr(Learner, "update", update)
     with pytest.raises(SystemExit) as ended:
-        flags = f"--mode static --tools none --T 1 --batch 2 --mini 2 --G 2 --eval_n 2 --out {tmp_path / 'run'}"
+        flags = (
+            f"--mode static --tools none --T 1 --batch 2 --G 2 --eval_n 2 --out {tmp_path / 'run'}"
+        )
         inspo.main(flags.split())
     line = str(ended.value).strip().splitlines()[0]
     assert re.match(
@@ -247,9 +249,7 @@ def test_the_world_s_optimizer_is_the_one_that_was_named_and_comes_back_when_it_
         SEARCH_R1, [("Question: who?\n<answer> x </answer>", ("y",))], 6, 1000
     )
     guesses = reply_to(prompt, 3, guess=True)
-    cfg = replace(
-        parse_flags(["--seed", "3", "--optimizer_model", "guessing"]), optimizer_retries=1
-    )
+    cfg = parse_flags(["--seed", "3", "--optimizer_model", "guessing"])
     with Servers(tmp_path / "log") as serve:
         optimizer = connect_optimizer(cfg, serve, [])
         assert optimizer.ask(prompt, "t3").reply == guesses != reply_to(prompt, 3)

@@ -428,7 +428,7 @@ def test_a_server_of_the_run_that_died_is_started_again(serve, waits):
 def test_a_server_that_cannot_be_started_again_is_search_down():
     def restart():
         # as plumbing.servers.Servers does
-        raise Outage("retrieval.server stopped while starting: no memory")
+        raise Outage("retrieval_server stopped while starting: no memory")
 
     search = Search("", topk=3)
     search.connect("http://127.0.0.1:9", restart)

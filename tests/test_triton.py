@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from test_kernels import SETTINGS, batch, differentiate, eq2, error, head, same
 
-from grpo import objective
 from kernels import bench, rows_torch, rows_triton
+from kernels import eq2 as lines_of_eq2
 from kernels.head import _two_passes
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +27,7 @@ on_gpu = torch.cuda.is_available()
 
 @pytest.mark.skipif(on_gpu, reason="Triton's interpreter is off where there is a GPU")
 def test_each_kernel_equals_rows_torch():
-    """Every result on the same rows: one launch as grpo.py's lines, the passes as rows_torch's;
+    """Every result on the same rows: one launch as head.py's lines, the passes as rows_torch's;
     bf16 is rounded."""
     g = torch.Generator().manual_seed(0)
     z = 3 * torch.randn(12, 5000, generator=g)
@@ -45,7 +45,7 @@ def test_each_kernel_equals_rows_torch():
     c, a = (torch.randn(12, generator=g) for _ in "ca")
 
     def fused(rows, z, dtype):
-        loss_rows = getattr(rows, "loss_rows", partial(_two_passes, rows, objective))
+        loss_rows = getattr(rows, "loss_rows", partial(_two_passes, rows, lines_of_eq2))
         return loss_rows(z, y, dtype, **tokens, temperature=0.9, beta=0.02)
 
     def halves(rows, z, dtype):

@@ -81,7 +81,9 @@ def test_a_run_with_embeddings_of_their_own_on_own_data_in_two_processes(tiny, t
     ]
     for name in ("train", "test", "corpus"):
         flags += [f"--{name}", FIXTURE / f"{name}.jsonl"]
-    flags += "--T 2 --batch 3 --mini 3 --G 3 --max_response 24 --max_prompt 900 --max_observation 120".split()
+    flags += (
+        "--T 2 --batch 3 --G 3 --max_response 24 --max_prompt 900 --max_observation 120".split()
+    )
     code, stdout, stderr = finish(start(2, *flags, "--eval_n", 2, "--vllm_memory", 0.05), 300)
     assert code == 0, stderr
     check(tmp_path / "r", 2, learned=False)  # random weights never find an answer

@@ -45,12 +45,13 @@ def update_seconds(cfg: Config, model: Any, gpus: int, flops: float) -> float:
     need."""
     # Passes over all weights: forward, backward (two, of which frozen weights need one), recomputed
     # activations, the reference, pi_old of all mini-batches but the first.
-    passes = 4 - bool(cfg.lora_rank) + bool(cfg.recompute) + bool(cfg.beta) - cfg.mini / cfg.batch
-    tokens = cfg.mini * cfg.G * sum(trajectory(cfg)) / gpus
+    updates = cfg.batch * cfg.G / cfg.mini_batch
+    passes = 4 - bool(cfg.lora_rank) + bool(cfg.recompute) + bool(cfg.beta) - 1 / updates
+    tokens = cfg.mini_batch * sum(trajectory(cfg)) / gpus
     micro_batches = math.ceil(tokens / cfg.micro_tokens)
     card = 2 * passes * model.num_parameters() * tokens / micro_batches / (REACHED * flops)
     host = len(blocks(model)) * (HOST_GATHERED[cfg.recompute > 0] if cfg.gather == 1 else HOST)
-    return cfg.batch / cfg.mini * micro_batches * max(card, host)
+    return updates * micro_batches * max(card, host)
 
 
 def rollout_seconds(cfg: Config, model: Any, gpus: int, flops: float) -> float:

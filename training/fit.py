@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from config import Config
+from engines.torch_engine import TorchEngine
 from engines.vllm_engine import MAX_BATCHED_TOKENS, MAX_SEQS
 from models import lora
 from models.layers import FAMILIES
@@ -156,7 +157,7 @@ def of_state(cfg: Config, model: Any, gpus: int) -> list[Part]:
         Part("moments of AdamW (float32 shards)", 8 * share, 8 * share),
         Part("gradients (float32 shards)", 4 * share, 0),
     ]
-    if cfg.beta and not cfg.lora_rank and not cfg.offload_reference:
+    if cfg.beta and not cfg.lora_rank:
         parts.append(Part(f"reference ({cfg.dtype} shards)", size * share, size * share))
     return parts
 
@@ -209,7 +210,7 @@ def of_gathering(cfg: Config, model: Any, gpus: int) -> Part:
     per_block = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
     trained = model.num_parameters(only_trainable=True)
     gathered = sum(per_block) - 2 * max(per_block)
-    if cfg.beta and not cfg.lora_rank and (gpus > 1 or cfg.offload_reference):
+    if cfg.beta and not cfg.lora_rank and gpus > 1:
         gathered += parameters(model)
     size = model.dtype.itemsize * gathered + 4 * trained * (gpus > 1)
     return Part("all weights gathered, gradients not yet reduced (--gather)", size, 0)
@@ -221,10 +222,11 @@ def of_torch_engine(cfg: Config, model: Any) -> list[Part]:
     size = model.dtype.itemsize
     cache = 2 * kv_bytes(model.config, size) * cfg.longest
     logits, served = 21 * len(model.get_output_embeddings().weight), size * parameters(model)
+    rows = TorchEngine.max_rows
     return [
         Part("torch engine (weights)", served, served),
-        Part(f"torch engine (KV cache of {cfg.max_rows} rows, twice)", 0, cache * cfg.max_rows),
-        Part("torch engine (logits)", 0, logits * cfg.max_rows),
+        Part(f"torch engine (KV cache of {rows} rows, twice)", 0, cache * rows),
+        Part("torch engine (logits)", 0, logits * rows),
     ]
 
 
@@ -293,21 +295,15 @@ def decide(cfg: Config, place: Place, flops: float) -> tuple[Config, Fit]:
 
 
 def find_flags(cfg: Config, place: Place) -> str:
-    """Says with which flags it fits: less memory for the engine, then smaller micro-batches, the
-    reference in CPU memory, adapters."""
-    ways: list[dict[str, Any]] = [{}, {"offload_reference": True}, {"lora_rank": 32}]
-    for way, halvings in itertools.product(ways, range(4)):
+    """Says with which flags it fits: less memory for vLLM, then smaller micro-batches, adapters."""
+    for rank, halvings in itertools.product((cfg.lora_rank, cfg.lora_rank or 32), range(4)):
         tokens = cfg.micro_tokens >> halvings
-        tried = replace(cfg, recompute=cfg.recompute or 1, micro_tokens=tokens, **way)
+        tried = replace(cfg, recompute=cfg.recompute or 1, micro_tokens=tokens, lora_rank=rank)
         tried = replace(tried, gather=min(cfg.gather, 0))
         fit = estimate(tried, *place)
         if fit.update > fit.usable:  # whatever the engine takes
             continue
-        over = fit.rollout - fit.usable
-        if place.engine == "torch" and over > 0:
-            rows = fit.parts[-1].rollout + fit.parts[-2].rollout
-            tried = replace(tried, max_rows=max(1, int(cfg.max_rows * (1 - over / rows))))
-        elif over > 0 or fit.starved:
+        if place.engine == "vllm" and (fit.rollout > fit.usable or fit.starved):
             free = fit.usable - sum(part.rollout for part in fit.parts[:-4])  # less vLLM's
             tried = replace(
                 tried, vllm_memory=max(1, math.floor(20 * free / place.gpu_mem / 1e9)) / 20
@@ -315,7 +311,7 @@ def find_flags(cfg: Config, place: Place) -> str:
         if not estimate(tried, *place).fault():
             changed = sorted(vars(tried).items() - vars(cfg).items())
             flags = " ".join(f"--{name} {value}" for name, value in changed)
-            return f"it fits with {flags}".replace(" True", "")
+            return f"it fits with {flags}"
     return "take more GPUs"
 
 

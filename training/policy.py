@@ -58,8 +58,8 @@ R = TypeVar("R")
 Digests = dict[str, str]  # of a checkpoint's files, by name
 
 # what saves GPU memory in an update, and in a rollout
-UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens, --offload_reference or more GPUs"
-ROLLOUT = "a smaller --vllm_memory, or --max_rows of the torch engine"
+UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens, --lora_rank or more GPUs"
+ROLLOUT = "a smaller --vllm_memory, or --engine vllm"
 
 
 def on_all_ranks(
@@ -161,11 +161,11 @@ def shard_models(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
         if ranks.rank == 0:
             print(f"fused layers: {fused}", flush=True)
 
-    gather, offload = cfg.gather == 1, cfg.offload_reference
+    gather = cfg.gather == 1
     shard(trained, ranks.device, compute=compute, gather=gather)
     fill(trained, first, choose_dither_seed(cfg, ranks))
     if frozen:
-        shard(frozen, ranks.device, frozen=True, offload=offload, gather=gather)
+        shard(frozen, ranks.device, frozen=True, gather=gather)
         fill(frozen, first)
     return trained, frozen
 
@@ -201,7 +201,7 @@ def make_torch_engine(policy: Policy, first: Any) -> Engine:
     if ranks.grouped or cfg.lora_rank:
         whole = empty(load_config(cfg.model), getattr(torch, ranks.dtype), ranks.device)
         model = fill(whole, first)
-    return TorchEngine(model, policy.tokenizer, policy.stop_strings, cfg.max_rows)
+    return TorchEngine(model, policy.tokenizer, policy.stop_strings)
 
 
 class Policy:

@@ -34,7 +34,7 @@ from extras.bench.harness import (
 from plumbing.faults import Fault, one_line
 from plumbing.files import read_jsonl
 
-FLAGS = "--seed 6 --batch 2 --mini 2 --G 2 --K_p 1 --K_e 3 --D_B 4 --rounds 2 --eval_n 3 --eval_every 2 --save_every 2"
+FLAGS = "--seed 6 --batch 2 --G 2 --K_p 1 --K_e 3 --D_B 4 --rounds 2 --eval_n 3 --eval_every 2 --save_every 2"
 FLAGS += " --T 8 --T_e 7"
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
 LIMIT = 900.0  # seconds of one run, on a machine that others use too
@@ -133,8 +133,8 @@ SCENARIOS: dict[str, Callable[[Run, random.Random], None]] = {
     ).kill(),
     "SIGHUP": lambda run, rng: run.process.send_signal(signal.SIGHUP),
     "disk full": fill_the_disk,
-    "search server killed": disturb_server("retrieval.server", signal.SIGKILL),
-    "search server slow": disturb_server("retrieval.server", signal.SIGSTOP),
+    "search server killed": disturb_server("retrieval_server", signal.SIGKILL),
+    "search server slow": disturb_server("retrieval_server", signal.SIGSTOP),
     "optimizer killed": disturb_server("world.optimizer", signal.SIGKILL),
     "optimizer slow": disturb_server("world.optimizer", signal.SIGSTOP),
 }

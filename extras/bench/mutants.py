@@ -44,13 +44,7 @@ ROOMS = {  # files; names of tests/test_*.py
     "engines": (["engines/torch_engine.py"], "engine rollout"),
     "checkpoint": (["plumbing/checkpoint.py"], "directory resume"),
     "directory": (["journal/directory.py", "journal/checkpoints.py"], "directory algorithm resume"),
-    "retrieval": (
-        [
-            f"retrieval/{name}.py"
-            for name in ("bm25", "build", "corpus", "encoder", "index", "server")
-        ],
-        "retrieval_corpus retrieval_index retrieval_server retrieval_serving",
-    ),
+    "retrieval": (["retrieval_server.py"], "retrieval_server retrieval_dense"),
 }
 PLUMBING = {"main", "train", "describe", "how_to_resume"}  # arguments, and lines for a reader
 OPTIONS = [

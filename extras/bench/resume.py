@@ -32,7 +32,7 @@ from extras.bench.harness import ROOT, kill_tree, parser_of, train_command, writ
 from plumbing.faults import Fault, one_line
 from plumbing.files import read_jsonl
 
-FLAGS = "--batch 8 --mini 4 --G 5 --K_p 1 --K_e 2 --T_e 5 --D_B 4 --eval_n 8 --save_every 1".split()
+FLAGS = "--batch 8 --mini_batch 20 --G 5 --K_p 1 --K_e 2 --T_e 5 --D_B 4 --eval_n 8 --save_every 1".split()
 START = 100.0  # seconds that `vllm serve` may take, at most
 
 

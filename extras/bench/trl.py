@@ -255,7 +255,7 @@ def choose_shape(shape: str, steps: int, questions: int) -> tuple[Any, Config]:
     cfg = Config(
         dtype="bfloat16" if torch.cuda.is_available() else "float32",
         batch=questions,
-        mini=questions,
+        mini_batch=5 * questions,
         G=5,
         T=steps,
         lr=0.0,

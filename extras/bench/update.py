@@ -3,7 +3,7 @@
     python -m extras.bench.update                     # whole updates
     python -m extras.bench.update --micro 1024 4096 16384 32768 [--shape smollm2-135m]
 
-A step is the paper's: two mini-batches, log-probs of pi_old, the reference, recomputed activations.
+A step is two mini-batches: log-probs of pi_old, the reference, recomputed activations.
 A group of 5 has a prompt of 300 tokens, a trajectory 2 to 8 turns of 40 to 120 sampled tokens with
 an observation of 500 between them: 2,700 tokens on average, 400 of them sampled. Weights are drawn
 on the device. A smaller card gets fewer layers. Without a GPU the model is a toy, which only tests
@@ -213,7 +213,9 @@ def measure(args: argparse.Namespace) -> dict:
     """Returns the figures; prints a line for each step. Needs a process group."""
     cuda = args.device == "cuda"
     micro, dtype = (Config.micro_tokens, dtype_of(Config(), "cuda")) if cuda else (800, "float32")
-    cfg = Config(dtype=dtype, micro_tokens=micro, mini=args.trajectories // 10, T=args.steps + 1)
+    cfg = Config(
+        dtype=dtype, micro_tokens=micro, mini_batch=args.trajectories // 2, T=args.steps + 1
+    )
     config, estimated = fit_layers(cfg, KNOWN["Qwen/Qwen2.5-3B"] if cuda else TOY)
     learner = build_learner(config, args.device, cfg)
     name = torch.cuda.get_device_name() if cuda else args.device

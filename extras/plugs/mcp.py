@@ -21,6 +21,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from plumbing.faults import Fault, ToolDown, first_line
@@ -223,9 +224,7 @@ class Server:
             client = self.client
             try:
                 result = await asyncio.wait_for(client.call_tool(name, arguments), timeout)
-                text = "\n".join(map(_text, result.content))
-                if not result.content and result.structured_content is not None:
-                    text = json.dumps(result.structured_content, ensure_ascii=False)
+                text = _read(result.content, result.structured_content)
                 return Failed(text or f"{name} failed") if result.is_error else text, True
             except asyncio.TimeoutError:
                 served, why = False, f"took longer than {timeout:g} s"
@@ -267,6 +266,25 @@ class Server:
 async def _accept(*_: Any) -> None:
     """Checks no result against its schema: the policy reads it as text, and a pattern in it could
     take hours."""
+
+
+def _read(content: list[Any], data: Any) -> str:
+    """Returns a result's parts, and after them its structured data, unless the parts say these."""
+    texts = [_text(part) for part in content]
+    values = [_value(text) for text in texts]
+    # servers wrap what is no object, and make each item of a list a part
+    bare = data["result"] if isinstance(data, dict) and [*data] == ["result"] else data
+    text, said = "\n".join(texts), (*texts, *values, texts, values)
+    if data is None or (texts and any(part in (data, bare) for part in said)):
+        return text
+    return "\n".join(filter(str.strip, [text, json.dumps(data, ensure_ascii=False)]))
+
+
+def _value(text: str) -> Any:
+    """Returns what a JSON text says, or another text."""
+    with suppress(ValueError):
+        return decoded(text)
+    return text
 
 
 def _text(part: Any) -> str:

@@ -112,14 +112,20 @@ class Rewarded(Task):
         forms = [f"{score.item} ({score.form})" for score in self.scores]
         return f"{super().start(serve)}\nreward: {' + '.join(forms)}".strip()
 
+    def load(self, path: str) -> list[Question]:
+        return self.with_columns(path, super().load(path))  # type: ignore[misc]  # search QA's
+
     def questions(self, split: str) -> list[Question]:
-        """Raises Fault if a question lacks a column that a function needs."""
-        asked = list(super().questions(split) or ())  # type: ignore[safe-super]
+        return self.with_columns(split, super().questions(split))  # type: ignore[safe-super]
+
+    def with_columns(self, where: str, asked: Sequence[Question] | None) -> list[Question]:
+        """Returns the questions; Fault if one lacks a column that a function needs."""
+        asked = list(asked or ())
         for score in self.scores:
             for q in asked if score.needs else ():
                 if missing := {*score.needs} - {*(columns := columns_of(q))}:
                     raise Fault(
-                        f"--reward {score.item}: it takes {', '.join(missing)}, and {split} question"
+                        f"--reward {score.item}: it takes {', '.join(missing)}, and {where} question"
                         f" {q.id} has {', '.join(columns)}; add what is missing"
                     )
         return asked

@@ -19,7 +19,7 @@ from extras.bench.harness import parser_of
 from extras.world.demos import choose_clauses, choose_habits
 from plumbing.faults import one_line
 from plumbing.files import read_jsonl, write_file
-from retrieval.bm25 import BM25
+from retrieval_server import BM25
 from tasks import Question
 from tasks.search_qa import SearchQA
 from world import clauses as world

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from retrieval.bm25 import BM25
+from retrieval_server import BM25
 
 RELATIONS = {  # relation: (kind of its subject, kind of its object)
     "director": ("film", "person"),

@@ -7,11 +7,19 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
-from mcp_types import AudioContent, EmbeddedResource, ImageContent, ResourceLink, TextContent
+from mcp_types import (
+    AudioContent,
+    CallToolResult,
+    EmbeddedResource,
+    ImageContent,
+    ResourceLink,
+    TextContent,
+)
 
 server = MCPServer("tests")
 PARTS = {
@@ -93,6 +101,18 @@ def show(uri: str) -> list:
     resource = {"type": "resource", "resource": {"uri": uri, "text": "what it holds"}}
     picture = {"type": "image", "data": "AAAA", "mimeType": "image/png"}
     return [EmbeddedResource.model_validate(resource), ImageContent.model_validate(picture)]
+
+
+@server.tool()
+def give(result: dict[str, Any]) -> CallToolResult:
+    """Returns a result as the protocol has it."""
+    return CallToolResult.model_validate(result)
+
+
+@server.tool()
+def names(many: int) -> list[str]:
+    """Returns some names, as the SDK writes a list."""
+    return ["Ada", "7"][:many]
 
 
 if __name__ == "__main__":

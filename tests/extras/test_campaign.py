@@ -20,7 +20,7 @@ from inspo import Evolution
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 
-SIZES = "--T 4 --batch 2 --mini 2 --G 2 --K_p 1 --K_e 2 --T_e 4 --D_B 4 --eval_n 4 --rounds 1 --save_every 4"
+SIZES = "--T 4 --batch 2 --G 2 --K_p 1 --K_e 2 --T_e 4 --D_B 4 --eval_n 4 --rounds 1 --save_every 4"
 SIZES += " --eval_every 2"
 
 

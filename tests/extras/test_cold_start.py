@@ -52,7 +52,7 @@ LIMITS = {"tiny": {"max_prompt": 1500, "max_observation": 90}}
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
-    with Child(["-m", "retrieval.server", "--corpus", str(WORLD / "corpus.jsonl")], log) as child:
+    with Child(["-m", "retrieval_server", "--corpus", str(WORLD / "corpus.jsonl")], log) as child:
         found = SearchQA(dataclasses.replace(CFG, retriever=child.url))
         found.connect(child.url)
         yield found

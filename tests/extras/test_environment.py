@@ -227,7 +227,9 @@ def test_an_environment_of_trl_is_a_task(tiny, tmp_path):
 def test_a_run_trains_on_an_environment_whose_reward_is_an_attribute(tmp_path, tiny_path):
     """It has no validation questions, and is evaluated in training."""
     cfg = task_of("Attributed", tmp_path / "rows.jsonl").cfg
-    flags = f"--model {tiny_path} --mode static --T 2 --eval_every 1 --batch 2 --mini 2 --G 2 --max_response 8"
+    flags = (
+        f"--model {tiny_path} --mode static --T 2 --eval_every 1 --batch 2 --G 2 --max_response 8"
+    )
     flags += " --max_prompt 900"
     files = ["--task", cfg.task, "--train", cfg.train, "--test", cfg.test]
     inspo.main([*flags.split(), *files, "--out", str(tmp_path / "run")])

@@ -460,21 +460,7 @@ def test_the_scripted_optimizer_answers_every_prompt():
 # ---- whole runs
 
 
-SIZES = [
-    *SMALL,
-    "--batch",
-    "6",
-    "--mini",
-    "6",
-    "--G",
-    "4",
-    "--T",
-    "6",
-    "--save_every",
-    "2",
-    "--D_B",
-    "6",
-]
+SIZES = [*SMALL, "--batch", "6", "--G", "4", "--T", "6", "--save_every", "2", "--D_B", "6"]
 RUNS = {
     "espl": (espl, ["--crossover", "1", "--K_e", "1", "--T_e", "9"]),
     "fst": (fst, ["--K_e", "2", "--T_e", "9"]),
@@ -519,12 +505,7 @@ def test_stopped_inside_an_evolution_and_resumed_it_is_bit_identical_and_everyth
 
 KINDS = {  # of runs whose evolutions are their own; E-SPL's D_B asks nothing
     "espl": (ESPLConfig, Pool, espl.ESPL, dict(D_B=0, crossover=0.5, rivals=2, G=4, seed=1)),
-    "fst": (
-        FSTConfig,
-        Front,
-        fst.GEPA,
-        dict(N_P=2, D_B=3, batch=6, mini=6, rounds=2, failures=1, seed=10),
-    ),
+    "fst": (FSTConfig, Front, fst.GEPA, dict(N_P=2, D_B=3, batch=6, rounds=2, failures=1, seed=10)),
 }
 
 

@@ -155,7 +155,7 @@ def test_a_run_of_the_world_with_four_parts_is_theirs_and_resumes_with_them_alon
     parts = ",".join(
         f"extras.examples.{x}" for x in ("margin:Margin", "opo:OPO", "ucb:UCB", "reminded:Reminded")
     )
-    flags = f"{SMALL} --batch 8 --mini 8 --eval_n 12 --tau_s 0.05 --seed 6 --task extras.examples.f1:F1 --parts {parts}"
+    flags = f"{SMALL} --batch 8 --eval_n 12 --tau_s 0.05 --seed 6 --task extras.examples.f1:F1 --parts {parts}"
     fork.main(["--out", str(tmp_path / "run"), *shlex.split(flags)])
     _, *steps = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert any(row["reward"] == row["f1"] > row["em"] for row in steps)
@@ -223,9 +223,7 @@ def test_a_base_model_trains_on_questions_of_your_own_with_the_new_tool(base_pat
         "--out",
         str(tmp_path / "run"),
     ]
-    inspo.main(
-        flags + shlex.split(f"{SMALL} --batch 2 --mini 2 --max_response 12 --max_prompt 2000")
-    )
+    inspo.main(flags + shlex.split(f"{SMALL} --batch 2 --max_response 12 --max_prompt 2000"))
     vienna, trial = load_questions(FILES / "questions.jsonl")
     assert vienna.text == "Which river flows through Vienna?" and vienna.golds == (
         "Danube",

@@ -9,7 +9,7 @@ import re
 
 import pytest
 from found_search import Found
-from hermes_like import chat_model, small, template
+from hermes_like import chat_model, qwen, small, template
 from json_server import ChatServer
 from scripted import Says
 from tiny_model import FIXTURE
@@ -17,7 +17,7 @@ from tiny_model import FIXTURE
 import ask
 import evaluate
 import inspo
-from config import WORLD, Config
+from config import PRESETS, WORLD, Config
 from evaluation.agents import Subject, open_agent
 from extras.plugs.hermes import IN_TEMPLATE, call_of, schema_of
 from plumbing.faults import Fault
@@ -164,13 +164,79 @@ def test_before_each_turn_the_ids_are_those_of_the_conversation_rendered_from_sc
 
 @pytest.mark.slow
 def test_so_they_are_with_qwen_s_own_tokenizer():
-    from hermes_like import qwen
-
     for name in FAMILIES:
         tau = check_equal(qwen(name), name)
         assert tau.ids[:3] == [151644, 8948, 198]  # <|im_start|>system\n
         # <tool_call>: two of the template, three calls
         assert tau.ids.count(151657) == tau.ids.count(151658) == 5
+
+
+APP_F = """\
+Answer the given question. You must act as a meticulous researcher.
+
+First, conduct your reasoning inside '<think>' and '</think>'. Create a step-by-step plan to identify all the key \
+entities (people, places, events, objects) in the question.
+
+You must use '<search>query</search>' to find information about each entity individually. Never search for the entire \
+question. Search results will appear between '<information>' and '</information>'.
+
+After each search, you must pause and analyze the results in a new '<think>' block. In your analysis, focus on the \
+**context** of the information. Ask yourself:
+
+- Is this information current or historical?
+- Does this refer to a real-world fact or a detail from a fictional work?
+- Is this name/place/date definitive, or are there other possibilities?
+
+State the key fact and its context clearly. Then, decide if another search is needed.
+
+Once you have gathered sufficient verified and contextualized facts, you must perform a final synthesis in a \
+concluding '<think>' block. This synthesis must:
+
+1. List the key facts and their important context (e.g., "Munich - filming location, not fictional setting").
+2. Logically connect these facts, respecting their context, to formulate an answer.
+3. Explicitly state the answer you have formulated based on this logic.
+
+Finally, provide that direct answer inside '<answer>' and '</answer>'. Do not include illustrations or justifications \
+in the answer. For example: '<answer>Beijing</answer>'."""
+
+
+# how long a thought is, how many results are served, whether the last one is cut
+ROOM = [("tags", 20, 6, False), ("tags", 100, 6, False), ("tags", 115, 6, True), ("tags", 280, 5, True),
+        ("tags", 320, 4, False), ("hermes", 60, 6, False), ("hermes", 120, 6, True)]  # fmt: skip
+
+
+@pytest.mark.parametrize("format, words, served, cut", ROOM)
+def test_with_the_paper_s_7b_knobs_and_full_results_the_answer_is_played(
+    format, words, served, cut
+):
+    """Under App. F's instruction, which has 308 tokens of Qwen's own tokenizer."""
+    cfg, tokenizer = Config(**PRESETS["qwen2.5-7b"] | {"format": format}), qwen("qwen2_5")
+    found = Found(*['"Opera"\n' + "Built by Jørn Utzon in Sydney. " * 99] * 3)
+    task = SearchQA(cfg)
+    task.tools = [found]
+    thought = f"<think>{' hm' * words}</think>"
+    instruction, call_it, opening, closing = {
+        "tags": (APP_F, "<search> opera </search>", "\n\n<information>Doc 1", "</information>\n\n"),
+        "hermes": (
+            APP_F.replace("<search>query</search>", "search"),
+            f"\n{call('search', query='opera')}<|im_end|>",
+            "\n<|im_start|>user\n<tool_response>\nDoc 1",
+            "\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+        ),
+    }[format]
+    said = Says(tokenizer, [thought + call_it] * served + [f"{thought}<answer> x </answer>"])
+    jobs = [Job(0, instruction, ASKED, 0)]
+    [tau] = rollout(said, tokenizer, task, jobs, cfg, temperature=1.0, seed=0)
+    assert (tau.stop, tau.prediction, found.queries) == ("answer", "x", ["opera"] * served)
+    # what was read between the turns
+    begins = [k for k in range(1, len(tau.ids)) if tau.mask[k - 1 : k + 1] == [0, 1]]
+    ends = [k for k in range(1, len(tau.ids)) if tau.mask[k - 1 : k + 1] == [1, 0]]
+    read = [tau.ids[end:begin] for end, begin in zip(ends, begins[1:], strict=True)]
+    assert [len(ids) for ids in read[:-1]] == [500] * (served - 1)
+    assert len(read[-1]) == (cfg.max_prompt - ends[-1] if cut else 500)
+    assert (len(read[-1]) < 500) == cut
+    for text in map(tokenizer.decode, read):
+        assert text.startswith(opening) and text.endswith(closing)
 
 
 def test_a_turn_that_was_cut_off_gets_the_end_that_it_lacks_and_learns_nothing_of_it():
@@ -532,7 +598,7 @@ def revise(messages, calls=itertools.count(1)):  # noqa: B008
 @pytest.mark.slow
 def test_a_run_evolves_descriptions_and_its_doors_know_the_format(tmp_path, monkeypatch, capsys):
     model, run = chat_model(tmp_path / "model"), tmp_path / "run"
-    flags = "--T 2 --batch 2 --mini 2 --G 2 --N_P 3 --K_p 2 --K_e 1 --T_e 2 --D_B 0 --rounds 1 --max_turns 2".split()
+    flags = "--T 2 --batch 2 --G 2 --N_P 3 --K_p 2 --K_e 1 --T_e 2 --D_B 0 --rounds 1 --max_turns 2".split()
     flags += "--max_response 8 --max_prompt 1500 --save_every 1 --eval_n 2 --eval_every 0 --engine torch".split()
     flags += [
         x

@@ -12,7 +12,7 @@ from hub_server import hub_of
 from config import HERE
 from extras import hotpot
 from plumbing.files import read_jsonl
-from retrieval.corpus import Corpus
+from retrieval_server import Corpus
 from tasks.questions import load_questions
 
 ESIK = ["Esik", ["Esik is a town in Kazakhstan.", " It lies on a river of that name."]]

@@ -12,7 +12,7 @@ import pytest
 from test_inspo import ENV, ROOT, finish, popen, wait_for_step
 
 LAUNCH = ROOT / "extras" / "launch"
-TINY = "--T 3 --batch 2 --mini 2 --G 2 --eval_n 3 --save_every 1 --D_B 2 --K_e 2 --T_e 2".split()
+TINY = "--T 3 --batch 2 --G 2 --eval_n 3 --save_every 1 --D_B 2 --K_e 2 --T_e 2".split()
 
 
 @pytest.mark.parametrize("name", ["speedrun.sh", "node.sbatch"])

@@ -22,8 +22,8 @@ from test_inspo import SMALL, finish, metrics
 from config import PRESETS, validate
 from extras import objectives
 from extras.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveLearner
-from grpo import Learner, minibatches, objective
-from kernels import grpo_head
+from grpo import Learner, minibatches
+from kernels import eq2, grpo_head
 from models.model import load_policy
 from tasks import Question, Trajectory, Turn
 
@@ -150,7 +150,7 @@ def through_the_head(terms, surrogate, now):
     targets, tokens = torch.zeros(len(now), dtype=torch.long), {}
     for name, x in terms.items():
         tokens[name] = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
-    lines = partial(objective, surrogate=surrogate)
+    lines = partial(eq2, surrogate=surrogate)
     loss, _ = grpo_head(
         z, torch.eye(2, dtype=torch.float64), targets, objective=lines, chunk=7, **tokens
     )
@@ -875,6 +875,56 @@ def test_one_ratio_for_a_whole_sequence(model):
     assert 0 < want[1][1] < len(parts[1])
     for k in range(2):
         assert error(got[k], clip(want[k][0])) < 1e-5
+
+
+def mean_over_mixed_groups(taus, part, surrogates):
+    """DAPO's loss: the mean over the tokens of groups with right and wrong answers."""
+    right = {g: sum(not tau.failed for tau in taus if tau.group == g) for g in range(len(taus))}
+    kept = [S for tau, S in zip(part, surrogates, strict=True) if 0 < right[tau.group] < G]
+    return -torch.cat(kept).mean()
+
+
+def mean_over_trajectories(taus, part, surrogates):
+    return -torch.stack([S.mean() for S in surrogates]).mean()
+
+
+def dapo_bounds(taus, part, tau):
+    return 0.2, 0.28
+
+
+def etr_bounds(taus, part, tau):
+    p = mean([float(not other.failed) for other in taus if other.group == tau.group])
+    size = mean([abs(other.advantage) for other in part for m in other.mask if m])
+    eps = 0.2 * min(2, max(0.5, abs(tau.advantage) / size)) * min(1, max(0.5, 4 * p * (1 - p)))
+    return eps, eps
+
+
+@pytest.mark.parametrize(
+    "name, bounds, average",
+    [("dapo", dapo_bounds, mean_over_mixed_groups), ("etr", etr_bounds, mean_over_trajectories)],
+)
+def test_a_group_that_a_mini_batch_cuts_is_still_compared_as_a_whole(model, name, bounds, average):
+    """Mini-batches of 4, of groups of 3: what is left of some has only right or wrong answers."""
+    taus = batch_of(5)
+    for k, tau in enumerate(taus):
+        tau.failed = k in (0, 3, 7, 8, 9, 10, 11)  # the fourth group as a whole, of the fifth none
+    learner = learner_of(model, name, mini_batch=4, lr=1e-3)
+    parts = minibatches(taus, learner.cfg)
+    with torch.no_grad():
+        old = {id(tau): logprobs(learner.model, tau) for tau in taus}
+
+    def expected(k):
+        surrogates = []
+        for tau in parts[k]:
+            rho = torch.exp(logprobs(learner.model, tau) - old[id(tau)])
+            surrogates.append(clipped(rho, tau.advantage, *bounds(taus, parts[k], tau)))
+        return gradient(average(taus, parts[k], surrogates), learner.model)
+
+    # the last mini-batch of DAPO has nothing to learn from
+    parts = parts[:3] if name == "dapo" else parts
+    got, _, want = gradients(learner, parts, expected)
+    assert len(got) == len(parts)
+    assert all(error(a, clip(b)) < 1e-5 for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.ranks

@@ -77,7 +77,7 @@ def test_results_are_those_of_the_search_server(facts, tmp_path):
 
     row = demo(random.Random(3), facts)
     queries = [x[len("<search> ") : -len(" </search>")] for x in said(row, "assistant")[:-1]]
-    command = ["-m", "retrieval.server", "--corpus", str(FACTS / "corpus.jsonl")]
+    command = ["-m", "retrieval_server", "--corpus", str(FACTS / "corpus.jsonl")]
     with Child(command, tmp_path / "log") as server:
         search = Search(server.url, 1, retries=0)
         assert [search.show(search.submit(query).result()) for query in queries] == said(

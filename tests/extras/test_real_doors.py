@@ -65,7 +65,9 @@ FLAGS = [
     "--dtype",
     "float32",
 ]
-FLAGS += "--T 2 --batch 1 --mini 1 --G 2 --eval_n 2 --max_turns 1 --max_response 24 --temperature 0.5".split()
+FLAGS += (
+    "--T 2 --batch 1 --G 2 --eval_n 2 --max_turns 1 --max_response 24 --temperature 0.5".split()
+)
 INSTRUCTION = "Search, then answer."
 ASKED = ("train-1", "train-732")  # on Aydūn and Kujang-ŭp; ŭ is two tokens
 SHOWN = (

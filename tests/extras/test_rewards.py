@@ -1,6 +1,7 @@
 """Rewards as TRL and verl write them: which form a function has, what it is given of a trajectory,
 how several are summed; what is refused."""
 
+import argparse
 import dataclasses
 import gzip
 import importlib
@@ -18,7 +19,9 @@ from scripted import Says
 from test_rollout import ANSWER, ASKED, ROOT, roll
 from test_seam import refused
 
-from config import Config
+from config import PRESETS, Config
+from evaluation import benchmarks
+from evaluation.measure import collect_questions
 from inspo import train
 from tasks import Job, Question, Task, Trajectory, Turn
 from tasks.loading import check_questions, load_task
@@ -342,6 +345,29 @@ def test_the_columns_of_a_file_reach_trl_s_and_verl_s_functions(grades, tmp_path
     assert load_task(Config(**files)).questions("train")[1].data is None
 
 
+@pytest.mark.parametrize("data", ["test", "FILE.jsonl", "FILE.parquet", "nq", "world"])
+def test_every_set_of_an_evaluation_brings_its_columns(grades, tmp_path, monkeypatch, data):
+    rows = [{"id": str(k), "question": "Who?", "solution": x} for k, x in enumerate("xy")]
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    for name in ("FILE.jsonl", "world.jsonl", "nq/test.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "FILE.parquet")
+    monkeypatch.setattr(benchmarks, "HUB", str(tmp_path))
+    monkeypatch.setitem(PRESETS["world"], "test", str(tmp_path / "world.jsonl"))
+    name = str(tmp_path / data) if "FILE" in data else data
+    asked = argparse.Namespace(data=[name], n=0, seed=0)
+    files = {"train": str(tmp_path / "FILE.jsonl"), "test": str(tmp_path / "FILE.jsonl")}
+    task = task_with("grades_here:word", None, **files)
+    [questions] = collect_questions(task, asked).values()
+    played = [Trajectory(0, q, 0, [], 0, turns=[Turn("It is x.")]) for q in questions]
+    set_rewards(task, played)
+    assert [tau.reward for tau in played] == [1.0, 0.0]
+    # a column that is not there
+    task = task_with("grades_here:emptied", None, **files)
+    assert "takes options, and " in refused(collect_questions, task, asked)
+
+
 def test_rows_without_gold_answers_are_scored_and_measured_by_the_reward(grades, tmp_path):
     """As TRL's data sets have them."""
     rows = [{"prompt": [{"role": "user", "content": f"Who is {x}?"}], "solution": x} for x in "xy"]
@@ -391,7 +417,7 @@ def test_trl_s_own_rewards_score_as_in_trl(played, tmp_path, monkeypatch):
 
 def test_a_run_trains_on_trl_s_and_verl_s_forms(grades, tmp_path, capsys):
     spec = "grades_here:later,grades_here:awaited"
-    small = dict(T=1, batch=2, mini=2, G=2, eval_n=4, mode="static")
+    small = dict(T=1, batch=2, G=2, eval_n=4, mode="static")
     train(preset="world", reward=spec, out=str(tmp_path / "run"), **small)
     assert "reward: grades_here:later (TRL's, on messages) + grades_here:awaited (verl's)" in (
         capsys.readouterr().out

@@ -29,7 +29,7 @@ PAGES = sorted(
 )
 # not ours to run
 OTHERS = {"hf", "pip", "curl", "export", "cat", "tar", "vllm", "for", "done", "git", "uv"}
-RUN = "--T 2 --K_p 1 --K_e 1 --T_e 2 --D_B 4 --rounds 1 --batch 4 --mini 4 --G 2 --eval_n 8 --save_every 2"
+RUN = "--T 2 --K_p 1 --K_e 1 --T_e 2 --D_B 4 --rounds 1 --batch 4 --G 2 --mini_batch 8 --eval_n 8 --save_every 2"
 # program -> the flags with which it is run small here; or where else that is done, or why nowhere
 SMALL = {
     "inspo.py": RUN, "extras/selection.py": RUN, "extras/espl.py": RUN + " --buffer 8", "extras/fst.py": RUN,
@@ -40,7 +40,7 @@ SMALL = {
     "extras.bench.models": "--only Lfm2", "extras.campaign default": f"--extra '{RUN}' --seeds 0",
 }  # fmt: skip
 ELSEWHERE = {
-    "retrieval.server": "tests/test_retrieval_*.py", "world.optimizer": "tests/test_optimizer.py",
+    "retrieval_server.py": "tests/test_retrieval_*.py", "world.optimizer": "tests/test_optimizer.py",
     "extras.world.warm_start": "tests/extras/test_warm_start.py", "extras/hotpot.py": "tests/extras/test_hotpot.py",
     "extras.real.model": "tests/extras/test_real.py", "extras.real": "tests/extras/test_real_run.py",
     "extras.campaign": "tests/extras/test_campaign.py", "extras.campaign real": "tests/extras/test_campaign.py",
@@ -49,7 +49,6 @@ ELSEWHERE = {
     "extras.bench.chaos": "tests/extras/bench/test_chaos.py", "extras.bench.mutants": "it runs these tests",
     "extras.bench.gpu": "it wants a GPU", "extras.bench.resume": "it wants a GPU",
     "extras.bench.update": "it wants a GPU",
-    "retrieval.build": "tests/test_retrieval_*.py",
     "kernels.bench": "tests/test_triton.py", "extras/fork.py": "tests/extras/test_examples.py",
 }  # fmt: skip
 

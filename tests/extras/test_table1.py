@@ -253,7 +253,7 @@ def test_the_flags_of_the_methods_that_train(tmp_path):
     grpo, sft, reject = (config_of(name, flags) for name in ("grpo", "sft", "sft_reject"))
     assert (grpo.mode, grpo.tools, sft.tools, reject.tools) == ("static", "none", "none", "search")
     for cfg in (sft, reject):
-        assert (cfg.mode, cfg.beta, cfg.mini, cfg.N_P, cfg.T_e) == (
+        assert (cfg.mode, cfg.beta, cfg.mini_batch, cfg.N_P, cfg.T_e) == (
             "supervised",
             0,
             cfg.batch,
@@ -301,7 +301,7 @@ def test_a_method_that_trains_runs_to_its_end(method, tmp_path):
         if method == "sft_reject"
         else []
     )
-    flags += "--T 2 --batch 6 --mini 6 --G 4 --eval_n 3 --save_every 1 --out".split()
+    flags += "--T 2 --batch 6 --G 4 --eval_n 3 --save_every 1 --out".split()
     command = [sys.executable, "extras/table1.py", "train", method, *flags]
     code, _, stderr = finish(popen([*command, str(tmp_path / "run")], ENV), 900)
     assert code == 0, stderr

@@ -36,12 +36,12 @@ from tasks.questions import f1
 ROOT = Path(__file__).parents[2]
 SMALL = "--optimizer_model any --T 2 --K_e 1 --T_e 2 --rounds 1 --N_P 3 --failures 2 --D_B 6 --eval_every 1".split()
 GAME = ["--task", "extras.tasks.guess:Guess", *SMALL]
-GAME += "--batch 8 --mini 8 --G 4 --eval_n 30 --max_response 8 --max_prompt 300 --max_observation 32 --lr 1e-3".split()
+GAME += "--batch 8 --G 4 --eval_n 30 --max_response 8 --max_prompt 300 --max_observation 32 --lr 1e-3".split()
 JUDGED = [
     "--task",
     "extras.tasks.judged:JudgedQA",
     *SMALL,
-    *"--batch 8 --mini 8 --G 2 --eval_n 8 --seed 6".split(),
+    *"--batch 8 --G 2 --eval_n 8 --seed 6".split(),
 ]
 
 
@@ -277,7 +277,7 @@ def judging(monkeypatch):
 def judged(tmp_path_factory):
     """The flags of a run with a judge; one search server for all of them."""
     corpus, log = str(WORLD / "corpus.jsonl"), tmp_path_factory.mktemp("search") / "log"
-    with Child(["-m", "retrieval.server", "--corpus", corpus], log) as search:
+    with Child(["-m", "retrieval_server", "--corpus", corpus], log) as search:
         yield [*JUDGED, "--retriever", search.url]
 
 
@@ -538,7 +538,7 @@ def test_the_smallest_task_of_the_page_runs_as_it_stands_there(
     command = re.search(r"^ *python inspo.py (--task backwards:\S+)", page, re.M)[1].split()
     (tmp_path / "backwards.py").write_text(re.search(r"```python\n(.*?)```", page, re.S)[1])
     monkeypatch.chdir(tmp_path)
-    flags = "--batch 6 --mini 6 --max_response 16 --max_prompt 400 --lr 1e-3".split()
+    flags = "--batch 6 --max_response 16 --max_prompt 400 --lr 1e-3".split()
     said, _ = run_here(*command, "--model", tiny_path, "--out", "run", *flags, *SMALL, "--D_B", 2)
     assert said == 0, said
     assert [summary_of(Path("run"))[name] for name in ("metrics", "tools")] == [["reward"], []]

@@ -47,7 +47,7 @@ def test_the_rebuilt_policy_follows_its_instruction_and_lacks_one_skill(tmp_path
     # it has seen neither
     every = [*load_questions(tmp_path / "test.jsonl"), *load_questions(tmp_path / "train.jsonl")]
     one_hop = [q for q in every if q.source == "world-1hop"][:200]
-    server = ["-m", "retrieval.server", "--corpus", str(tmp_path / "corpus.jsonl")]
+    server = ["-m", "retrieval_server", "--corpus", str(tmp_path / "corpus.jsonl")]
     with Child(server, tmp_path / "log") as child:
         cfg = Config(**PRESETS["world"])
         task = SearchQA(cfg)

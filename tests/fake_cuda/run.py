@@ -331,7 +331,7 @@ def main():
     cfg, fit = decide(cfg, Place(shapes(cfg.model), cfg.engine, ranks, memory), flops_of(card))
     # trajectories in one full micro-batch of every rank
     full = 2 * ranks * (cfg.micro_tokens // PAIR)
-    cfg = replace(cfg, G=2, mini=full)  # two of these in a mini-batch
+    cfg = replace(cfg, G=2, mini_batch=2 * full)  # two of these in a mini-batch
     with FAKE, TRACKER, torch.autograd.set_multithreading_enabled(False):
         trained = policy_of(cfg, ranks)
         with phase("resume"):

@@ -13,7 +13,7 @@ from extras.bench import step, trl
 @pytest.mark.slow
 def test_a_step_with_searches_is_measured_of_any_policy(monkeypatch, capsys, tiny_path):
     given = ["--repeat", "1", "--model", tiny_path, "--preset", "world", "--dtype", "bfloat16"]
-    given += "--batch 2 --mini 2 --G 2 --max_response 8".split()
+    given += "--batch 2 --G 2 --max_response 8".split()
     monkeypatch.setattr(sys, "argv", ["step.py", *given])
     step.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -27,18 +27,7 @@ def test_a_step_with_searches_is_measured_of_any_policy(monkeypatch, capsys, tin
 def test_both_sides_take_steps_of_single_turns_on_the_same_questions(
     monkeypatch, capsys, tiny_path
 ):
-    given = [
-        "--repeat",
-        "1",
-        "--model",
-        tiny_path,
-        "--preset",
-        "world",
-        "--batch",
-        "4",
-        "--mini",
-        "4",
-    ]
+    given = ["--repeat", "1", "--model", tiny_path, "--preset", "world", "--batch", "4"]
     monkeypatch.setattr(sys, "argv", ["trl.py", *given])
     trl.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
