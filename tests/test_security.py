@@ -126,7 +126,7 @@ def test_a_path_goes_before_the_query_and_what_the_address_hides_is_not_shown():
         with pytest.raises(
             OptimizerDown, match=f"^{server.url}/v1/chat/completions: HTTP 401: no such key"
         ) as fault:
-            optimizer.ask("Why?", "t0")
+            optimizer.ask("Why?")
         assert [request[0] for request in server.requests] == [
             "/v1/chat/completions?key=Geheim4711&v=2"
         ]

@@ -257,10 +257,10 @@ def policy_of(cfg, ranks):
         policy.skeleton(shapes(cfg.model)), cfg.lora_rank, cfg.lora_alpha, cfg.seed
     ).to_empty(device="cpu")
     policy.weights = lambda *args, **kwargs: iter(())
-    # fake tensors may not leave their
-    policy.BlockingAsyncStager = lambda: SimpleNamespace(stage=lambda state: state)
-    policy.Policy.write_share = lambda self, state, path: {}  # thread, and are not written
-    policy.checkpoint.load = lambda *args, **kwargs: None
+    # fake tensors are not written
+    policy.HuggingFaceStorageWriter = Nothing
+    policy.dcp.async_save = policy.dcp.save = lambda *args, **kwargs: None
+    policy.load_tensors = lambda *args, **kwargs: None
     policy.make_engine = lambda *args: Nothing()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     group = SimpleNamespace(
