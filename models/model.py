@@ -110,7 +110,7 @@ def load_model(path: str, longest: int = 0) -> Any:
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register("packed", packed_attention)
-    config = load_config(path, longest)
+    config = load_config(path)
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path,
@@ -202,6 +202,7 @@ def load_policy(path: str, stop: tuple[str, ...] = (), longest: int = 0) -> tupl
     """Returns (model, tokenizer), the whole model on the CPU, for sequences of `longest` tokens at
     most."""
     tokenizer = load_tokenizer(path, stop)
+    load_config(path, longest)
     return load_model(path, longest), tokenizer
 
 

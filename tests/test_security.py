@@ -46,7 +46,7 @@ def test_an_unknown_family_s_code_is_not_run(with_code, load):
     )
     auto_map = {name: "own.Own" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")}
     path = with_code("config.json", model_type="unheard", auto_map=auto_map)
-    with pytest.raises(Fault, match="code of its own") as fault:
+    with pytest.raises(Fault, match="custom code") as fault:
         load(path)
     assert path in str(fault.value) and "\n" not in str(fault.value)
 
@@ -54,7 +54,7 @@ def test_an_unknown_family_s_code_is_not_run(with_code, load):
 @pytest.mark.parametrize("load", [load_model, lambda path: skeleton(load_config(path))])
 def test_a_known_family_s_code_for_a_causal_lm_is_not_run(with_code, load):
     path = with_code("config.json", model_type="t5", auto_map={"AutoModelForCausalLM": "own.Own"})
-    with pytest.raises(Fault, match="code of its own"):
+    with pytest.raises(Fault, match="custom code"):
         load(path)
 
 

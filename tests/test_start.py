@@ -95,7 +95,8 @@ def test_small_micro_batches_are_a_cpu_s_alone_unless_the_user_asks(monkeypatch)
 
     def chosen(device, **asked):
         monkeypatch.setattr(policy, "device_of", lambda _: device)
-        _, found, _ = choose_for_machine(replace(cfg, dtype="float32", **asked), task)
+        monkeypatch.setattr(policy, "dtype_of", lambda *args: "float32")
+        _, found, _ = choose_for_machine(replace(cfg, **asked), task)
         return found.micro_tokens, found.recompute
 
     assert chosen("cpu") == (1024, 0)
