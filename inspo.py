@@ -38,7 +38,7 @@ from tasks import Job, Question, Task, Trajectory
 from tasks.task import draw_questions, rng_of, set_rewards
 from training.start import prepare
 
-PAGE = "page.html"  # explains a run; asked for where it ends
+PAGE = "extras.page"  # a guest, asked for where a run ends
 Trial = tuple[int | None, str]  # an instruction's id (None: it is not in P) and its text
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it

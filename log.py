@@ -8,7 +8,7 @@ import importlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from statistics import fmean
@@ -259,7 +259,7 @@ class Log:
             self.tell_tracker = None
 
 
-def open_tracker(cfg: Config, run: RunDirectory) -> Callable[..., None] | None:
+def open_tracker(cfg: Config, run: RunDirectory) -> Any:
     """Returns what tells --tracker a step's numbers and texts. A resumed run goes on in the
     tracker's run that has its id. Raises Fault."""
     name = cfg.tracker

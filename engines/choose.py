@@ -33,7 +33,7 @@ def dtype_of(cfg: Config, device: str) -> str:
 
     GPUs compute in bfloat16 unless they are too old for it. CPUs with AMX multiply bfloat16 several
     times as fast as float32, AMD's with AVX512-BF16 twice as fast; Intel's with AVX512-BF16 alone
-    are slower at it (docs/LOG.md, 2026-11-23 and 2026-11-24).
+    are slower at it (docs/LOG.md, 2026-11-24).
     """
     too_old = explain_too_old(device)
     if cfg.dtype == "bfloat16" and too_old:

@@ -23,7 +23,8 @@ from plumbing.outside import without_secrets
 
 def make_card(run: Path, policy: Path) -> str:
     """Returns the README.md of a run's policy, with the base model's license."""
-    cfg, record = read_config(run), json.loads((run / "config.json").read_text("utf-8"))
+    cfg: Config = read_config(run)
+    record = json.loads((run / "config.json").read_text("utf-8"))
     file = run / "summary.json"
     table = ["the run has not ended"]
     if file.is_file():

@@ -280,7 +280,7 @@ def _():
     Shuffled rewards have the same mean and no information. Were you surprised by what they did? Advantages then point
     nowhere, but the optimizer still takes steps of full size. **In which other ways can training break
     while every curve of the loss looks healthy, and which number would you log to see each of them?** (A run's
-    page has some: docs/one_step.md, page/README.md.)
+    page has some: docs/one_step.md, extras/page/README.md.)
     """)
     return
 

@@ -1,18 +1,13 @@
 """What a model's folder, a server's address and a process of ours must not do or show."""
 
 import base64
-import contextlib
 import json
 import os
 import shutil
-import socket
-import struct
 from pathlib import Path
 
 import pytest
-import requests
 from json_server import json_servers
-from test_page import served
 
 from config import WORLD, find_endpoint, parse_flags
 from engines.chat_engine import ChatEngine, Words
@@ -69,25 +64,6 @@ def test_a_known_family_needs_no_code(with_code):
         "config.json", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
     )
     assert load_model(path).config.model_type == load_config(str(WORLD / "policy")).model_type
-
-
-# ---- a page that is served
-
-
-def test_connections_that_ask_nothing_or_break_off_keep_nobody_waiting(capfd):
-    with served(Path(__file__).parent / "fixture" / "run") as url, contextlib.ExitStack() as stack:
-        address = ("127.0.0.1", int(url.rpartition(":")[2]))
-        for sent in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: 127.0.0.1"):
-            stack.enter_context(socket.create_connection(address, timeout=60)).sendall(sent)
-        with socket.create_connection(address) as gone:  # asks, reads nothing, closes abruptly
-            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            gone.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:80\r\n\r\n")
-        # asks, and reads nothing for long
-        slow = stack.enter_context(socket.create_connection(address, timeout=60))
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:80\r\n\r\n")
-        assert requests.get(url, timeout=60).text.startswith("<!doctype html>")
-    assert "Traceback" not in capfd.readouterr().err
 
 
 # ---- the environment of what we start

@@ -45,4 +45,4 @@ fi
 if [ -e "$run/config.json" ]; then resume=(--resume); fi
 stage training "$run/summary.json" $venv/bin/torchrun --standalone --nproc_per_node="${2:-$ranks}" inspo.py \
     "${flags[@]}" "${@:3}" --out "$run" "${resume[@]}"
-stage page "$run/report.html" $venv/bin/python report.py "$run"
+stage page "$run/report.html" $venv/bin/python -m extras.page "$run"

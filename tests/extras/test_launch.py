@@ -28,9 +28,10 @@ def project(path: Path) -> Path:
     launch = path / "extras" / "launch"
     launch.mkdir(parents=True)
     shutil.copy(LAUNCH / "speedrun.sh", launch)
-    for name in ("inspo.py", "report.py", ".venv", "requirements", "requirements.txt"):
+    for name in ("inspo.py", ".venv", "requirements", "requirements.txt"):
         (path / name).symlink_to(ROOT / name)
-    (path / "extras" / "hotpot.py").symlink_to(ROOT / "extras" / "hotpot.py")
+    for name in ("hotpot.py", "page", "__init__.py"):
+        (path / "extras" / name).symlink_to(ROOT / "extras" / name)
     return launch / "speedrun.sh"
 
 

@@ -5,7 +5,6 @@ evaluate, the page.
 of 24 tokens.
 """
 
-import base64
 import functools
 import gzip
 import json
@@ -26,14 +25,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ask
 import export
-import report
 from config import FACTS, PRESETS, SMOLLM, Config
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine, vllm_version
 from evaluation.command import main as evaluate
 from extras.cold_start import encode_row
+from extras.page.sample import split_response
 from models.model import load_policy, weights
-from page.sample import split_response
 from plumbing import checkpoint
 from plumbing.files import read_jsonl
 from rollout import rollout
@@ -273,22 +271,6 @@ def test_ask_and_evaluate_play_what_the_run_s_evaluation_played(runs, tmp_path, 
     ask.main(["--run", str(run), "Which currency is used in Kujang-ŭp"])
     said = capsys.readouterr().out
     assert "<search> Kujang-ŭp </search>" in said and "Kujang-ŭp is a place in North Korea" in said
-
-
-def test_the_page_has_every_turn_s_text(runs, tmp_path):
-    report.main([str(runs(1, 0)), "--out", str(tmp_path / "page.html")])
-    blocks = re.findall(
-        r'<script type="text/plain" id="page-\d+">(.*?)</script>',
-        (tmp_path / "page.html").read_text(),
-    )
-    pages = [json.loads(gzip.decompress(base64.b64decode(block))) for block in blocks]
-    shown = [row for page in pages for row in page if isinstance(row, dict) and "parts" in row]
-    rows = [
-        row for name in ("step-000001", "step-000002", TRAINED) for row in stored(runs(1, 0), name)
-    ]
-    acts = [[text for kind, text in row["parts"] if kind == "act"] for row in shown]
-    for row in rows:
-        assert [turn["text"] for turn in row["turns"]] in acts
 
 
 # ---- tokens in, tokens out

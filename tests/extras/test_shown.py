@@ -36,7 +36,7 @@ SMALL = {
     "extras/objectives.py": RUN, "extras/table1.py train": RUN.replace("--G 2", "--G 5"),
     "extras/cold_start.py": RUN, "extras/collect.py": "--least 0", "extras.real.demos": "--n 20",
     "extras/table1.py": "--n 4", "evaluate.py": "--n 4", "evaluate.py --compare": "", "ask.py": "", "export.py": "",
-    "report.py": "", "extras.bench.step": "--repeat 1",
+    "extras.page": "", "extras.bench.step": "--repeat 1",
     "extras.bench.models": "--only Lfm2", "extras.campaign default": f"--extra '{RUN}' --seeds 0",
 }  # fmt: skip
 ELSEWHERE = {

@@ -3,7 +3,7 @@ what was refused."""
 
 import re
 
-from page.read import Run
+from extras.page.read import Run
 from plumbing.files import Row
 from plumbing.replies import read_blocks
 

@@ -35,7 +35,7 @@ function paintTree(box, run, k) {
   const rows = treeRows(run.tree);
   const width = Math.max(280, box.clientWidth || 700), wide = width > 560;
   const left = 40, right = wide ? 158 : 16, top = 6;
-  const end = Math.max(run.status.T || 0, run.status.t, 1);
+  const end = Math.max(run.T || 0, run.t, 1);
   const x = (t) => left + (t / (end + 0.5)) * (width - left - right);
   let y = top;
   const place = new Map();
@@ -81,12 +81,12 @@ function shareOf([t, , p, n], totals) {
 function instructionBar(row, run, x, width, wide, totals, scale, k) {
   const I = row.I, low = colour("ramp-0"), high = colour("ramp-1");
   const won = run.winner && run.winner.id === I.id;
-  const last = I.left ?? Math.max(run.status.t, I.born);
+  const last = I.left ?? Math.max(run.t, I.born);
   const bars = I.history.map((entry) => {
     const size = Math.max(2.5, shareOf(entry, totals) * 19);
     return svg("rect", { x: x(entry[0] - 0.5), width: Math.max(1, x(1) - x(0) + 0.3), y: row.y - size / 2, height: size, fill: blend(low, high, scale.share(entry[1] ?? scale.low)) });
   });
-  const fate = I.left !== null ? `${I.why === "pruned" ? "pruned" : "replaced"} at ${I.left}` : won ? (run.status.state === "finished" ? "won" : "leads") : "in P at the end";
+  const fate = I.left !== null ? `${I.why === "pruned" ? "pruned" : "replaced"} at ${I.left}` : won ? (run.finished ? "won" : "leads") : "in P at the end";
   const weight = I.history.length ? `, w ${fixed(I.history[I.history.length - 1][1])}` : "";
   return treeRow(row, width, k, `Instruction ${I.id}, born at step ${I.born}, ${fate}${weight}`, won ? "won" : "",
     svg("line", { class: "life", x1: x(I.born), x2: x(last), y1: row.y, y2: row.y }), bars,
@@ -130,7 +130,7 @@ function drawInstruction(k) {
   if (!I) return replace(panel);
   const parent = I.parents.length ? findInstruction(run, String(I.parents[0])) : null;
   replace(panel,
-    h("h3", {}, nameOf(key), key.startsWith("r") ? h("span", { class: "chip" }, "refused") : run.winner && run.winner.id === I.id ? h("span", { class: "chip good" }, run.status.state === "finished" ? "won" : "leads") : null),
+    h("h3", {}, nameOf(key), key.startsWith("r") ? h("span", { class: "chip" }, "refused") : run.winner && run.winner.id === I.id ? h("span", { class: "chip good" }, run.finished ? "won" : "leads") : null),
     definitions(factsOf(I, run, k)),
     weightLine(I, weightScale(run)),
     parent ? diffText(parent.text, I.text) : h("p", { class: "instruction" }, I.text),

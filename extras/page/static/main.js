@@ -1,4 +1,4 @@
-// Draws the page, follows the address, light and dark, and a server that says when the run has gone on.
+// Draws the page, follows the address and light and dark.
 
 function runShown() {
   const k = Number(state.run);
@@ -6,13 +6,13 @@ function runShown() {
 }
 
 function drawHeader(k) {
-  const run = DATA.runs[k], { state: what, t, T, written } = run.status;
+  const { finished, t, T } = DATA.runs[k];
   replace($("#runs"), DATA.runs.length === 1
-    ? h("b", {}, run.name)
+    ? h("b", {}, DATA.runs[k].name)
     : h("select", { "aria-label": "Run", onchange: (event) => go({ run: event.target.value, open: "", beside: "", ins: "" }, true) },
       DATA.runs.map((one, place) => h("option", { value: place, selected: place === k }, one.name))));
-  const text = what === "finished" ? `finished, ${plural(t, "step")}` : what === "running" ? `running, step ${t}${T ? ` of ${T}` : ""}` : `stopped at step ${t}${T ? ` of ${T}` : ""}`;
-  replace($("#status"), h("span", { class: `chip ${what}` }, text), h("span", { class: "muted" }, ` ${what === "finished" ? "" : `last line ${ago(written)}`}`));
+  const text = finished ? `finished, ${plural(t, "step")}` : `step ${t} of ${T}`;
+  replace($("#status"), h("span", { class: `chip ${finished ? "finished" : ""}` }, text));
 }
 
 function drawAll() {
@@ -40,18 +40,6 @@ onChange((now, before) => {
   if (changed("price")) drawCost(k);
 });
 
-// The server of --serve answers what the run's files look like; when that differs from this page's files, it is reread.
-function watchServer() {
-  setInterval(async () => {
-    try {
-      const live = await (await fetch("stamp", { cache: "no-store" })).text();
-      if (live !== DATA.live) location.reload();
-    } catch {
-      $("#status").title = "The server that made this page does not answer.";
-    }
-  }, 2000);
-}
-
 drawAll();
 $("#made").textContent = `${new Date(1000 * DATA.made).toISOString().slice(0, 16).replace("T", " ")} UTC`;
 reveal();
@@ -64,4 +52,3 @@ addEventListener("resize", () => {
   const tree = $(".tree");
   if (tree) paintTree(tree, DATA.runs[runShown()], runShown()), drawInstruction(runShown());
 });
-if (DATA.live && location.protocol.startsWith("http")) watchServer();

@@ -1,10 +1,10 @@
-// The first screen: did it learn, which instruction won and why, what did it cost, what stands out.
+// The first screen: did it learn, which instruction won and why, what did it cost.
 
 const CORNERS = ["first policy", "trained policy"];
 
 function drawResult(k) {
   const run = DATA.runs[k];
-  const cards = [learnedCard(run), winnerCard(run, k), costCard(run), troubleCard(run)];
+  const cards = [learnedCard(run), winnerCard(run, k), costCard(run)];
   const table = DATA.runs.length > 1 ? overview() : null;
   replace($("#result"), table, h("div", { class: "cards" }, cards));
   const box = $("#result .spark");
@@ -34,15 +34,15 @@ function learnedCard(run) {
   if (first && end) {
     const [from, to] = [first[run.metric], end[run.metric]];
     out.push(h("p", { class: "headline" }, `${named(run.metric)} `, h("b", {}, fixed(from)), " → ", h("b", { class: to > from ? "good" : "" }, fixed(to))));
-    out.push(h("p", { class: "under" }, `on ${num(questions)} held-out questions, greedy, after ${plural(run.status.t, "step")}`));
+    out.push(h("p", { class: "under" }, `on ${num(questions)} held-out questions, greedy, after ${plural(run.t, "step")}`));
     out.push(corners(run));
   } else if (rewards) {
     out.push(h("p", { class: "headline" }, "Reward ", h("b", {}, fixed(rewards[0])), " → ", h("b", { class: rewards[1] > rewards[0] ? "good" : "" }, fixed(rewards[1]))));
-    out.push(h("p", { class: "under" }, `means of the first and the last ${plural(few, "step")} of ${run.status.t}` + (run.status.T ? `; ${run.status.T} are planned` : "")));
+    out.push(h("p", { class: "under" }, `means of the first and the last ${plural(few, "step")} of ${run.t}` + (run.T ? `; ${run.T} are planned` : "")));
   } else {
     out.push(h("p", { class: "headline" }, "Nothing measured yet"));
   }
-  out.push(h("figure", { class: "spark" }));
+  out.push(h("figure", { class: "spark" }), pairLink(run));
   return card("learned", "Did it learn?", out);
 }
 
@@ -75,7 +75,7 @@ function winnerCard(run, k) {
   const byId = new Map(run.tree.instructions.map((I) => [I.id, I]));
   const I = byId.get(won.id), first = byId.get(won.lineage[0]);
   const line = won.lineage.flatMap((id, n) => [n ? " → " : null, h("a", { href: address({ section: "instructions", ins: String(id), run: String(k) }) }, `#${id}`)]);
-  const finished = run.status.state === "finished", why = run.tree.instructions.length + run.tree.refused.length > 1 ? reasons(won, I, run) : [];
+  const finished = run.finished, why = run.tree.instructions.length + run.tree.refused.length > 1 ? reasons(won, I, run) : [];
   return card("winner", finished ? "Which instruction won?" : "Which instruction leads?",
     h("p", { class: "headline" }, line),
     diffText(first.text, I.text, false),
@@ -106,7 +106,7 @@ function costCard(run) {
   const cost = run.cost;
   const share = cost.training_rollouts ? cost.verification_rollouts / cost.training_rollouts : null;
   const facts = [
-    ["Time", `${duration(cost.seconds)}${run.status.t ? `, ${num(cost.seconds / run.status.t, 2)} s a step` : ""}`],
+    ["Time", `${duration(cost.seconds)}${run.t ? `, ${num(cost.seconds / run.t, 2)} s a step` : ""}`],
     ...speedFacts(cost.speed),
     cost.optimizer_calls && ["Optimizer", `${plural(cost.optimizer_calls, "call")}, ${plural(cost.prompt_tokens + cost.completion_tokens, "token")}`],
     share && ["Verification", h("span", {}, `${percent(share, 1)} of the training rollouts `, h("span", { class: "muted" }, "(the paper: 1.4–7 %)"))],
@@ -116,21 +116,6 @@ function costCard(run) {
 
 function definitions(facts) {
   return h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
-}
-
-function troubleCard(run) {
-  const list = run.warnings.map((warning) => {
-    const panel = warning.panel && document.getElementById(`panel-${warning.panel}`) ? warning.panel : null;
-    const jump = () => document.getElementById(`panel-${panel}`).scrollIntoView({ block: "center" });
-    const show = warning.panel === "tree" ? h("a", { href: "#instructions" }, "see the instructions") : panel && h("button", { class: "link", onclick: jump }, "see the curve");
-    return h("li", {}, warning.text, " ", show);
-  });
-  const quiet = "Nothing that this page looks for: numbers that are none, entropy, reward, engine against trainer, skipped updates.";
-  const missing = run.missing.map((text) => h("li", { class: "muted" }, text));
-  return card(list.length ? "trouble warned" : "trouble", "What stands out?",
-    list.length ? h("ul", { class: "warnings" }, list) : h("p", {}, quiet),
-    missing.length ? [h("h3", {}, "Missing from this page"), h("ul", { class: "warnings" }, missing)] : null,
-    pairLink(run));
 }
 
 function pairLink(run) {
@@ -159,8 +144,8 @@ function overview() {
       h("th", { scope: "row" }, swatch(palette()[g % 6]), h("a", { href: address({ run: String(k), open: "", beside: "", ins: "" }) }, run.name)),
       h("td", {}, group.runs.length > 1 ? `seed ${num(run.config.seed)}` : "", unlike(group)),
       h("td", {}, first && end ? `${metrics.length > 1 ? `${named(run.metric)} ` : ""}${fixed(first[run.metric])} → ${fixed(end[run.metric])}` : "–"), h("td", {}, `${fixed(rewards[0])} → ${fixed(rewards[1])}`),
-      h("td", {}, `${run.status.t}${run.status.T ? ` of ${run.status.T}` : ""}`), h("td", {}, duration(run.cost.seconds)), h("td", {}, String(run.warnings.length || "none")));
+      h("td", {}, `${run.t}${run.T ? ` of ${run.T}` : ""}`), h("td", {}, duration(run.cost.seconds)));
   }));
-  const heads = ["run", "", metrics.length > 1 ? "held out" : `held-out ${named(metrics[0])}`, "reward", "steps", "time", "warnings"];
+  const heads = ["run", "", metrics.length > 1 ? "held out" : `held-out ${named(metrics[0])}`, "reward", "steps", "time"];
   return h("div", { class: "scroll" }, h("table", { class: "overview" }, h("thead", {}, h("tr", {}, heads.map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, rows)));
 }

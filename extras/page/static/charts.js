@@ -9,7 +9,7 @@ const PANELS = [
   { id: "clip_fraction", title: "Clipped tokens", keys: { clip_fraction: "share" } },
   { id: "logp_gap", title: "Engine against trainer, nats per token; by quarter of the longest context", keys: { logp_gap: "mean", "logp_gap/q1": "1st", "logp_gap/q2": "2nd", "logp_gap/q3": "3rd", "logp_gap/q4": "4th" } },
   { id: "logp_gap_tail", title: "Its tail: 99th percentile, nats, and largest ratio", keys: { "logp_gap/p99": "99 %", "logp_gap/max_ratio": "ratio" } },
-  { id: "zero_variance_groups", title: "Groups with rewards all alike", keys: { zero_variance_groups: "all", all_right_groups: "all right", all_wrong_groups: "all wrong" } },
+  { id: "zero_variance_groups", title: "Groups with rewards all alike", keys: { zero_variance_groups: "share" } },
   { id: "grad_norm", title: "Gradient norm before clipping", keys: { grad_norm: "norm" } },
   {
     id: "seconds", title: "Seconds per step",

@@ -62,12 +62,6 @@ function duration(seconds) {
   return `${(seconds / 3600).toFixed(1)} h`;
 }
 
-function ago(time) {
-  const seconds = Math.max(0, Date.now() / 1000 - time);
-  if (seconds < 5) return "just now";
-  return seconds < 172800 ? `${duration(seconds)} ago` : new Date(1000 * time).toISOString().slice(0, 10);
-}
-
 function mean(values) {
   return values.length ? values.reduce((sum, x) => sum + x, 0) / values.length : null;
 }

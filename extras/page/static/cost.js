@@ -65,10 +65,6 @@ function phaseTable(cost) {
 }
 
 function drawSettings(k) {
-  const { content, ...knobs } = DATA.runs[k].config;
-  const digests = Object.entries(content || {}).map(([name, value]) => [name, String(value).length > 40 ? `${String(value).slice(0, 40)}…` : value]);
-  const entries = [...Object.entries(knobs), ...digests];
-  replace($("#settings .body"), entries.length
-    ? h("dl", { class: "settings" }, entries.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value === "" ? "–" : String(value)))))
-    : h("p", { class: "empty" }, "config.json is missing."));
+  const entries = Object.entries(DATA.runs[k].config);
+  replace($("#settings .body"), h("dl", { class: "settings" }, entries.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value === "" ? "–" : String(value))))));
 }

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_page import game, read_lines, served, write
+from test_page import RUN, game, read_lines, write
 
-from page import html
+from extras.page import html
 
 pytest.importorskip("selenium", reason="selenium is not installed: make setup")
 from selenium import webdriver  # noqa: E402
@@ -29,7 +29,6 @@ pytestmark = [
     ),
 ]
 
-RUN = Path(__file__).parent / "fixture" / "run"
 SUMMARY = json.loads((RUN / "summary.json").read_text())
 WON = SUMMARY["generations"][-1]
 EVIL = "</script><img src=x onerror=document.title='broken'> Say <think> </think> once."
@@ -118,7 +117,7 @@ def choose(browser, name, value):
     Select(find(browser, f"[name={name}]")).select_by_value(value)
 
 
-def test_the_first_screen_answers_four_questions(open_page):
+def test_the_first_screen_answers_three_questions(open_page):
     browser = open_page()
     learned = text(browser, ".learned")
     for row in SUMMARY["held_out"].values():
@@ -128,7 +127,7 @@ def test_the_first_screen_answers_four_questions(open_page):
     assert "93.3 % of the training rollouts" in text(browser, ".spent") and "5 calls" in text(
         browser, ".spent"
     )
-    assert count(browser, ".trouble") and count(browser, ".chart canvas") >= 11
+    assert count(browser, ".chart canvas") >= 11
 
 
 def test_a_click_in_the_tree_shows_a_text_against_its_parent_and_why_it_came(open_page):
@@ -242,8 +241,7 @@ def test_several_runs_are_laid_over_each_other(open_page, tmp_path):
     write(other, "config.json", config | {"seed": 5})
     write(static, "config.json", config | {"mode": "static"})
     # it has broken off early
-    for name in ("summary.json", "reflections.jsonl", "population.jsonl"):
-        (static / name).unlink()
+    (static / "summary.json").unlink()
     browser = open_page(path=html.write_page([RUN, other, static], tmp_path / "all.html"))
     legend = [row.text for row in browser.find_elements(By.CSS_SELECTOR, ".legend li")]
     assert legend == ["run (2 seeds)", "static differs in mode"]
@@ -252,10 +250,7 @@ def test_several_runs_are_laid_over_each_other(open_page, tmp_path):
         and count(browser, ".overview tbody tr") == 3
     )
     Select(find(browser, "#runs select")).select_by_index(2)
-    assert (
-        "population.jsonl is missing" in text(browser, ".trouble")
-        and "run=2" in browser.current_url
-    )
+    assert text(browser, "#status") == "step 9 of 9" and "run=2" in browser.current_url
 
 
 def test_a_run_of_another_task_reads_as_well(open_page, tmp_path):
@@ -301,41 +296,3 @@ def test_a_run_of_another_task_reads_as_well(open_page, tmp_path):
     )  # with a run of exact match
     for metric in ("EM", "won"):
         assert metric in text(browser, ".overview") and metric in text(browser, "#curves")
-
-
-def test_a_served_page_follows_its_run(open_page, tmp_path):
-    path = shutil.copytree(RUN, tmp_path / "run")
-    (path / "summary.json").unlink()
-    # a run that has written nothing for ten minutes counts as stopped
-    (path / "metrics.jsonl").touch()
-    with served(path) as url:
-        browser = open_page("#curves", f"{url}/")
-        assert "running, step 9 of 9" in text(browser, "#status")
-        with (path / "metrics.jsonl").open("a") as f:
-            f.write('{"t": 10, "reward": 0.5, "em": 0.5}\n')
-        until(browser, lambda b: "step 10" in text(b, "#status"))
-        assert browser.current_url.endswith("#curves")
-        browser.get("about:blank")
-
-
-def test_a_page_of_thousands_lists_them_a_screen_at_a_time(open_page, tmp_path, monkeypatch):
-    monkeypatch.setattr(html, "LIMIT", 4000)
-    path = shutil.copytree(RUN, tmp_path / "run")
-    for t in range(10, 110):
-        shutil.copy(
-            RUN / "trajectories/step-000009.jsonl.gz", path / f"trajectories/step-{t:06d}.jsonl.gz"
-        )
-    browser = open_page(path=html.write_page([path], path / "report.html"))
-    assert int(text(browser, ".count").split()[0]) > 1000 and count(browser, ".rows li") == 60
-
-
-def test_a_question_of_a_thousand_words_leaves_room_for_the_others(open_page, tmp_path):
-    path = shutil.copytree(RUN, tmp_path / "run")
-    for file in (path / "trajectories").iterdir():
-        rows = [row | {"question_text": "word " * 1000} for row in read_lines(file)]
-        file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
-    browser = open_page("#trajectories", html.write_page([path], path / "report.html"), width=390)
-    until(browser, lambda _: count(browser, ".question") == 1)
-    heights = [find(browser, name).size["height"] for name in (".question", ".rows .ask")]
-    assert 0 < heights[0] < 250 and 0 < heights[1] < 80
-    assert browser.execute_script("return document.documentElement.scrollWidth") == 390

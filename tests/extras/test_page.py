@@ -1,0 +1,318 @@
+"""The page's data: the family tree, the sample of trajectories, the first screen, the HTML."""
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from extras.page import __main__ as command
+from extras.page import html, read, sample
+from extras.page.family import collect_family
+from plumbing.faults import Fault
+
+RUN = Path(__file__).parent / "run"  # nine steps of the embedded world, see its README
+
+
+def write(path: Path, name: str, *rows: dict) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_lines(file: Path) -> list[dict]:
+    packed = file.suffix == ".gz"
+    lines = gzip.open(file, "rt", encoding="utf-8") if packed else file.open(encoding="utf-8")
+    return [json.loads(line) for line in lines]
+
+
+def game(path: Path) -> Path:
+    """Copies RUN as a run of another task would have written it.
+
+    Its metric is "won", its tool is counted as "moves", nobody predicts an answer, and a trajectory
+    that fails may be rewarded more than one that wins.
+    """
+    shutil.copytree(RUN, path)
+    names = {"em": "won", "searches": "moves"}
+
+    def renamed(row: dict) -> dict:
+        parts = {key: [names.get(part, part) for part in key.split("/")] for key in row}
+        return {"/".join(parts[key]): value for key, value in row.items() if "f1" not in parts[key]}
+
+    rows = [renamed(row) for row in read_lines(path / "metrics.jsonl")]
+    for row in filter(lambda row: "w" in row, rows):
+        row |= {"reward": 4 * row["reward"] - 1, "w": {j: 4 * x - 1 for j, x in row["w"].items()}}
+    rows[0] |= {"metrics": ["won", "fuel"], "tools": ["moves"]}
+    write(path, "metrics.jsonl", *rows)
+    summary = json.loads((path / "summary.json").read_text())
+    summary["held_out"] = {name: renamed(row) for name, row in summary["held_out"].items()}
+    write(path, "summary.json", summary | {"end": renamed(summary["end"])})
+    for file in (path / "trajectories").iterdir():
+        rows = read_lines(file)
+        for k, row in enumerate(rows):
+            failed = row["reward"] < 1 if "I_star" not in file.name else "first" in file.name
+            row |= {
+                "failed": failed,
+                "reward": [-1.0, 0.5, 1.5][k % 3] if failed else [3.0, 0.5][k % 2],
+                "metrics": {"won": float(not failed), "fuel": 2.5},
+                "prediction": None,
+                "golds": [],
+            }
+        with gzip.open(file, "wt") as f:
+            f.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
+def scripts_of(text: str) -> list[tuple[str, str]]:
+    """The script elements of a page: their attributes, and what they hold."""
+    return re.findall(r"<script\b([^>]*)>(.*?)</script>", text, re.S)
+
+
+def rows_of(index: dict) -> list[dict]:
+    return [dict(zip(index["columns"], row, strict=True)) for row in index["rows"]]
+
+
+# ---- the family tree
+
+
+def test_the_tree_says_who_left_when_and_who_was_refused():
+    def instruction(id: int, text: str, parent=None, born=0) -> dict:
+        return {"id": id, "text": text, "parent": parent, "born": born}
+
+    a, b = instruction(0, "a"), instruction(1, "b", 0)
+    c, d = instruction(2, "c", 1, born=4), instruction(3, "d", 1, born=4)
+    events = [
+        {"t": 0, "event": "start", "P": [a, b]},
+        {"t": 2, "event": "prune", "P": [b]},
+        {"t": 4, "event": "evolve", "P": [c, d]},
+    ]
+    steps = [
+        {"t": 1, "w": {"0": 0.1, "1": 0.5}, "p": {"0": 0.2, "1": 0.8}, "n": {"1": 10}},
+        {"t": 2, "w": {"1": 0.6}, "p": {"1": 1.0}, "n": {"1": 10}},
+    ]
+    blocks = "".join(f"<ins_{k}> {text} </ins_{k}>\n" for k, text in enumerate("chdeg", 1))
+    call = {
+        "prompt": "<example>\nResponse: Question: q?\nx\nCorrect answer: g\n</example>",
+        "prompt_tokens": 7,
+        "reply": f"Because.\n{blocks}<ins_7> j </in",
+        "completion_tokens": 2,
+        "seconds": 0.5,
+    }
+    verified = []
+    for text, r in zip("cdeg", (0.5, 0.3, 0.3, 0.4), strict=True):
+        verified.append({"text": text, "r": r, "r_parent": 0.4})
+    place, refused = {"t": 4, "round": 1, "parent": 1}, [{"k": 2, "reason": "duplicate"}]
+    reflections = [
+        place | {"call": call},
+        place | {"accepted": [1, 3, 4, 5], "rejected": refused},
+        place | {"D_B": ["q"] * 20, "verified": verified},
+    ]
+    tree = collect_family(read.Run(Path(), {}, steps, events, reflections, {}))
+    by_id = {I["id"]: I for I in tree["instructions"]}
+    left = [(2, "pruned"), (4, "succeeded"), (None, ""), (None, "")]
+    assert [(I["left"], I["why"]) for I in by_id.values()] == left
+    assert [I["parents"] for I in by_id.values()] == [[], [0], [1], [1]]
+    assert by_id[1]["history"] == [[1, 0.5, 0.8, 10], [2, 0.6, 1.0, 10]]
+    assert by_id[0]["history"][0][3] == 0
+    assert (by_id[2]["r"], by_id[2]["questions"], by_id[3]["r"]) == (0.5, 20, 0.3)
+    whys = [("h", "duplicate"), ("e", "below its parent"), ("g", "no place was left")]
+    assert [(c["text"], c["why"]) for c in tree["refused"]] == whys
+    assert tree["candidates"] == {"4.1.1": "2", "4.1.2": "3", "4.1.3": "r1", "4.1.4": "r2"}
+    told = tree["calls"][by_id[2]["call"]]
+    assert told["analysis"] == "Because."
+    assert told["failures"] == [{"text": "Question: q?\nx", "gold": "g"}]
+
+
+# ---- trajectories
+
+
+def test_the_sample_takes_whole_groups_and_says_how_many_there_were():
+    run = read.read_run(RUN)
+    index, pages = sample.sample_trajectories(run, collect_family(run), 45)
+    rows = rows_of(index)
+    # 9 steps, one group of five each
+    assert len([row for row in rows if row["kind"] == "training"]) == 45
+    everything, _ = sample.sample_trajectories(run, collect_family(run), 10**6)
+    assert everything["all"] == len(everything["rows"]) == index["all"] > len(rows)
+    contents = list(pages.values())
+    for row in rows:
+        assert contents[row["page"]][row["place"]]["parts"][0][0] == "act"
+
+
+def test_rollouts_of_a_verification_are_played_under_a_parent_and_its_candidates():
+    run = read.read_run(RUN)
+    tree = collect_family(run)
+    rows = rows_of(sample.sample_trajectories(run, tree, 1)[0])
+    parents = {(row["t"], row["round"]): str(row["parent"]) for row in run.reflections}
+    wanted = []
+    for file in sorted((RUN / "trajectories").glob("verify-*")):
+        t, turn = map(int, file.name.removesuffix(".jsonl.gz").split("-")[1:])
+        for row in read_lines(file):
+            place = f"{t}.{turn}.{row['candidate']}"
+            wanted.append(tree["candidates"][place] if row["candidate"] else parents[t, turn])
+    assert [row["ins"] for row in rows if row["kind"] == "verification"] == wanted
+    assert len(set(wanted)) > 10 and any(name[0] == "r" for name in wanted)
+    assert {row["t"] for row in rows if row["kind"].startswith("trained policy")} == {9}
+
+
+def test_a_response_is_cut_where_the_policy_stops_and_a_tool_speaks():
+    parts = [
+        ["act", "<search> x </search>"],
+        ["obs", "<information>Doc</information>"],
+        ["act", "what"],
+        ["obs", "\n\nThat was neither\n\n"],
+        ["act", "<answer> x </answer>"],
+    ]
+    turns = [{"text": text} for kind, text in parts if kind == "act"]
+    response = "".join(text for _, text in parts)
+    assert sample.split_response({"response": response, "turns": turns}) == parts
+    elsewhere = {"response": "all of it", "turns": [{"text": "elsewhere"}]}
+    assert sample.split_response(elsewhere) == [["act", "all of it"]]
+
+
+def test_of_a_file_that_a_kill_has_cut_the_rows_before_are_shown(tmp_path):
+    file = RUN / "trajectories" / "step-000001.jsonl.gz"
+    (tmp_path / "cut.jsonl.gz").write_bytes(file.read_bytes()[:-200])
+    rows, whole = sample.read_rows(tmp_path / "cut.jsonl.gz"), read_lines(file)
+    assert rows == whole[: len(rows)] and len(rows) < len(whole)
+
+
+# ---- the first screen
+
+
+def test_the_cost_of_an_unfinished_run_is_that_of_the_finished_one():
+    run, rows = read.read_run(RUN), read_lines(RUN / "metrics.jsonl")
+    whole, calls = read.sum_costs(run), [row["call"] for row in run.reflections if "call" in row]
+    run.summary = {}
+    part = read.sum_costs(run)
+    names = ("optimizer_calls", "training_rollouts", "verification_rollouts", "prompt_tokens")
+    for name in names:
+        assert part[name] == whole[name] > 0, name
+    assert whole["completion_tokens"] == sum(call["completion_tokens"] for call in calls)
+    phases, evolve = whole["phases"], sum(row.get("time/evolve", 0) for row in rows)
+    assert whole["training_rollouts"] == sum(sum(row["n"].values()) for row in rows if row["t"])
+    assert sum(phases.values()) == pytest.approx(whole["seconds"]) and min(phases.values()) >= 0
+    # it is a part of time/evolve
+    assert phases["verify"] == sum(row.get("time/verify", 0) for row in rows) > 0
+    assert phases["verify"] + phases["evolve"] == pytest.approx(evolve)
+
+
+def test_where_a_step_s_time_went_by_hand():
+    steps = [
+        {"t": 0, "test/em": 0.0},
+        {"t": 1, "time/rollout": 6.0, "time/tools": 2.0, "time/update": 3.0, "time/reward": 1.0,
+         "time/sampled_per_s": 100.0, "time/trained_per_s": 1000.0, "time/mfu": 0.3},
+        {"t": 2, "time/rollout": 4.0, "time/tools": 0.0, "time/update": 3.0, "time/evolve": 3.0,
+         "time/verify": 2.5, "time/sampled_per_s": 200.0, "time/trained_per_s": 3000.0, "time/mfu": 0.5},
+    ]  # fmt: skip
+    assert read.count_seconds(steps) == {
+        "rollout": 8.0, "tools": 2.0, "reward": 1.0, "update": 6.0, "verify": 2.5, "evolve": 0.5, "evaluate": 0,
+    }  # fmt: skip
+    speeds = {"sampled_per_s": 150.0, "trained_per_s": 2000.0, "mfu": 0.4}
+    assert read.measure_speed(steps) == speeds
+    assert read.measure_speed([{"time/update": 1.0}]) == {}  # of demonstrations
+
+
+def test_the_winner_is_the_run_s_or_the_one_that_leads():
+    run = read.read_run(RUN)
+    tree = collect_family(run)
+    assert read.describe_winner(run, tree)["lineage"] == run.summary["generations"]
+    run.summary = {}
+    weights = run.steps[-1]["w"] = run.steps[-1]["w"] | {"0": 0.1}  # behind the two that it has
+    best = read.describe_winner(run, tree)
+    assert sorted(weights.values()) == [0.1, best["second"][0], best["w"]]
+    assert [weights[str(best["id"])], weights[best["second"][1]]] == [best["w"], best["second"][0]]
+
+
+def test_a_run_of_another_task_is_shown_by_its_own_metric(tmp_path):
+    path = game(tmp_path / "run")
+    summary = json.loads((path / "summary.json").read_text())
+    page, pages = html.describe_run(read.read_run(path), 10**6)
+    assert (page["metric"], page["metrics"], page["tools"]) == ("won", ["won", "fuel"], ["moves"])
+    assert page["learned"]["table"] == summary["held_out"]
+    series = page["curves"]["series"]
+    won = summary["held_out"]["trained policy, I_star"]["won"]
+    assert "em" not in series and series["test/won"][-1] == won
+    [shown, *_] = pages["test-trained_policy-I_star.jsonl.gz"]
+    assert shown["prediction"] is None and shown["metrics"]["fuel"] == 2.5
+    stored = []
+    for name in pages:
+        stored += read_lines(path / "trajectories" / name) if name != "calls" else []
+    entries = [(row["reward"], row["failed"]) for row in rows_of(page["index"])]
+    # a failure is what its row says
+    assert entries == [(row["reward"], row["failed"]) for row in stored]
+
+
+def test_a_run_that_has_only_begun_has_a_page(tmp_path):
+    for name in ("config.json", "metrics.jsonl"):
+        shutil.copy(RUN / name, tmp_path / name)
+    page, _ = html.describe_run(read.read_run(tmp_path), 100)
+    assert not page["finished"] and page["t"] == 9 and page["learned"]["rewards"]
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(Fault, match="metrics.jsonl is not in it"):
+        read.read_run(tmp_path)
+
+
+def test_runs_that_differ_by_their_seed_are_one_group():
+    def run(name, *steps, **config):
+        about = {"lr": 0.1, "mode": "inspo", "out": name} | config
+        return read.Run(Path(name), about, list(steps), [], [], {})
+
+    runs = [run("a", seed=0), run("b", seed=1), run("c", mode="static"), run("d", lr=0.2)]
+    groups = [(g["label"], g["runs"], g["unlike"]) for g in read.group_runs(runs)]
+    assert groups == [("a (2 seeds)", [0, 1], []), ("c", [2], ["mode"]), ("d", [3], ["lr"])]
+    odd = run("x", {"t": 1, "reward": 1.0, "w": {}}, {"t": 2, "kl": float("inf")})
+    series = {"reward": [1.0, None]}
+    assert read.collect_curves(odd) == {"t": [1, 2], "series": series}
+
+
+# ---- the HTML
+
+
+def test_text_of_a_model_cannot_leave_its_element_nor_a_password_reach_the_page(tmp_path):
+    evil = "</script><img src=x onerror=alert(1)><!--<script>{{data}}\u2028"
+    path = shutil.copytree(RUN, tmp_path / "run")
+    rows = read_lines(path / "population.jsonl")
+    for row in rows:
+        row["P"] = [I | {"text": evil} for I in row["P"]]
+    write(path, "population.jsonl", *rows)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"retriever": "https://ann:Geheim7@host:8000", "model": evil, evil: 1}
+    write(path, "config.json", config)
+    text = html.build_page([path])
+    [data] = [json.loads(body) for marks, body in scripts_of(text) if 'id="data"' in marks]
+    assert "<img" not in text and "<!--<" not in text and "{{data}}" in text
+    [run] = data["runs"]
+    assert run["tree"]["instructions"][0]["text"] == evil == run["config"]["model"]
+    assert run["config"]["retriever"] == "https://host:8000" and "Geheim7" not in text
+
+
+def test_only_the_page_s_own_script_may_run_and_nothing_is_fetched():
+    page = html.build_page([RUN])
+    data_only = ('type="application/json"', 'type="text/plain"')
+    [running] = [
+        body for marks, body in scripts_of(page) if not marks.strip().startswith(data_only)
+    ]
+    digest = base64.b64encode(hashlib.sha256(running.encode()).digest()).decode()
+    assert f"default-src 'none'; script-src 'sha256-{digest}';" in page
+    assert not any("src=" in marks for marks, _ in scripts_of(page))
+    assert "Leon Sorokin" in page  # the licence of the chart library
+
+
+def test_the_command_writes_where_it_is_told_or_says_why_not(tmp_path, capsys):
+    path = shutil.copytree(RUN, tmp_path / "run")
+    command.main([str(path)])
+    assert (path / "report.html").read_text().startswith("<!doctype html>")
+    assert "report.html" in capsys.readouterr().out
+    command.main([str(path), str(RUN), "--out", str(tmp_path / "two.html")])
+    assert (tmp_path / "two.html").read_text().count('"curves":') == 2
+    for argv, says in (
+        ([str(tmp_path)], "holds no run that has begun"),
+        ([str(RUN), "--out", "/nowhere/x.html"], "cannot write /nowhere/x.html"),
+    ):
+        with pytest.raises(SystemExit, match=says):
+            command.main(argv)
