@@ -319,7 +319,9 @@ def test_a_question_s_rollouts_go_round_the_prompts():
     for k in range(0, 24, 6):
         ids = [job.instruction_id for job in jobs[k : k + 6]]
         assert sorted(ids[:3]) == [0, 1, 2] and ids[:3] == ids[3:]
-    starts = {P.draw_jobs(np.random.default_rng(seed), D, 5)[0].instruction_id for seed in range(20)}
+    starts = {
+        P.draw_jobs(np.random.default_rng(seed), D, 5)[0].instruction_id for seed in range(20)
+    }
     assert starts == {0, 1, 2} and P.probabilities() == pytest.approx([1 / 3] * 3)
 
 
