@@ -28,12 +28,12 @@ from engines.torch_engine import TorchEngine
 from extras import cold_start, collect, supervised
 from extras.cold_start import config_of, encode_row, read_demonstrations
 from extras.supervised import hold_out, remember
-from journal.directory import RunDirectory
 from models.model import load_policy
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from rollout import rollout
+from run import Run
 from tasks import Job, Question
 from tasks.search_qa import SearchQA, load_questions
 from tasks.task import set_rewards
@@ -398,7 +398,7 @@ def test_with_fewer_than_ten_demonstrations_none_is_held_out_and_none_is_measure
     file.write_text("x")
     monkeypatch.setattr(supervised, "imitate", lambda taus, *others: learned.extend(taus))
     monkeypatch.setattr(supervised, "mean_logp", lambda *others: pytest.fail("nothing to measure"))
-    log = SimpleNamespace(run=RunDirectory(tmp_path), screen=SimpleNamespace(note=print))
+    log = SimpleNamespace(run=Run(tmp_path), screen=SimpleNamespace(note=print))
     supervised.learn(
         {1: demo}, config_of(["--demos", str(file)]), SearchQA(CFG), None, None, None, log
     )
@@ -408,7 +408,7 @@ def test_with_fewer_than_ten_demonstrations_none_is_held_out_and_none_is_measure
 
 
 def test_a_run_is_resumed_with_the_rows_that_it_began_with(tmp_path):
-    run, about = RunDirectory(tmp_path), {"file": "demos.jsonl", "digest": "a", "held_out": [3]}
+    run, about = Run(tmp_path), {"file": "demos.jsonl", "digest": "a", "held_out": [3]}
     for _ in range(2):
         remember(run, about)
     with pytest.raises(Fault, match="demos.jsonl has changed since this run began"):
@@ -431,7 +431,7 @@ def collected(*argv):
 
 def run_of(path, played):
     """Writes what a training run leaves of these rollouts, half of them in each of two steps."""
-    files, n = RunDirectory(path), len(played) // 2
+    files, n = Run(path), len(played) // 2
     (path / "trajectories").mkdir(parents=True)
     files.write("config.json", json.dumps(dataclasses.asdict(CFG)))
     texts = list(dict.fromkeys(job.instruction for job, _ in played))
@@ -473,7 +473,7 @@ def test_a_run_s_rollouts_become_demonstrations_if_their_reward_says_so(played, 
         in collected(run, "--out", tmp_path / "x.jsonl")[1]
     )
     for t, played_again in ((1, good[0][1].record() | {"instruction": 0}), (2, again)):
-        RunDirectory(run).write_trajectories(f"step-{t:06d}", [played_again])
+        Run(run).write_trajectories(f"step-{t:06d}", [played_again])
     collected(run, "--out", tmp_path / "later.jsonl")  # of a question's rollouts the latest counts
     [later] = read_jsonl(tmp_path / "later.jsonl")
     assert later["messages"][-1]["content"] == again["turns"][-1]["text"]
@@ -560,6 +560,10 @@ def test_a_step_whose_updates_were_all_skipped_has_no_log_prob(tmp_path):
         update=lambda t, taus: {"lr": 1e-4, "skipped_updates": 1}, seconds={"update": 0.5}
     )
     checkpoints, log = MagicMock(), MagicMock(held_out={"begun": {}})
-    checkpoints.restore.return_value = 1, 0
+    checkpoints.restore.return_value = 1
     supervised.imitate([object()], policy, MagicMock(cfg=cfg, log=log), checkpoints)
-    assert log.keep_step.call_args.args[2] == {"lr": 1e-4, "skipped_updates": 1, "time/update": 0.5}
+    assert log.add_update.call_args.args[0] == {
+        "lr": 1e-4,
+        "skipped_updates": 1,
+        "time/update": 0.5,
+    }
