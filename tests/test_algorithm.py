@@ -65,10 +65,17 @@ class TablePolicy:
 
     def play(self, job: Job) -> Trajectory:
         tau = Trajectory(
-            job.instruction, job.question, job.group, [], 0, response=f"said under {job.text}"
+            job.instruction_id,
+            job.question,
+            job.group,
+            [],
+            0,
+            response=f"said under {job.instruction}",
         )
         tau.prediction = (
-            job.question.golds[0] if int(job.question.id[1:]) < self.right[job.text] else "no idea"
+            job.question.golds[0]
+            if int(job.question.id[1:]) < self.right[job.instruction]
+            else "no idea"
         )
         return tau
 
@@ -454,7 +461,7 @@ def test_every_round_draws_one_of_the_parents_to_revise():
     )
     for k, parent in enumerate(("weak", "strong", "weak")):
         assert f"<ins_0>\n{parent}\n</ins_0>" in e.optimizer.prompts[k]
-        verified = {job.text for job in e.policy.rollouts[k][2]}
+        verified = {job.instruction for job in e.policy.rollouts[k][2]}
         assert verified == {parent, f"c{k}"}
     assert [I.parent for I in e.P.active[2:]] == [1, 0, 1]
     drawn = {int(rng_of(seed, T_NOW, "evolve 0").integers(2)) for seed in range(20)}
@@ -523,11 +530,11 @@ def test_parent_and_candidates_answer_the_same_questions_once_each_at_the_run_s_
     e = Evolved({"old": 0.5}, dict.fromkeys(["old", "a", "b"], 5), ["a", "b"], N_P=3)
     [(t, purpose, jobs, temperature)] = e.policy.rollouts
     assert (t, purpose, temperature) == (T_NOW, "verify 0", None)
-    asked = sorted((job.text, job.question.id) for job in jobs)
+    asked = sorted((job.instruction, job.question.id) for job in jobs)
     assert asked == sorted((text, v) for text in ("old", "a", "b") for v in VERIFIED)
     assert len({job.group for job in jobs}) == len(jobs)  # none of them is a repetition of another
     # candidates are in no P
-    assert {job.text: job.instruction for job in jobs} == {"old": 0, "a": None, "b": None}
+    assert {job.instruction: job.instruction_id for job in jobs} == {"old": 0, "a": None, "b": None}
 
 
 def test_the_questions_of_the_failures_shown_are_not_verified_on():
@@ -765,7 +772,10 @@ def test_every_question_is_played_G_times_under_one_instruction():
         drawn = before[0].sample(rng_of(5, t, "instructions"), 4)  # all weights stay 0
         for job in jobs:
             assert job.question == asked[job.group]
-            assert (job.instruction, job.text) == (drawn[job.group].id, drawn[job.group].text)
+            assert (job.instruction_id, job.instruction) == (
+                drawn[job.group].id,
+                drawn[job.group].text,
+            )
 
 
 def test_the_update_gets_the_reward_of_every_prediction():
@@ -889,7 +899,10 @@ def test_a_restored_run_continues_with_its_own_population_and_buffer():
         and not optimizer.prompts
         and not log.of("start")
     )
-    assert len(log.B.items) == 8 and {job.text for job in policy.rollouts[0][2]} <= {"a", "b"}
+    assert len(log.B.items) == 8 and {job.instruction for job in policy.rollouts[0][2]} <= {
+        "a",
+        "b",
+    }
     _, _, log, _ = run({"a": 0}, restored=restored("a"), at=3, T=4)
     assert steps_of(log, "add_rollouts") == [3, 4]
 

@@ -133,11 +133,11 @@ class Policy:
         taus = []
         for k, job in enumerate(jobs):
             bits = hashlib.sha256(
-                f"{self.weight} {t} {purpose} {k} {job.text} {job.question.id}".encode()
+                f"{self.weight} {t} {purpose} {k} {job.instruction} {job.question.id}".encode()
             ).digest()
             answer = job.question.data if bits[0] < 100 else "nothing"
             tau = Trajectory(
-                job.instruction, job.question, job.group, [1, 2], 1, [0, 1], [0.0, -1.0]
+                job.instruction_id, job.question, job.group, [1, 2], 1, [0, 1], [0.0, -1.0]
             )
             tau.turns, tau.stop, tau.response, tau.prediction = (
                 [Turn(answer)],

@@ -74,7 +74,7 @@ def played(task, world):
 
 def row(job, tau, task):
     """Returns what collect.py writes, as it is read again."""
-    return json.loads(json.dumps(collect.row_of(task, job.text, job.question, tau.record())))
+    return json.loads(json.dumps(collect.row_of(task, job.instruction, job.question, tau.record())))
 
 
 def same(tau, demo, tokenizer, end=True):
@@ -311,7 +311,7 @@ def demos(played, task, tmp_path_factory):
     kept = [
         row(j, tau, task)
         for j, tau in played
-        if j.text == GOOD and tau.stop == "answer" and not tau.invalid
+        if j.instruction == GOOD and tau.stop == "answer" and not tau.invalid
     ]
     file.write_text("".join(json.dumps(x) + "\n" for x in kept).replace(GOOD, task.instruction))
     return file
@@ -434,14 +434,14 @@ def run_of(path, played):
     files, n = Run(path), len(played) // 2
     (path / "trajectories").mkdir(parents=True)
     files.write("config.json", json.dumps(dataclasses.asdict(CFG)))
-    texts = list(dict.fromkeys(job.text for job, _ in played))
+    texts = list(dict.fromkeys(job.instruction for job, _ in played))
     files.append(
         "population",
         {"t": 0, "event": "start", "P": [{"id": k, "text": x} for k, x in enumerate(texts)]},
     )
     for t in (1, 2):
         rows = [
-            tau.record() | {"instruction": texts.index(job.text)}
+            tau.record() | {"instruction": texts.index(job.instruction)}
             for job, tau in played[(t - 1) * n :][:n]
         ]
         files.write_trajectories(f"step-{t:06d}", rows)
@@ -451,7 +451,7 @@ def run_of(path, played):
 def test_a_run_s_rollouts_become_demonstrations_if_their_reward_says_so(played, task, tmp_path):
     out, run = tmp_path / "demos.jsonl", run_of(tmp_path / "run", played)
     good = [(j, tau) for j, tau in whole(played) if tau.reward == 1]
-    wanted = {(j.text, j.question.id): row(j, tau, task) for j, tau in good}
+    wanted = {(j.instruction, j.question.id): row(j, tau, task) for j, tau in good}
     for new in (len(wanted), 0):  # again: nothing is new
         said, line = collected(run, "--out", out)
         rows = read_jsonl(out)

@@ -55,8 +55,8 @@ class FlakyPolicy(WatchedPolicy):
 
     def play(self, job):
         tau = super().play(job)
-        if int(job.question.id[1:]) >= self.right[job.text]:
-            key = job.text, job.question.id
+        if int(job.question.id[1:]) >= self.right[job.instruction]:
+            key = job.instruction, job.question.id
             self.asked[key] = self.asked.get(key, 0) + 1
             tau.prediction = job.question.golds[0] if self.asked[key] % 2 else "no idea"
         return tau
@@ -156,16 +156,16 @@ def test_the_newest_and_some_of_the_latest_play_the_same_problems():
     P, D, seen = programs(9), list(questions("q", 6).values()), Counter()
     for seed in range(60):
         jobs = P.draw_jobs(np.random.default_rng(seed), D, 2)
-        ids = [job.instruction for job in jobs[:6:2]]
+        ids = [job.instruction_id for job in jobs[:6:2]]
         assert ids[0] == 8 and len(set(ids)) == 3 and set(ids[1:]) <= {4, 5, 6, 7}
         expected = [(D[k // 3], j, k) for k, j in enumerate(ids * 2) for _ in range(2)]
-        assert [(job.question, job.instruction, job.group) for job in jobs] == expected
+        assert [(job.question, job.instruction_id, job.group) for job in jobs] == expected
         seen.update(ids)
     assert set(seen) == {4, 5, 6, 7, 8} and min(seen.values()) > 15
     assert P.probabilities().tolist() == pytest.approx([0] * 4 + [1 / 6] * 4 + [1 / 3])
     for n, ids, p in ((1, [0] * 6, [1]), (2, [1, 0] * 3, [0.5, 0.5])):
         assert [
-            job.instruction for job in programs(n).draw_jobs(np.random.default_rng(0), D, 1)
+            job.instruction_id for job in programs(n).draw_jobs(np.random.default_rng(0), D, 1)
         ] == ids
         assert programs(n).probabilities().tolist() == p
 
@@ -184,7 +184,7 @@ def test_espl_mutates_after_every_step_but_the_last_and_ends_with_the_newest():
     # of the batch's best
     assert [(I.parent, I.born) for I in log.P.family] == [(None, 0), (0, 1), (1, 2), (1, 3)]
     for t, (at, purpose, jobs, _) in enumerate(made.rollouts, 1):
-        ids = {job.instruction for job in jobs}
+        ids = {job.instruction_id for job in jobs}
         assert (
             (at, purpose, len(jobs)) == (t, "rollout", 12)
             and t - 1 in ids
@@ -295,9 +295,11 @@ def test_a_question_s_rollouts_go_round_the_prompts():
         (q, k) for k, q in enumerate(D) for _ in range(6)
     ]
     for k in range(0, 24, 6):
-        ids = [job.instruction for job in jobs[k : k + 6]]
+        ids = [job.instruction_id for job in jobs[k : k + 6]]
         assert sorted(ids[:3]) == [0, 1, 2] and ids[:3] == ids[3:]
-    starts = {P.draw_jobs(np.random.default_rng(seed), D, 5)[0].instruction for seed in range(20)}
+    starts = {
+        P.draw_jobs(np.random.default_rng(seed), D, 5)[0].instruction_id for seed in range(20)
+    }
     assert starts == {0, 1, 2} and P.probabilities() == pytest.approx([1 / 3] * 3)
 
 
@@ -305,7 +307,7 @@ def test_fst_evolves_every_K_e_steps():
     good, bad = names(2)
     _, policy, log, _ = run("fst", {good: 6, bad: 0}, [good], [bad], policy=WatchedPolicy, T=5)
     assert [row["t"] for row in log.rows("evolve")] == [2, 4] and log.P.active[-1].text == good
-    assert {job.text for job in policy.rollouts[-1][2]} == {I.text for I in log.P.active}
+    assert {job.instruction for job in policy.rollouts[-1][2]} == {I.text for I in log.P.active}
 
 
 def test_a_revision_passes_if_it_is_strictly_better_on_what_was_shown_and_joins_if_it_wins():
@@ -332,8 +334,8 @@ class SetPolicy(WatchedPolicy):
     """Under a prompt it answers the questions of a set."""
 
     def play(self, job):
-        tau = super().play(Job(job.instruction, FIRST, job.question, job.group))
-        if job.text != FIRST and job.question.id in self.right[job.text]:
+        tau = super().play(Job(job.instruction_id, FIRST, job.question, job.group))
+        if job.instruction != FIRST and job.question.id in self.right[job.instruction]:
             tau.prediction = job.question.golds[0]
         return tau
 
