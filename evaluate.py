@@ -2,10 +2,10 @@
 
     python evaluate.py runs/NAME                                       # a run under its best instruction, I_star
     python evaluate.py Qwen/Qwen2.5-3B --data nq hotpotqa --retriever http://127.0.0.1:8000
-    python evaluate.py http://127.0.0.1:8001/v1 --data my.jsonl --corpus passages.jsonl
+    python evaluate.py world --data my.jsonl --corpus passages.jsonl
 
 WHAT is a run, a checkpoint that export.py wrote, a Hugging Face directory or id, a preset, or the
-URL of an OpenAI-compatible chat endpoint (OPENAI_API_KEY). Greedy unless --temperature says
+URL of a server whose engine --engine names (docs/gpus.md). Greedy unless --temperature says
 otherwise. --out, a new folder, gets summary.json, with 95 % intervals over questions, and
 results.jsonl, one line per question. Benchmarks come from the Hugging Face hub, once.
 """
@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +42,7 @@ from tasks.search_qa import SearchQA, holds_gold
 from tasks.task import (
     choose_instruction,
     compute_metrics,
+    import_named,
     load_task,
     read_instruction,
     rng_of,
@@ -242,10 +242,13 @@ def open_engine(weights: str, cfg: Config, ends: tuple[str, ...]) -> tuple[Any, 
     """Loads a model into the engine that training would choose; returns both, with its
     tokenizer."""
     if "://" in weights:
-        from engines.chat_engine import ChatEngine, Words
-
-        key, words = os.environ.get("OPENAI_API_KEY", "").strip(), Words()
-        return ChatEngine(weights, "", words, ends, api_key=key), words
+        if ":" not in cfg.engine:
+            raise Fault(
+                f"{without_secrets(weights)}: name its engine, --engine module:Class (docs/gpus.md)"
+            )
+        kind = import_named(f"--engine {cfg.engine}", cfg.engine, "class")
+        engine = kind(dataclasses.replace(cfg, model=weights), None, ends)
+        return engine, engine.tokenizer
     # here: torch takes seconds to import
     import torch
 

@@ -1,5 +1,6 @@
 """The trajectories of a step, or of a mini-batch, as the columns of which variants.py is made."""
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
@@ -68,10 +69,9 @@ class Batch:
     def share_correct(self) -> Array:
         """The share of correct trajectories in each one's group, of the whole step: a mini-batch
         may cut a group."""
-        right = dict[int, list[bool]]()
-        for tau in self.step:
-            right.setdefault(tau.group, []).append(not tau.failed)
-        return np.array([np.mean(right[tau.group]) for tau in self.taus], float)
+        size = Counter(tau.group for tau in self.step)
+        right = Counter(tau.group for tau in self.step if not tau.failed)
+        return np.array([right[tau.group] / size[tau.group] for tau in self.taus])
 
     # ---- turns (n, K)
 

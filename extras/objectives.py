@@ -148,19 +148,14 @@ class ObjectiveLearner(Learner):
         return super().update(t, minibatches)
 
     def terms(self, minibatch: list[Trajectory], old: Array | None) -> Terms:
-        o, score = OBJECTIVES[self.cfg.objective], partial(self.score, minibatch)
+        o, score = OBJECTIVES[self.cfg.objective], partial(self.logprobs, minibatch)
         b = Batch(minibatch, self.limit, old=old, score=score, step=self.whole_step)
         w = o.weight(b, o.select(b))
+        terms = super().terms(minibatch, old) | {"adv": b.A, "token_weight": w} | o.columns(b, w)
         bounds = o.clip(b) if callable(o.clip) else o.clip
-        low, high = bounds or (self.cfg.eps, self.cfg.eps)
-        old_logp = None if old is None else old[0]
-        return {
-            "adv": b.A,
-            "token_weight": w,
-            "old_logp": old_logp,
-            "eps_low": low,
-            "eps_high": high,
-        } | o.columns(b, w)
+        if bounds:
+            terms["eps_low"], terms["eps_high"] = bounds
+        return terms
 
 
 def main(argv: list[str] | None = None) -> None:

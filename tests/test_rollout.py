@@ -49,7 +49,7 @@ class Script:
         self.tokenizer, self.texts = tokenizer, texts
         self.contexts, self.seeds = [], []  # of each call, of each batch
 
-    def begin(self, seed):
+    def reset(self, seed):
         self.seeds.append(seed)
         self.turn = 0
 
@@ -219,10 +219,10 @@ def test_rows_end_at_different_times_and_each_has_its_own_instruction_and_questi
     assert [[turn.text for turn in tau.turns] for tau in taus] == script
     for job, tau in zip(different, taus, strict=True):
         assert tau.ids[: tau.prompt_tokens] == Plain(Found()).make_format(tokenizer).encode_prompt(
-            job.text, job.question
+            job.instruction, job.question
         )
         assert (tau.instruction, tau.question, tau.group) == (
-            job.instruction,
+            job.instruction_id,
             job.question,
             job.group,
         )
@@ -440,7 +440,7 @@ class Free(Script):
 
     max_rows, lockstep = 10**9, False
 
-    def begin(self, seed):
+    def reset(self, seed):
         self.under_way, self.turns, self.calls = {}, {}, 0
 
     def generate(self, contexts, max_new, temperature):

@@ -653,8 +653,9 @@ def test_impossible_flags_are_one_line(capsys):
 
 
 def test_a_chat_endpoint_is_not_asked_in_a_template_of_its_own():
+    chat = "extras.engines.chat:ChatEngine"
     with pytest.raises(Fault, match="--format hermes: a chat endpoint renders its own template"):
-        with load_agent("http://127.0.0.1:9/v1", format="hermes", tools="none"):
+        with load_agent("http://127.0.0.1:9/v1", format="hermes", tools="none", engine=chat):
             pass
 
 

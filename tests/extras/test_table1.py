@@ -15,8 +15,8 @@ from test_inspo import ENV, finish, metrics, popen, wait_for_step
 
 from config import PRESETS, WORLD, Config, parse_flags
 from engines import FinishedTurn
-from engines.chat_engine import Words
 from extras import table1
+from extras.engines.chat import Words
 from extras.prompts import IN_WORLD
 from extras.supervised import Demonstrated, gold_answers
 from extras.table1 import METHODS, answer_of, config_of, infer_method
@@ -46,7 +46,7 @@ class Script:
     def __init__(self, *tables):
         self.words, self.tables, self.shown = Tokenizer(), list(tables), []
 
-    def begin(self, seed):
+    def reset(self, seed):
         pass
 
     def generate(self, contexts, max_new, temperature):
