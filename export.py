@@ -13,12 +13,12 @@ For a run with --lora_rank the weights are those that the policy computed with, 
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from config import Config, read_config
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.files import new_directory, write_file
-from run import Run, read_state, step_of
 
 
 def export_checkpoint(
@@ -48,6 +48,7 @@ def export_checkpoint(
         named_weights,
     )
     from population import Population
+    from run import Run, read_state, step_of
     from training.policy import load_tensors
 
     # which checkpoint, and where to
@@ -87,8 +88,10 @@ def export_checkpoint(
     return out, step_of(chosen), I.id
 
 
-def choose_checkpoint(run: Run, step: int | None, best: bool) -> Path:
+def choose_checkpoint(run: Any, step: int | None, best: bool) -> Path:
     """Returns the checkpoint that was asked for; a Fault lists those that there are."""
+    from run import step_of
+
     steps = {step_of(path): path for path in run.checkpoints()}
     if best:
         chosen, such = (
