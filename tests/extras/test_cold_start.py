@@ -398,7 +398,7 @@ def test_with_fewer_than_ten_demonstrations_none_is_held_out_and_none_is_measure
     file.write_text("x")
     monkeypatch.setattr(supervised, "imitate", lambda taus, *others: learned.extend(taus))
     monkeypatch.setattr(supervised, "mean_logp", lambda *others: pytest.fail("nothing to measure"))
-    log = SimpleNamespace(run=RunDirectory(tmp_path), screen=SimpleNamespace(note=print))
+    log = SimpleNamespace(run=RunDirectory(tmp_path), print=print)
     supervised.learn(
         {1: demo}, config_of(["--demos", str(file)]), SearchQA(CFG), None, None, None, log
     )
@@ -562,4 +562,8 @@ def test_a_step_whose_updates_were_all_skipped_has_no_log_prob(tmp_path):
     checkpoints, log = MagicMock(), MagicMock(held_out={"begun": {}})
     checkpoints.restore.return_value = 1, 0
     supervised.imitate([object()], policy, MagicMock(cfg=cfg, log=log), checkpoints)
-    assert log.keep_step.call_args.args[2] == {"lr": 1e-4, "skipped_updates": 1, "time/update": 0.5}
+    assert log.add_update.call_args.args[0] == {
+        "lr": 1e-4,
+        "skipped_updates": 1,
+        "time/update": 0.5,
+    }

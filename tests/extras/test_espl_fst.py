@@ -233,7 +233,7 @@ def test_an_optimizer_that_is_down_or_writes_nonsense_costs_a_child():
     assert (
         "the optimizer gave no reply (503)" in texts[0] and "no well-formed candidate" in texts[1]
     )
-    assert len(log.P) == 1 and len(log.of("keep_step")) == 4
+    assert len(log.P) == 1 and len(log.of("add_rollouts")) == 4
 
 
 def test_a_crossover_has_the_program_that_alone_won_most():
@@ -285,11 +285,11 @@ def test_a_run_that_was_stopped_inside_a_step_continues_there(name):
         name, {child: 6}, [child], restored=(P, B), at=(2, 2), T=3, eval_every=2, save_every=5
     )
     before = [event for event, *_ in log.events]
-    before = before[: before.index("keep_step")]
+    before = before[: before.index("add_rollouts")]
     assert "evolve" in before and "start" not in before
     evaluated = ["add_evaluation"] * 2
     assert before[before.index("evolve") + 1 :] == [*evaluated, "end_step", "mark", "save"]
-    assert [args[0] for args in log.of("keep_step")] == [3] and [
+    assert [args[0] for args in log.of("add_rollouts")] == [3] and [
         args[0] for args in log.of("save")
     ] == [2, 3]
     assert all(when.startswith("t2 r") for when in optimizer.whens)
