@@ -101,9 +101,6 @@ lint: setup        ## style and types: ruff, mypy
 mutants: setup     ## do the tests notice small faults? (ARGS="rollout tools": two rooms only)
 	OMP_NUM_THREADS=1 $(PY) -m extras.bench.mutants $(ARGS)
 
-chaos: setup       ## runs of the world, killed, stopped or starved, and resumed (25 minutes; ARGS="--runs 5" is fewer)
-	OMP_NUM_THREADS=1 $(PY) -m extras.bench.chaos $(ARGS)
-
 chromium:          ## a Chromium for the tests of the page, which are skipped without it (Debian, Ubuntu; root)
 	command -v chromedriver || (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver)
 

@@ -12,13 +12,12 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from config import GRPOKnobs
 from kernels import clipped_surrogate, eq2
 from models import lora
-from models.model import hold, reshard
+from models.model import hold, named_weights, reshard
 from models.packing import micro_batches, pack, send
 from plumbing.faults import EngineFault
 from plumbing.files import Row
@@ -357,28 +356,25 @@ class Learner:
             old = terms["old_logp"].to(old.dtype)
         return loss, extras | {"old_logp": old, "gap": (old - engine).abs(), "depth": depth}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns trained weights and optimizer by the parameters' names, for
-        torch.distributed.checkpoint."""
-        # AdamW has no state for a parameter that never had a gradient, such as an expert that no
-        # token was sent to. A new process cannot know which these were: it wants a state of all.
-        for p in self.optimizer.param_groups[0]["params"]:
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns trained weights and AdamW's moments by name; what is written into these tensors
+        is restored."""
+        reshard(self.model)
+        state = {}
+        for name, p in named_weights(self.model):
+            if self.cfg.lora_rank and not lora.is_adapter(name):
+                continue
+            state[f"model.{name}"] = p.detach()
+            if not p.requires_grad:
+                continue
+            # AdamW has no state for a parameter that never had a gradient, such as an expert that
+            # no token was sent to. A new process cannot know which these were: all get one.
             if p not in self.optimizer.state:
                 self.optimizer.state[p] = {
                     "step": torch.zeros((), dtype=torch.float32, device=p.device),
                     "exp_avg": torch.zeros_like(p),
                     "exp_avg_sq": torch.zeros_like(p),
                 }
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        if self.cfg.lora_rank:
-            model = {name: p for name, p in model.items() if lora.is_adapter(name)}
-        return {"model": model, "optimizer": optimizer}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=StateDictOptions(strict=not self.cfg.lora_rank),  # frozen weights are not in it
-        )
+            for moment, x in self.optimizer.state[p].items():
+                state[f"optimizer.{name}.{moment}"] = x
+        return state

@@ -43,8 +43,8 @@ Trial = tuple[int | None, str]  # an instruction's id (None: it is not in P) and
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from grpo import Learner
-    from journal.checkpoints import Checkpoints
     from log import Log
+    from run import Checkpoints
     from training.policy import Policy
 
 
@@ -59,34 +59,31 @@ def inspo(
     """Trains `policy` on a task while its instructions, P, evolve; returns it with the best
     instruction."""
     D, P, B = evolution.D, evolution.P, evolution.B
-    # the step to begin with, and the last one that has been trained: (1, 0) of a new run
-    start, trained = checkpoints.restore()
+    start = checkpoints.restore()
     if not P.family:
         evolution.fill_population()  # Alg.1 L2
         log.write_start(policy.evaluate(0, P.family[0], "test"))
         checkpoints.end_step(0)
     for t in range(start, cfg.T + 1):  # Alg.1 L3
-        if t > trained:  # else the checkpoint was taken after this step's update
-            # Policy optimization with dynamic instructions                                      # Alg.1 L4
-            questions = draw_questions(D, cfg.batch, cfg.seed, t)
-            jobs = P.draw_jobs(rng_of(cfg.seed, t, "instructions"), questions, cfg.G)  # Alg.1 L5
-            taus = policy.rollout(t, "rollout", jobs)  # Alg.1 L6
-            with log.timing("reward"):
-                set_rewards(task, taus)  # Alg.1 L7
-            policy.learner.set_advantages(taus)  # Eq.3
-            # the task's own code runs before the update, where a fault of it costs nothing
-            log.add_rollouts(t, taus)
-            texts = [task.show(tau) for tau in taus]
-            metrics = policy.update(t, taus)  # Alg.1 L8 Eq.5
-            P.update_weights(taus)  # Alg.1 L9
-            log.add_update(metrics | policy.measure_speed(taus), P)
-            if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
-                ranked = P.ranked()  # Alg.1 L11 CHOICE-16
-                P.prune(ranked, cfg.N_parent, t)  # Alg.1 L12
-                log.add_event(t, "prune", P)
-            # Experience-driven instruction generation                                           # Alg.1 L14
-            B.add(t, taus, texts)  # Alg.1 L15
-            checkpoints.mark(t)
+        # Policy optimization with dynamic instructions                                      # Alg.1 L4
+        questions = draw_questions(D, cfg.batch, cfg.seed, t)
+        jobs = P.draw_jobs(rng_of(cfg.seed, t, "instructions"), questions, cfg.G)  # Alg.1 L5
+        taus = policy.rollout(t, "rollout", jobs)  # Alg.1 L6
+        with log.timing("reward"):
+            set_rewards(task, taus)  # Alg.1 L7
+        policy.learner.set_advantages(taus)  # Eq.3
+        # the task's own code runs before the update, where a fault of it costs nothing
+        log.add_rollouts(t, taus)
+        texts = [task.show(tau) for tau in taus]
+        metrics = policy.update(t, taus)  # Alg.1 L8 Eq.5
+        P.update_weights(taus)  # Alg.1 L9
+        log.add_update(metrics | policy.measure_speed(taus), P)
+        if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
+            ranked = P.ranked()  # Alg.1 L11 CHOICE-16
+            P.prune(ranked, cfg.N_parent, t)  # Alg.1 L12
+            log.add_event(t, "prune", P)
+        # Experience-driven instruction generation                                           # Alg.1 L14
+        B.add(t, taus, texts)  # Alg.1 L15
         if t % cfg.K_e == 0 and t < cfg.T_e and evolution.optimizer:  # Alg.1 L16 CHOICE-2
             with log.timing("evolve"):
                 evolution.evolve(t, policy)
@@ -204,10 +201,8 @@ class Evolution:
     def ask(self, I_parent: Instruction, prompt: str, golds: list[str], n: int) -> list[str]:
         """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that
         shows these golds."""
-        call = self.optimizer.ask(prompt, f"t{self.t} r{self.round}")
-        # noted before it is read, since it was billed; a call of an earlier process is there already
-        if not call.paid_before:
-            self.note(I_parent, call=vars(call))
+        call = self.optimizer.ask(prompt)
+        self.note(I_parent, call=vars(call))  # before it is read, since it was billed
         accepted, rejected = read_candidates(
             call.reply,
             I_parent.text,
@@ -341,9 +336,8 @@ def train(
     started = prepare(cfg, settings)
     if not started:
         return None
-    from journal.checkpoints import Checkpoints
-    from journal.directory import RunDirectory
     from log import Log
+    from run import Checkpoints, open_run
     from training.policy import Policy, follow
 
     # `fitted`: cfg with what this machine decides, such as the engine
@@ -354,7 +348,7 @@ def train(
             return None
         with stop.may_stop():
             told = describe_custom_parts(learner, population, evolution, algorithm)
-            run = stack.enter_context(RunDirectory.opened(cfg))
+            run = stack.enter_context(open_run(cfg))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
             optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))
@@ -364,7 +358,7 @@ def train(
         policy.progress = log.show_progress
         log.introduce(policy.describe(), tools, f"optimizer: {describe_optimizer(optimizer)}", told)
         evolving = evolution(cfg, task, optimizer, population(cfg), log)
-        checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
+        checkpoints = Checkpoints(cfg, run, policy, evolving.P, evolving.B)
         with checkpoints.save_on_failure():
             policy, I_star = algorithm(cfg, task, policy, evolving, checkpoints, log)
             checkpoints.export(I_star)

@@ -18,17 +18,16 @@ from typing import Any
 from tqdm import tqdm
 
 from config import Config, preset_of
-from journal.directory import RunDirectory
 from plumbing.faults import Fault, first_line
 from plumbing.files import Row
 from plumbing.outside import printable
 from plumbing.versions import commit
 from population import Candidate, Instruction, Population
+from run import LOGS, Run
 from tasks import Question, Task, Trajectory
 from tasks.task import STORED, average_by_source, compute_metrics, count_useless, space_evenly
 
 Batch = Sequence[Trajectory]
-LOGS = ("metrics", "population", "reflections")
 # What the last line of a run shows. Places of P that stayed empty, of all evolutions; steps in which
 # P was one instruction, until the last evolution.
 COSTS = (
@@ -47,7 +46,7 @@ TABLE = (
 class Log:
     """The rows and lines of a run. `began`: when it did, by `perf_counter`."""
 
-    def __init__(self, cfg: Config, run: RunDirectory, task: Task, began: float):
+    def __init__(self, cfg: Config, run: Run, task: Task, began: float):
         self.cfg, self.run, self.task, self.began = cfg, run, task, began
         self.tools = [tool.plural for tool in task.tools]
         self.tell_tracker = open_tracker(cfg, run)
@@ -259,7 +258,7 @@ class Log:
             self.tell_tracker = None
 
 
-def open_tracker(cfg: Config, run: RunDirectory) -> Any:
+def open_tracker(cfg: Config, run: Run) -> Any:
     """Returns what tells --tracker a step's numbers and texts. A resumed run goes on in the
     tracker's run that has its id. Raises Fault."""
     name = cfg.tracker
@@ -272,8 +271,8 @@ def open_tracker(cfg: Config, run: RunDirectory) -> Any:
             return partial(write_summary, SummaryWriter(run.path / name))
         # trackio has wandb's interface, but knows a run by its name
         api = importlib.import_module(name)
-        which = {"id": run.id, "dir": run.path} if name == "wandb" else {}
-        title = f"{run.path.name}-{run.id}"
+        which = {"id": run.config["id"], "dir": run.path} if name == "wandb" else {}
+        title = f"{run.path.name}-{run.config['id']}"
         api.init(project="inspo", name=title, config=asdict(cfg), resume="allow", **which)
         return api.log
     except Exception as e:  # no key, no network, no room

@@ -5,13 +5,11 @@ Works with any OpenAI-compatible chat endpoint. A reply is never adopted whole: 
 candidate.
 """
 
-import contextlib
 import functools
-import hashlib
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from config import Config, evolves, find_endpoint, scripted
@@ -294,13 +292,11 @@ def fold_words(text: str) -> str:
 class Call:
     """One call to the optimizer and its reply, as logged in reflections.jsonl."""
 
-    key: str  # a resumed run looks the call up by this
     prompt: str
     reply: str
     prompt_tokens: int  # as the endpoint counts them; estimated where it does not
     completion_tokens: int
     seconds: float  # retries included
-    paid_before: bool  # the reply comes from an earlier process of this run
     cut: bool = False  # it ended at a limit: the endpoint's, or MAX_REPLY
     refused: bool = False  # by the model, or by a filter
 
@@ -308,9 +304,8 @@ class Call:
 class Optimizer:
     """Client of an OpenAI-compatible chat endpoint; plumbing/client.py says what it retries.
 
-    `url` is the base, as in OPENAI_BASE_URL. `paid` maps keys to the calls that an earlier process
-    of this run has logged (`read_paid_calls`): they are not paid for again. After `max_tokens`,
-    including theirs, no more are made; 0: no limit.
+    `url` is the base, as in OPENAI_BASE_URL. After `max_tokens`, of which earlier processes of the
+    run have spent `tokens`, no more calls are made; 0: no limit.
     """
 
     def __init__(
@@ -320,14 +315,11 @@ class Optimizer:
         api_key: str = "",
         timeout: float = 300,
         retries: int = 4,
-        paid: dict[str, Call] | None = None,
         restart: Callable[[], object] = lambda: None,
         max_tokens: int = 0,
+        tokens: int = 0,
     ):
-        self.url, self.model, self.paid, self.max_tokens = url, model, paid or {}, max_tokens
-        self.tokens = sum(
-            call.prompt_tokens + call.completion_tokens for call in self.paid.values()
-        )
+        self.url, self.model, self.max_tokens, self.tokens = url, model, max_tokens, tokens
         self.restart = restart  # starts this run's own server again if it has died
         self._client = Client(url, timeout, retries, api_key)
 
@@ -338,14 +330,8 @@ class Optimizer:
                 f"--max_optimizer_tokens {self.max_tokens} is used up: {self.tokens} tokens"
             )
 
-    def ask(self, prompt: str, when: str) -> Call:
-        """Returns the call with its reply. `when` tells calls with the same prompt apart.
-
-        Raises OptimizerDown.
-        """
-        key = f"{when} " + hashlib.sha256(f"{self.model}\n{prompt}".encode()).hexdigest()[:16]
-        if key in self.paid:
-            return replace(self.paid[key], paid_before=True)
+    def ask(self, prompt: str) -> Call:
+        """Returns the call with its reply; raises OptimizerDown."""
         self.check_budget()
         began = time.perf_counter()
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
@@ -360,13 +346,11 @@ class Optimizer:
         except Outage as e:
             raise OptimizerDown(str(e)) from None
         call = Call(
-            key=key,
             prompt=prompt,
             reply=reply.text[:MAX_REPLY],
             prompt_tokens=billed[0] or len(prompt) // 4,
             completion_tokens=billed[1] or len(reply.text) // 4,
             seconds=round(time.perf_counter() - began, 3),
-            paid_before=False,
             cut=reply.cut or len(reply.text) > MAX_REPLY,
             refused=reply.refused,
         )
@@ -374,27 +358,14 @@ class Optimizer:
         return call
 
 
-def read_paid_calls(rows: Iterable[Any]) -> dict[str, Call]:
-    """Returns the calls that an earlier process of this run has paid for, by key, from rows of
-    reflections.jsonl."""
-    from pydantic import TypeAdapter  # here: few runs are resumed
-
-    adapter, paid = TypeAdapter(Call), {}
-    for row in rows:
-        with contextlib.suppress(LookupError, TypeError, ValueError):  # no call, or damaged
-            call = adapter.validate_python(row["call"])
-            paid[call.key] = call
-    return paid
-
-
 def connect_optimizer(
-    cfg: Config, serve: Callable[..., str], rows: Iterable[Any]
+    cfg: Config, serve: Callable[..., str], rows: Iterable[Row] = ()
 ) -> Optimizer | None:
     """Returns the client of `find_endpoint`, or of the world's scripted optimizer; None in mode
     static.
 
-    `serve` runs a program as a server; `rows`: of reflections.jsonl, whose calls have been paid
-    for.
+    `serve` runs a program as a server; `rows`: of reflections.jsonl, whose calls count for
+    --max_optimizer_tokens.
     """
     if not evolves(cfg):
         return None
@@ -406,14 +377,15 @@ def connect_optimizer(
         control = ["--guess"] if cfg.optimizer_model == "guessing" else []
         return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *control) + "/v1"
 
+    calls = [row["call"] for row in rows if "call" in row]
     url, key = find_endpoint(cfg)  # "" of the scripted one
     return Optimizer(
         url or start(),
         cfg.optimizer_model,
         key,
-        paid=read_paid_calls(rows),
         restart=start,
         max_tokens=cfg.max_optimizer_tokens,
+        tokens=sum(call["prompt_tokens"] + call["completion_tokens"] for call in calls),
     )
 
 

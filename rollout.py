@@ -39,7 +39,7 @@ class Episode:
         self.form, self.cfg = form, cfg
         self.calling_turns = cfg.max_turns if task.tools else 0  # one more, to answer, follows them
         self.tau = Trajectory(
-            job.instruction,
+            job.instruction_id,
             job.question,
             job.group,
             [],
@@ -124,7 +124,7 @@ def rollout(
         # as many episodes as fit, played together
         episodes = []
         for job in jobs[first : first + at_once]:
-            prompt = encode_prompt(job.text, job.question)
+            prompt = encode_prompt(job.instruction, job.question)
             episodes.append(Episode(task, form, job, prompt, cfg))
         engine.begin(seed + first)
         for _ in play(engine, task, episodes, cfg.max_response, temperature):

@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 
 from config import Config, read_config
-from journal.directory import RunDirectory, step_of
 from models import lora
-from models.model import empty, export, fill, load_config, load_model, load_tokenizer
-from plumbing import checkpoint
-from plumbing.faults import CheckpointFault, Fault
+from models.model import empty, export, fill, load_config, load_model, load_tokenizer, named_weights
+from plumbing.faults import Fault
 from plumbing.files import new_directory, write_file
 from population import Population
+from run import Run, read_state, step_of
+from training.policy import load_tensors
 
 
 def export_checkpoint(
@@ -31,28 +31,26 @@ def export_checkpoint(
     cfg: Config = read_config(path)
     if adapters and not cfg.lora_rank:
         raise Fault(f"--adapters: {path} has none, it trained all weights (--lora_rank 0)")
-    run = RunDirectory(path)
+    run = Run(path)
     chosen = choose_checkpoint(run, step, best)
     out = out or path / chosen.name
     if out.exists():
         raise Fault(f"{out} exists already; remove it, or choose another with --out")
-    wrong = checkpoint.damage(chosen)
-    if wrong:
-        raise CheckpointFault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
 
     # the weights that it holds, in a model of that shape
     P = Population(cfg)
-    P.load_state_dict(run.load_mark(chosen)["population"])
+    P.load_state_dict(read_state(chosen)["population"])
     I = P.best()
     config, computed = load_config(cfg.model), getattr(torch, cfg.dtype)
     model = empty(config, computed if cfg.lora_rank else torch.float32, "cpu")
-    stored = model.state_dict()
     if cfg.lora_rank:  # its checkpoints lack the weights that did not change
         fill(model, load_model(cfg.model, cfg.longest))
         lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
-        both = model.state_dict()
-        stored = {name: value for name, value in both.items() if lora.is_adapter(name)}
-    checkpoint.load({"model": stored}, chosen, alone=True)
+    stored = {}
+    for name, tensor in named_weights(model):
+        if not cfg.lora_rank or lora.is_adapter(name):
+            stored[f"model.{name}"] = tensor.detach()
+    load_tensors(stored, chosen, alone=True)
 
     # what is written
     with new_directory(out) as new:
@@ -66,7 +64,7 @@ def export_checkpoint(
     return out, step_of(chosen), I.id
 
 
-def choose_checkpoint(run: RunDirectory, step: int | None, best: bool) -> Path:
+def choose_checkpoint(run: Run, step: int | None, best: bool) -> Path:
     """Returns the checkpoint that was asked for; a Fault lists those that there are."""
     steps = {step_of(path): path for path in run.checkpoints()}
     if best:

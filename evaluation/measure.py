@@ -24,11 +24,11 @@ from evaluation.agents import (
 )
 from evaluation.benchmarks import load_benchmark
 from evaluation.statistics import Interval, average_intervals, estimate_mean
-from journal.directory import RunDirectory
 from plumbing.faults import Fault
 from plumbing.files import Row, writing
 from plumbing.outside import finite, without_secrets
 from plumbing.versions import commit
+from run import Run
 from tasks import Question, Task, Trajectory
 from tasks.search_qa import SearchQA, holds_gold
 from tasks.task import load_task, rng_of, take_subset
@@ -67,7 +67,7 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
     for file in ("config.json", "summary.json"):
         if (out / file).exists():
             raise Fault(f"{out} has a {file} already: remove it, or choose another --out")
-    with contextlib.closing(RunDirectory(out)) as files:
+    with contextlib.closing(Run(out)) as files:
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
         files.lock()
@@ -113,11 +113,7 @@ def collect_questions(task: Task, args: argparse.Namespace) -> dict[str, list[Qu
 
 
 def play(
-    files: RunDirectory,
-    seed: int,
-    player: Agent,
-    method: Method,
-    questions: Mapping[str, list[Question]],
+    files: Run, seed: int, player: Agent, method: Method, questions: Mapping[str, list[Question]]
 ) -> tuple[list[str], list[Row]]:
     """Plays all questions, writes their rows to results.jsonl; returns the names of the metrics and
     the rows."""

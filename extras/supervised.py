@@ -7,6 +7,7 @@ supervised one. The constants of Search-R1's SFT rows (axolotl) are not publishe
 the schedule are those of this project's flags.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -19,15 +20,13 @@ from config import Config
 from extras.prompts import wording
 from grpo import Array, Learner, Terms
 from inspo import Evolution
-from journal.checkpoints import Checkpoints
-from journal.directory import RunDirectory
 from log import Log
 from plumbing.chat import turn_ends
-from plumbing.checkpoint import digest
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from plumbing.outside import decoded
 from population import Instruction
+from run import Checkpoints, Run
 from tasks import Job, Question, Task, Trajectory
 from tasks.task import draw_questions, rng_of, set_rewards
 from tasks.tools import encode
@@ -78,22 +77,20 @@ def imitate(
     """Trains `policy` on demonstrations, `batch` a step for T steps; returns it with the first
     instruction."""
     cfg, P, log = evolution.cfg, evolution.P, evolution.log
-    start, trained = checkpoints.restore()
+    start = checkpoints.restore()
     if not P.family:
         evolution.fill_population()
         log.write_start(policy.evaluate(0, P.best(), "test"))
         checkpoints.end_step(0)
     for t in range(start, cfg.T + 1):
-        if t > trained:
-            taus = draw_questions(dict(enumerate(examples)), cfg.batch, cfg.seed, t)
-            update = policy.update(t, taus)
-            if "logp_gap" in update:  # not where every optimizer step was skipped
-                # No engine sampled a demonstration: the "gap" to log-probs of 0 is the trainer's
-                # log-prob itself.
-                update["logp"] = -update["logp_gap"]
-                update = {name: x for name, x in update.items() if "logp_gap" not in name}
-            log.add_update(update | {"time/update": policy.seconds["update"]}, P)
-            checkpoints.mark(t)
+        taus = draw_questions(dict(enumerate(examples)), cfg.batch, cfg.seed, t)
+        update = policy.update(t, taus)
+        if "logp_gap" in update:  # not where every optimizer step was skipped
+            # No engine sampled a demonstration: the "gap" to log-probs of 0 is the trainer's
+            # log-prob itself.
+            update["logp"] = -update["logp_gap"]
+            update = {name: x for name, x in update.items() if "logp_gap" not in name}
+        log.add_update(update | {"time/update": policy.seconds["update"]}, P)
         evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T
         if evaluated:
             with log.timing("evaluate"):
@@ -187,7 +184,8 @@ def learn(
     """Trains `policy` on the demonstrations of a ColdStartConfig, and measures those held out
     before and after."""
     aside = hold_out(list(demos), cfg.seed)
-    about = {"file": cfg.demos, "digest": digest(Path(cfg.demos)), "held_out": aside}
+    digest = hashlib.sha256(Path(cfg.demos).read_bytes()).hexdigest()
+    about = {"file": cfg.demos, "digest": digest, "held_out": aside}
     remember(log.run, about)
     learned, unseen = (
         [tau for line, tau in demos.items() if line not in set(aside)],
@@ -218,7 +216,7 @@ def hold_out(lines: Sequence[int], seed: int) -> list[int]:
     return sorted(lines[k] for k in order[: min(HELD_OUT, len(lines) // 10)])
 
 
-def remember(run: RunDirectory, about: dict[str, Any]) -> None:
+def remember(run: Run, about: dict[str, Any]) -> None:
     """Writes what is learned into a run; Fault if a resumed one has learned from other rows."""
     file = run.path / DEMONSTRATIONS
     if file.is_file() and decoded(file.read_bytes())["digest"] != about["digest"]:

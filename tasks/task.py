@@ -63,8 +63,8 @@ class Question:
 class Job:
     """One rollout to play: a question asked under an instruction."""
 
-    instruction: int | None  # its id in the population; None for a text that is in none
-    text: str  # the instruction itself
+    instruction_id: int | None  # in the population; None for one that is in none
+    instruction: str
     question: Question
     group: int  # trajectories of one group are compared (Eq. 3)
 
@@ -584,8 +584,7 @@ def choose_instruction(task: Task) -> str:
 
 
 def read_instruction(path: str) -> str:
-    """Returns the instruction in a file; Fault if it is empty, or holds what no revision of it may
-    hold.
+    """Returns the instruction in a file; Fault if it is empty.
 
     A byte order mark, invisible format characters and other line ends are taken out: an editor puts
     them there.
@@ -598,9 +597,6 @@ def read_instruction(path: str) -> str:
     text = "".join(c for c in text if unicodedata.category(c) != "Cf" or c in JOINERS).strip()
     if not text:
         raise Fault(f"--instruction {path}: the file is empty")
-    for c in text:
-        if printable(c) != c:
-            raise Fault(f"--instruction {path}: it holds the control character {c!r}; take it out")
     return text
 
 

@@ -32,6 +32,7 @@ from models.model import (
     skeleton,
     weights,
 )
+from training.policy import load_tensors
 
 
 def compare(sent: torch.Tensor, layer: lora.LoRALinear, _: object) -> None:
@@ -76,12 +77,11 @@ def main() -> None:
     learner = Learner(model, reference, cfg)
     metrics = []
     if args.load:
-        state = learner.state_dict()
-        dcp.load(state, checkpoint_id=args.load)
-        learner.load_state_dict(state)
+        load_tensors(learner.state_dict(), Path(args.load), alone=False)
     else:
         metrics.append(learner.update(1, minibatches))
-        dcp.save(learner.state_dict(), checkpoint_id=args.out / "dcp")
+        writer = dcp.HuggingFaceStorageWriter(str(args.out / "dcp"), save_distributed=True)
+        dcp.save(learner.state_dict(), storage_writer=writer)
     metrics.append(learner.update(2, minibatches))
     final = {name: tensor.clone() for name, tensor in weights(model)}
     for name, layer in lora.layers(model).items():

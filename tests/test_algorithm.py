@@ -12,11 +12,11 @@ import pytest
 import inspo
 from config import Config
 from grpo import Learner
-from journal.checkpoints import Checkpoints
 from log import Log
 from plumbing.faults import Fault, OptimizerDown
 from population import Population, ReplayBuffer
 from reflect import Call, Optimizer
+from run import Checkpoints
 from tasks import Job, Question, Task, Trajectory
 from tasks.task import draw_questions, rng_of
 from tasks.tools import Calculator
@@ -65,10 +65,17 @@ class TablePolicy:
 
     def play(self, job: Job) -> Trajectory:
         tau = Trajectory(
-            job.instruction, job.question, job.group, [], 0, response=f"said under {job.text}"
+            job.instruction_id,
+            job.question,
+            job.group,
+            [],
+            0,
+            response=f"said under {job.instruction}",
         )
         tau.prediction = (
-            job.question.golds[0] if int(job.question.id[1:]) < self.right[job.text] else "no idea"
+            job.question.golds[0]
+            if int(job.question.id[1:]) < self.right[job.instruction]
+            else "no idea"
         )
         return tau
 
@@ -86,18 +93,17 @@ class TableOptimizer:
     nothing."""
 
     def __init__(self, *replies: list[str] | Exception):
-        self.replies, self.prompts, self.whens = replies, [], []
+        self.replies, self.prompts = replies, []
 
-    def ask(self, prompt, when):
-        inspect.signature(Optimizer.ask).bind(self, prompt, when)
+    def ask(self, prompt):
+        inspect.signature(Optimizer.ask).bind(self, prompt)
         k = len(self.prompts)
         self.prompts.append(prompt)
-        self.whens.append(when)
         reply = self.replies[k] if k < len(self.replies) else []
         if isinstance(reply, Exception):
             raise reply
         text = "\n".join(f"<ins_{i}> {text} </ins_{i}>" for i, text in enumerate(reply, 1))
-        return Call(when, prompt, text, 1, 1, 0.0, False)
+        return Call(prompt, text, 1, 1, 0.0)
 
 
 class Recorder:
@@ -160,11 +166,20 @@ class Recorder:
 
 
 class Kept(Checkpoints):
-    """Checkpoints of a run; `restored`: (P, B) of the one that is resumed; `at`: the step to play,
-    the last trained."""
+    """Checkpoints of a run; `restored`: (P, B) of the one that is resumed; `at`: the step to
+    play."""
 
-    def __init__(self, P: Population, B: ReplayBuffer, log: Recorder, restored=None, at=(1, 0)):
-        self.P, self.B, self.log, self.restored, self.at = P, B, log, restored, at
+    def __init__(self, P: Population, B: ReplayBuffer, log: Recorder, restored=None, at=1):
+        self.cfg, self.P, self.B, self.log, self.restored, self.at = (
+            log.cfg,
+            P,
+            B,
+            log,
+            restored,
+            at,
+        )
+        self.policy = SimpleNamespace(learner=SimpleNamespace(remembered={}))
+        self.saving = None
         log.P, log.B = P, B
 
     def restore(self):
@@ -172,13 +187,8 @@ class Kept(Checkpoints):
             mine.load_state_dict(theirs.state_dict())
         return self.at
 
-    def mark(self, t, ended=False):
-        self.t = t
-        self.log.events.append(("mark", t, ended))
-        self.log.look("mark")
-
     def save(self):
-        self.log.events.append(("save", self.t))
+        self.log.events.append(("save", self.state["t"]))
         self.log.look("save")
 
 
@@ -370,7 +380,8 @@ SIX = dict.fromkeys(["old", "a", "b", "c", "d", "e"], 5)
 def test_rounds_and_places_are_limited(replies, knobs, joined):
     e = Evolved({"old": 0.5}, SIX, *replies, **knobs)
     assert e.joined == joined and e.texts == ["old", *sum(joined, [])]
-    assert e.optimizer.whens == [f"t9 r{k}" for k in range(len(e.optimizer.prompts))]
+    asked = [(row["t"], row["round"]) for row in e.log.rows("call")]
+    assert asked == [(9, k) for k in range(len(e.optimizer.prompts))]
     assert len(e.optimizer.prompts) == len(joined) + replies.count([])
 
 
@@ -450,7 +461,7 @@ def test_every_round_draws_one_of_the_parents_to_revise():
     )
     for k, parent in enumerate(("weak", "strong", "weak")):
         assert f"<ins_0>\n{parent}\n</ins_0>" in e.optimizer.prompts[k]
-        verified = {job.text for job in e.policy.rollouts[k][2]}
+        verified = {job.instruction for job in e.policy.rollouts[k][2]}
         assert verified == {parent, f"c{k}"}
     assert [I.parent for I in e.P.active[2:]] == [1, 0, 1]
     drawn = {int(rng_of(seed, T_NOW, "evolve 0").integers(2)) for seed in range(20)}
@@ -519,11 +530,11 @@ def test_parent_and_candidates_answer_the_same_questions_once_each_at_the_run_s_
     e = Evolved({"old": 0.5}, dict.fromkeys(["old", "a", "b"], 5), ["a", "b"], N_P=3)
     [(t, purpose, jobs, temperature)] = e.policy.rollouts
     assert (t, purpose, temperature) == (T_NOW, "verify 0", None)
-    asked = sorted((job.text, job.question.id) for job in jobs)
+    asked = sorted((job.instruction, job.question.id) for job in jobs)
     assert asked == sorted((text, v) for text in ("old", "a", "b") for v in VERIFIED)
     assert len({job.group for job in jobs}) == len(jobs)  # none of them is a repetition of another
     # candidates are in no P
-    assert {job.text: job.instruction for job in jobs} == {"old": 0, "a": None, "b": None}
+    assert {job.instruction: job.instruction_id for job in jobs} == {"old": 0, "a": None, "b": None}
 
 
 def test_the_questions_of_the_failures_shown_are_not_verified_on():
@@ -696,7 +707,7 @@ def run(
     right,
     *replies,
     restored=None,
-    at=(1, 0),
+    at=1,
     static=False,
     D=None,
     task=Exam,
@@ -736,48 +747,19 @@ def test_a_step_is_taken_in_the_order_of_algorithm_1():
         ("update", fresh, 0),
         ("add_update", learned, 0),  # attributed, and nobody has left yet
         ("prune", {0: 1.0}, 0),
-        ("mark", {0: 1.0}, 1),
         ("call", {0: 1.0}, 1),  # the optimizer reads failures of this very step
         ("accepted", {0: 1.0}, 1),
         ("verify 0", {0: 1.0}, 1),
         ("verified", {0: 1.0}, 1),
         ("evolve", {0: 0.0, 2: 0.0}, 1),
         ("end_step", {0: 0.0, 2: 0.0}, 1),
-        ("mark", {0: 0.0, 2: 0.0}, 1),
         ("save", {0: 0.0, 2: 0.0}, 1),
     ]
     [(t, taus)] = log.of("add_rollouts")
     [(_, trained, _)] = policy.updates
-    assert t == 1 and taus is trained and log.of("mark") == [[1, False], [1, True]]
+    assert t == 1 and taus is trained
     [(metrics, P)] = log.of("add_update")
     assert metrics.items() >= {"loss": 1.0, "time/update": 1.0}.items() and P is log.P
-
-
-def test_a_run_that_was_stopped_inside_a_step_evolves_and_evaluates_first():
-    P, B = restored("all", "none")
-    B.add(
-        1, [Trajectory(0, q, 0, [], 0, failed=True) for q in questions("q", 6).values()], [""] * 6
-    )
-    knobs = dict(N_P=2, batch=6, T=2, K_p=1, K_e=1, T_e=100, eval_every=1)
-    right = {"all": 6, "none": 0, "new": 6}
-    _, _, log, _ = run(right, ["new"], restored=(P, B), at=(1, 1), **knobs)
-    evolution = ["call", "accepted", "verify 0", "verified", "evolve"]
-    done = [name for name, *_ in log.seen]
-    rest = [
-        *evolution,
-        "add_evaluation",
-        "add_evaluation",
-        "end_step",
-        "mark",
-        "save",
-        "rollout",
-        "add_rollouts",
-        "update",
-        "add_update",
-    ]
-    assert done[: len(rest)] == rest
-    assert steps_of(log, "add_rollouts") == [2]  # whose own evolution follows
-    assert [row["t"] for row in log.rows("evolve")] == [1, 2]
 
 
 def test_every_question_is_played_G_times_under_one_instruction():
@@ -790,7 +772,10 @@ def test_every_question_is_played_G_times_under_one_instruction():
         drawn = before[0].sample(rng_of(5, t, "instructions"), 4)  # all weights stay 0
         for job in jobs:
             assert job.question == asked[job.group]
-            assert (job.instruction, job.text) == (drawn[job.group].id, drawn[job.group].text)
+            assert (job.instruction_id, job.instruction) == (
+                drawn[job.group].id,
+                drawn[job.group].text,
+            )
 
 
 def test_the_update_gets_the_reward_of_every_prediction():
@@ -843,8 +828,8 @@ def test_pruning_and_evolution_keep_their_schedule():
     ]  # not at 14: |P| = N_parent
     assert [row["t"] for row in log.rows("evolve")] == [4, 8]  # not at 12: t < T_e
     assert steps_of(log, "add_rollouts") == list(range(1, 15))
-    marks = [[0, True], *([t, ended] for t in range(1, 15) for ended in (False, True))]
-    assert log.of("mark") == marks
+    # before a step that evolves, and in the end
+    assert steps_of(log, "save") == [3, 7, 14]
     assert sorted({I.left for I in log.P.family} - {None}) == [2, 4, 6, 8, 10, 12]
     for row in log.rows("prune"):
         left = {I.id for I in log.P.family if I.left == row["t"]}
@@ -885,10 +870,9 @@ def test_both_policies_are_compared_under_both_instructions():
 
 
 def test_after_T_e_the_optimizer_is_not_asked():
-    _, _, log, optimizer = run({}, T=6, K_e=2, T_e=4)
-    assert optimizer.whens[0] == "t0 r0" and {when.split()[0] for when in optimizer.whens[1:]} == {
-        "t2"
-    }
+    _, _, log, _ = run({}, T=6, K_e=2, T_e=4)
+    first, *others = log.rows("call")
+    assert (first["t"], first["round"]) == (0, 0) and {row["t"] for row in others} == {2}
 
 
 def test_the_result_is_the_policy_and_the_instruction_of_greatest_weight():
@@ -901,7 +885,7 @@ def test_the_result_is_the_policy_and_the_instruction_of_greatest_weight():
 
 
 def test_static_mode_trains_one_instruction_and_never_evolves():
-    calendar = {"start", "write_start", "mark", "add_rollouts", "add_update", "end_step", "save"}
+    calendar = {"start", "write_start", "add_rollouts", "add_update", "end_step", "save"}
     for T_e in (0, 100):  # whatever T_e is
         (_, I), policy, log, _ = run({}, static=True, N_P=1, N_parent=1, T=6, K_p=1, K_e=1, T_e=T_e)
         assert I.text == FIRST and {name for name, *_ in log.events} == calendar
@@ -915,8 +899,11 @@ def test_a_restored_run_continues_with_its_own_population_and_buffer():
         and not optimizer.prompts
         and not log.of("start")
     )
-    assert len(log.B.items) == 8 and {job.text for job in policy.rollouts[0][2]} <= {"a", "b"}
-    _, _, log, _ = run({"a": 0}, restored=restored("a"), at=(3, 2), T=4)
+    assert len(log.B.items) == 8 and {job.instruction for job in policy.rollouts[0][2]} <= {
+        "a",
+        "b",
+    }
+    _, _, log, _ = run({"a": 0}, restored=restored("a"), at=3, T=4)
     assert steps_of(log, "add_rollouts") == [3, 4]
 
 

@@ -77,12 +77,6 @@ def test_invisible_characters_are_taken_out_and_line_ends_of_all_kinds_are_line_
     assert read_instruction(str(tmp_path / "i.txt")) == clean
 
 
-def test_control_characters_of_an_instruction_are_refused_at_the_start(tmp_path):
-    (tmp_path / "i.txt").write_text("Search \x1b[31mfirst.")
-    with pytest.raises(Fault, match=r"--instruction .*i\.txt: .*x1b"):
-        read_instruction(str(tmp_path / "i.txt"))
-
-
 # ---- thoughts of a reasoning model
 
 FINAL = "<ins_1>Use <think> and </think>, then <answer> </answer>.</ins_1>"

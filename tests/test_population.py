@@ -87,7 +87,7 @@ def test_every_question_is_drawn_an_instruction_that_all_its_trajectories_follow
         for k, (I, q) in enumerate(zip(drawn, asked, strict=True))
         for _ in range(4)
     ]
-    assert [(job.instruction, job.text, job.question, job.group) for job in jobs] == want
+    assert [(job.instruction_id, job.instruction, job.question, job.group) for job in jobs] == want
 
 
 def test_sampling_is_a_function_of_the_generator_alone():

@@ -24,12 +24,12 @@ import inspo
 from config import WORLD, Config, configure, parse_flags
 from evaluation.agents import load_agent
 from grpo import Learner
-from journal.directory import RunDirectory
 from plumbing import stop, threads
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from population import Population
 from reflect import Optimizer
+from run import Run
 from tasks import Question, Task, Trajectory
 from tasks.search_qa import SearchQA
 from tasks.task import load_task
@@ -483,7 +483,7 @@ def test_after_a_call_that_failed_another_one_works(tmp_path, monkeypatch):
 
     for k, (owner, name) in enumerate(
         [
-            (RunDirectory, "opened"),
+            (Run, "open"),
             (Echo, "start"),
             (Learner, "__init__"),
             (Policy, "rollout"),

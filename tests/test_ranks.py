@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config import WORLD, Config
 from grpo import Learner, minibatches
 from models.model import load_policy
-from plumbing.checkpoint import damage
 from plumbing.files import read_jsonl
+from run import read_state
 
 pytestmark = pytest.mark.ranks
 ENV = ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -187,6 +187,7 @@ def test_policy_update_gives_every_trajectory_its_advantage_on_every_rank(
     assert code == 0, stderr
     # raised where all can still go on
     assert "/no/such: no causal LM" in (tmp_path / "fault").read_text()
+    assert (tmp_path / "full").read_text() == "File too large"
     found = [json.loads((tmp_path / "metrics.json").read_text())]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
     want = alone(path, cfg, parts, updates=1)
@@ -391,7 +392,7 @@ def test_a_slurm_job_that_is_queued_again_resumes(whole, tmp_path):
             and "resume from step" in stderr
         )
         code, stdout, stderr = finish(popen(command, env | {"SLURM_RESTART_COUNT": "2"}), LIMIT)
-    assert code == 0 and re.search(r"resumed (after|inside) step \d", stdout), stderr
+    assert code == 0 and re.search(r"resumed after step \d", stdout), stderr
     assert metrics(out) == metrics(whole[0])
 
 
@@ -494,7 +495,7 @@ def test_a_signal_saves_and_ends_every_rank(tmp_path, number):
     assert code != 0 and stderr.count(f"stopped by {number.name}") == 1 and "--resume" in stderr
     t = int(re.search(r"resume from step (\d+)", stderr).group(1))
     [saved] = (out / "checkpoints").glob("step-*")
-    assert t >= 3 and saved.name.startswith(f"step-{t:06d}") and damage(saved) == []
+    assert t >= 3 and saved.name.startswith(f"step-{t:06d}") and read_state(saved)["t"] == t
     # torchrun has a traceback of its own
     frames = re.findall(r'^ *File "(.*?)", line', stderr, re.M)
     assert not [frame for frame in frames if frame.startswith(str(ROOT)) and "/.venv/" not in frame]

@@ -5,25 +5,26 @@ import json
 import re
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 
 import pytest
 from json_server import free_port, json_servers
 
+from config import parse_flags
 from plumbing.faults import OptimizerDown
 from plumbing.replies import read_blocks
 from plumbing.words import cut_middle
 from reflect import (
     MAX_REPLY,
     Optimizer,
+    connect_optimizer,
     find_flaw,
     fold_words,
     history_prompt,
     make_token_counter,
     paraphrase_prompt,
     read_candidates,
-    read_paid_calls,
     reflection_prompt,
     shorten,
 )
@@ -600,7 +601,7 @@ def base(server):
 
 def test_the_client_speaks_openai_s_chat_completions(endpoint):
     server = endpoint(completion("héllo", usage={"prompt_tokens": 11, "completion_tokens": 7}))
-    call = Optimizer(base(server), "some-model", "sk-secret").ask("what?\n☃", "t15 r0")
+    call = Optimizer(base(server), "some-model", "sk-secret").ask("what?\n☃")
     ((path, headers, body),) = server.requests
     assert path == "/v1/chat/completions"
     assert headers["Content-Type"] == "application/json"
@@ -612,13 +613,12 @@ def test_the_client_speaks_openai_s_chat_completions(endpoint):
     assert call.reply == "héllo"
     assert (call.prompt_tokens, call.completion_tokens) == (11, 7)
     assert 0 <= call.seconds < 5
-    assert call.paid_before is False
     assert "sk-secret" not in json.dumps(asdict(call))  # it goes to a log file
 
 
 def test_without_a_key_there_is_no_authorization_header_and_a_url_may_end_in_a_slash(endpoint):
     server = endpoint(completion(None))
-    assert Optimizer(base(server) + "/", "m").ask("p", "t0 r0").reply == ""  # of null
+    assert Optimizer(base(server) + "/", "m").ask("p").reply == ""  # of null
     [(path, headers, _)] = server.requests
     assert path == "/v1/chat/completions" and "Authorization" not in headers
 
@@ -632,9 +632,7 @@ def test_without_a_key_there_is_no_authorization_header_and_a_url_may_end_in_a_s
     ],
 )  # fmt: skip
 def test_tokens_that_the_endpoint_does_not_count_are_estimated(endpoint, usage):
-    call = Optimizer(base(endpoint(completion("r" * 400, usage=usage))), "m").ask(
-        "p" * 4000, "t0 r0"
-    )
+    call = Optimizer(base(endpoint(completion("r" * 400, usage=usage))), "m").ask("p" * 4000)
     assert (call.prompt_tokens, call.completion_tokens) == (1000, 100)
 
 
@@ -643,13 +641,13 @@ def test_an_optimizer_that_stays_away_is_down_and_the_fault_is_named(endpoint, w
     with pytest.raises(
         OptimizerDown, match=f"^{base(server)}/chat/completions: HTTP 503: overloaded$"
     ):
-        Optimizer(base(server), "m", retries=2).ask("p", "t0 r0")
+        Optimizer(base(server), "m", retries=2).ask("p")
     assert len({body for _, _, body in server.requests}) == 1 and len(server.requests) == 3
     assert len(waits) == 1  # the first attempt after a fault does not wait
     with pytest.raises(OptimizerDown, match="HTTP 401: no such key$"):
-        Optimizer(base(endpoint((401, {}, "no such key"))), "m", "bad").ask("p", "t0 r0")
+        Optimizer(base(endpoint((401, {}, "no such key"))), "m", "bad").ask("p")
     with pytest.raises(OptimizerDown):
-        Optimizer("localhost:8001/v1", "m").ask("p", "t0 r0")
+        Optimizer("localhost:8001/v1", "m").ask("p")
 
 
 @pytest.mark.parametrize(
@@ -663,7 +661,7 @@ def test_an_optimizer_that_stays_away_is_down_and_the_fault_is_named(endpoint, w
 def test_a_malformed_completion_is_never_taken_for_a_reply(endpoint, waits, text):
     server = endpoint((200, {"Content-Type": "application/json"}, text))
     with pytest.raises(OptimizerDown, match=r"malformed answer \(\w+Error: ") as down:
-        Optimizer(base(server), "m", retries=1).ask("p", "t0 r0")
+        Optimizer(base(server), "m", retries=1).ask("p")
     assert len(server.requests) == 1
     assert "quota" not in text or "quota" in str(down.value)
 
@@ -677,13 +675,10 @@ def test_the_environment_s_proxy_is_asked_unless_the_endpoint_is_on_this_machine
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     assert (
-        Optimizer(base(endpoint(completion("directly"))), "m", retries=0).ask("p", "t0 r0").reply
+        Optimizer(base(endpoint(completion("directly"))), "m", retries=0).ask("p").reply
         == "directly"
     )
-    assert (
-        Optimizer("http://api.inspo.invalid/v1", "m", retries=0).ask("p", "t0 r0").reply
-        == "by proxy"
-    )
+    assert Optimizer("http://api.inspo.invalid/v1", "m", retries=0).ask("p").reply == "by proxy"
     assert [path for path, _, _ in proxy.requests] == [
         "http://api.inspo.invalid/v1/chat/completions"
     ]
@@ -692,8 +687,8 @@ def test_the_environment_s_proxy_is_asked_unless_the_endpoint_is_on_this_machine
 def test_a_reply_that_ended_at_a_limit_is_marked(endpoint):
     for reason, cut in (("length", True), ("stop", False), (None, False), (["length"], False)):
         answer = {"choices": [{"message": {"content": "hello"}, "finish_reason": reason}]}
-        assert Optimizer(base(endpoint(answer)), "m").ask("p", "t0 r0").cut is cut
-    call = Optimizer(base(endpoint(completion("x" * 10**6))), "m").ask("p", "t0 r0")
+        assert Optimizer(base(endpoint(answer)), "m").ask("p").cut is cut
+    call = Optimizer(base(endpoint(completion("x" * 10**6))), "m").ask("p")
     assert call.cut and len(call.reply) == MAX_REPLY and call.completion_tokens == 250_000
 
 
@@ -701,71 +696,29 @@ def test_a_scripted_optimizer_that_died_is_started_again(endpoint):
     port = free_port()
     restart = lambda: endpoint(completion("back"), port=port)  # noqa: E731
     gone = f"http://127.0.0.1:{port}/v1"
-    assert Optimizer(gone, "m", restart=restart).ask("p", "t0 r0").reply == "back"
+    assert Optimizer(gone, "m", restart=restart).ask("p").reply == "back"
 
 
 def test_after_max_tokens_no_call_is_made_and_an_earlier_process_s_count(endpoint):
     """--max_optimizer_tokens: a call may go beyond it, the next one is not made."""
     server = endpoint(completion(usage={"prompt_tokens": 60, "completion_tokens": 30}))
     optimizer = Optimizer(base(server), "m", max_tokens=100)
-    calls = [optimizer.ask("p", f"t{t} r0") for t in (1, 2)]
+    calls = [optimizer.ask("p") for t in (1, 2)]
     with pytest.raises(OptimizerDown, match="--max_optimizer_tokens 100 is used up: 180 tokens"):
-        optimizer.ask("p", "t3 r0")
-    paid = read_paid_calls([{"call": asdict(call)} for call in calls])
-    resumed = Optimizer(base(server), "m", max_tokens=100, paid=paid)
-    assert resumed.ask("p", "t2 r0").reply == "hello"  # paid for: it costs nothing
+        optimizer.ask("p")
+    spent = sum(call.prompt_tokens + call.completion_tokens for call in calls)
     with pytest.raises(OptimizerDown, match="used up: 180 tokens"):
-        resumed.ask("p", "t3 r0")
+        Optimizer(base(server), "m", max_tokens=100, tokens=spent).ask("p")
     assert len(server.requests) == 2
-    unlimited = Optimizer(base(server), "m", paid=paid)
-    assert unlimited.ask("p", "t3 r0").reply == "hello" and len(server.requests) == 3
+    unlimited = Optimizer(base(server), "m", tokens=spent)
+    assert unlimited.ask("p").reply == "hello" and len(server.requests) == 3
 
 
-# --- no call is paid twice
-# ----------------------------------------------------------------------------------------
-
-
-def test_a_resumed_run_does_not_pay_again_for_a_reply(endpoint):
-    server = endpoint(completion("first"), completion("second"))
-    call = Optimizer(base(server), "m").ask("prompt", "t15 r0")
-    log = [{"t": 15, "call": asdict(call)}, {"t": 15, "accepted": []}, {"t": 15, "verified": []}]
-    log = [json.loads(json.dumps(row)) for row in log]  # as reflections.jsonl keeps them
-    again = Optimizer(base(server), "m", paid=read_paid_calls(log)).ask("prompt", "t15 r0")
-    assert len(server.requests) == 1
-    assert again == replace(call, paid_before=True)
-
-
-GOOD_ROW = {"key": "k", "prompt": "p", "reply": "r", "prompt_tokens": 3, "completion_tokens": 4, "seconds": 1.5,
-            "paid_before": False}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        3, None, [], "call", {}, {"call": None}, {"call": 3}, {"call": []}, {"call": {}},
-        *({"call": GOOD_ROW | {name: wrong}} for name in ("key", "prompt", "reply") for wrong in (None, 3, ["x"])),
-        *({"call": GOOD_ROW | {name: wrong}} for name in ("prompt_tokens", "seconds") for wrong in (None, "x", [])),
-    ],
-)  # fmt: skip
-def test_a_damaged_record_of_a_call_is_as_good_as_absent(endpoint, row):
-    assert list(read_paid_calls([row, {"call": GOOD_ROW}])) == ["k"]
-
-
-def test_the_key_of_a_call_stays_the_same_from_one_version_to_the_next(endpoint):
-    """A changed key would make every resumed run pay again."""
-    call = Optimizer(base(endpoint(completion())), "some-model").ask("what?\n☃", "t15 r0")
-    assert call.key == "t15 r0 d34333a7a6d52a42"
-
-
-@pytest.mark.parametrize(
-    "prompt, when, model", [("other", "t15 r0", "m"), ("p", "t15 r1", "m"), ("p", "t15 r0", "m2")]
-)
-def test_another_prompt_round_or_model_is_another_call(endpoint, prompt, when, model):
-    server = endpoint(completion("first"), completion("second"))
-    call = Optimizer(base(server), "m").ask("p", "t15 r0")
-    after = Optimizer(base(server), model, paid=read_paid_calls([{"call": asdict(call)}]))
-    assert after.ask(prompt, when).reply == "second"
-    assert len(server.requests) == 2
+def test_of_a_run_that_is_resumed_the_tokens_of_its_rows_count(monkeypatch):
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    cfg = parse_flags(["--optimizer_model", "m", "--max_optimizer_tokens", "10"])
+    rows = [{"call": {"prompt_tokens": 3, "completion_tokens": 4}}, {"t": 1, "verified": []}]
+    assert connect_optimizer(cfg, None, rows * 2).tokens == 14
 
 
 # --- counting tokens

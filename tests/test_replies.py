@@ -132,7 +132,7 @@ NO_REPLY = {  # answer -> what is shown of it
 def test_a_reply_is_read_in_every_shape(serve, shape):
     answer, expected = SHAPES[shape]
     assert read_reply(answer) == expected
-    call = Optimizer(serve(answer).url, "m", retries=0).ask("p", "t0")
+    call = Optimizer(serve(answer).url, "m", retries=0).ask("p")
     assert (call.reply, call.cut, call.refused) == expected
 
 
@@ -142,7 +142,7 @@ def test_what_is_no_reply_says_why(serve, shape):
     with pytest.raises((LookupError, TypeError, ValueError), match=shown or None):
         read_reply(answer)
     with pytest.raises(OptimizerDown, match=f"malformed answer .*{shown}"):
-        Optimizer(serve((200, {}, json.dumps(answer))).url, "m", retries=0).ask("p", "t0")
+        Optimizer(serve((200, {}, json.dumps(answer))).url, "m", retries=0).ask("p")
 
 
 # ---- what is billed

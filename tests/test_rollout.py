@@ -219,10 +219,10 @@ def test_rows_end_at_different_times_and_each_has_its_own_instruction_and_questi
     assert [[turn.text for turn in tau.turns] for tau in taus] == script
     for job, tau in zip(different, taus, strict=True):
         assert tau.ids[: tau.prompt_tokens] == Plain(Found()).make_format(tokenizer).encode_prompt(
-            job.text, job.question
+            job.instruction, job.question
         )
         assert (tau.instruction, tau.question, tau.group) == (
-            job.instruction,
+            job.instruction_id,
             job.question,
             job.group,
         )

@@ -127,7 +127,7 @@ def test_a_path_goes_before_the_query_and_what_the_address_hides_is_not_shown():
         with pytest.raises(
             OptimizerDown, match=f"^{server.url}/v1/chat/completions: HTTP 401: no such key"
         ) as fault:
-            optimizer.ask("Why?", "t0")
+            optimizer.ask("Why?")
         with pytest.raises(Fault, match="--served_model") as other:
             ChatEngine(url, "none", Words(), ())
         assert [request[0] for request in server.requests] == [

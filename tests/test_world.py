@@ -252,8 +252,8 @@ def test_over_http_from_any_directory_replies_depend_on_the_prompt_alone(tmp_pat
     monkeypatch.chdir(tmp_path)
     with Child(["-m", "world.optimizer"], tmp_path / "log") as server:
         optimizer = Optimizer(f"{server.url}/v1", "scripted", timeout=60, retries=0)
-        first = [optimizer.ask(prompt, "t9 r0") for prompt in prompts]
-        again = [optimizer.ask(prompt, "t18 r1") for prompt in reversed(prompts)]
+        first = [optimizer.ask(prompt) for prompt in prompts]
+        again = [optimizer.ask(prompt) for prompt in reversed(prompts)]
     texts = [call.reply for call in first]
     assert (
         texts

@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -20,8 +21,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from config import Config
 from engines import Engine
@@ -41,8 +44,8 @@ from models.model import (
     skeleton,
     weights,
 )
-from plumbing import checkpoint, stop
-from plumbing.faults import DiskFault, Diverged, Fault
+from plumbing import stop
+from plumbing.faults import CheckpointFault, DiskFault, Diverged, Fault, first_line
 from plumbing.files import Row
 from population import Instruction
 from rollout import rollout
@@ -54,8 +57,10 @@ from training.ranks import Ranks
 S = ParamSpec("S")
 A = TypeVar("A")
 R = TypeVar("R")
-Digests = dict[str, str]  # of a checkpoint's files, by name
 
+FILES = 7  # of a rank's share in a checkpoint: safetensors makes a file's bytes in memory
+# one process saves checkpoints without a group
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
 # what saves GPU memory in an update, and in a rollout
 UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens, --lora_rank or more GPUs"
 ROLLOUT = "a smaller --vllm_memory, or --engine vllm"
@@ -120,8 +125,21 @@ def in_order(shares: list[dict[int, A]]) -> list[A]:
     return [values[k] for k in range(len(values))]
 
 
-def joined(shares: list[list[A]]) -> list[A]:
-    return [x for share in shares for x in share]
+def load_tensors(state: dict[str, torch.Tensor], path: Path, alone: bool) -> None:
+    """Fills tensors by their names from the files of a checkpoint; raises CheckpointFault."""
+    try:
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=alone)
+    except (Exception, CheckpointException) as e:  # torch's is no Exception
+        raise CheckpointFault(f"{path} cannot be loaded ({reason(e)})") from None
+
+
+def reason(e: BaseException) -> str:
+    """Returns an exception in a few words: of a CheckpointException, the first failure's."""
+    if isinstance(e, CheckpointException):
+        e = next(iter(e.failures.values()))[0]
+    if isinstance(e, OSError) and e.strerror:
+        return e.strerror
+    return f"{type(e).__name__}: {first_line(e)}"[:200]
 
 
 def load_first_policy(cfg: Config, ranks: Ranks) -> Any:
@@ -234,8 +252,8 @@ class Policy:
         self.in_step = True  # whether all ranks wait for the next call
         # called with purpose, ended and all trajectories of a rollout under way
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None
-        self.writer = ranks.thread()  # of checkpoints
-        self.written: Future[Digests]  # the last one
+        self.written: Future[Any] = Future()  # the last checkpoint
+        self.written.set_result(None)
         self.shared = getattr(self.engine, "model", None) is model
         self.synced = self.shared  # the engine has the policy's present weights
         self.sync()
@@ -381,55 +399,41 @@ class Policy:
     @on_all_ranks(of_rank_0)
     def save(self, path: Path) -> None:
         """Begins to write weights and optimizer, as they are now, into a directory, for any number
-        of ranks to load.
+        of ranks to load; `written` ends once those of all ranks are.
 
         A thread writes a copy in the CPU's memory; where that has no room, training waits until all
-        is written. On rank 0 `written` waits for all ranks, and returns the digests of the files or
-        raises DiskFault.
+        is written.
         """
         with contextlib.suppress(Exception):  # an engine that died does not cost the checkpoint
             self.sleep()  # a state dict takes its room
 
-        # does this machine's share fit: weights and AdamW's two moments, in float32?
+        # does this machine's share fit: weights and AdamW's two moments, in float32, and a file?
         trained = sum(p.numel() for p in self.learner.model.parameters() if p.requires_grad)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / self.ranks.size
         room = 0.8 * psutil.virtual_memory().available
-        copied = self.ranks.broadcast(12 * trained * here < room)
+        copied = self.ranks.broadcast(12 * trained * (1 + 1 / FILES) * here < room)
+
         state = self.learner.state_dict()
+        files = {name: k % FILES + 1 for k, name in enumerate(state)}
+        writer = HuggingFaceStorageWriter(str(path), files, save_distributed=True)
+        writer.per_thread_copy_ahead = 0  # else its thread would take memory of the first GPU
+        # a group of its own: the default one's collectives are those of training
+        group = dict(process_group=self.ranks.saves, no_dist=not self.ranks.grouped)
         if copied:
-            state = BlockingAsyncStager().stage(state)
-        self.written = self.writer.submit(self.write_share, state, path)
-        if not copied:
-            wait([self.written])
-
-    def write_share(self, state: dict[str, Any], path: Path) -> Digests:
-        """Writes this rank's shares; on rank 0 it returns the digests of all files and raises a
-        fault of any rank."""
-        answer: Digests | Exception
+            self.written = dcp.async_save(state, storage_writer=writer, **group)
+            return
+        self.written = Future()
         try:
-            answer = checkpoint.save(state, path, self.ranks.rank, self.ranks.saves)
-        except Exception as e:  # rank 0 waits for an answer
-            answer = e
-        digests: Digests = {}
-        for share in self.ranks.gather(answer, self.ranks.saves):
-            if isinstance(share, Exception):
-                raise share
-            digests |= share
-        return digests
-
-    @on_all_ranks(joined)
-    def find_damage(self, path: Path) -> list[str]:
-        """Returns what is wrong with a checkpoint's files, of which each rank reads a share."""
-        return checkpoint.damage(path, self.ranks.rank, self.ranks.size)
+            self.written.set_result(dcp.save(state, storage_writer=writer, **group))
+        except CheckpointException as e:
+            self.written.set_exception(e)
 
     @on_all_ranks(of_rank_0)
     def load(self, path: Path, t: int) -> None:
         """Restores what `save` wrote after step t. vLLM sleeps meanwhile: the optimizer's state
         takes its room."""
         self.sleep()
-        state = self.learner.state_dict()
-        checkpoint.load(state, path, alone=not self.ranks.grouped)
-        self.learner.load_state_dict(state)
+        load_tensors(self.learner.state_dict(), path, alone=not self.ranks.grouped)
         self.t = t
 
     @on_all_ranks(of_rank_0)
@@ -470,7 +474,7 @@ class Policy:
     def close(self) -> None:
         """Ends all ranks, unless one is inside a collective: then torchrun ends them. A checkpoint that
         is being written is waited for."""
-        self.writer.shutdown()
+        wait([self.written])
         if self.in_step:
             if self.ranks.rank == 0:
                 self.ranks.broadcast(None)
@@ -491,5 +495,5 @@ def follow(ranks: Ranks, task: Task, learner: type[Learner] | None = None) -> No
             method(policy, *args, **kwargs)
             call = ranks.broadcast()
     finally:
-        policy.writer.shutdown()  # a fault costs no checkpoint that is being written
+        wait([policy.written])  # a fault costs no checkpoint that is being written
     policy.close()

@@ -7,13 +7,11 @@ work itself.
 
 import contextlib
 import datetime
-import functools
 import gc
 import os
 import sys
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -76,22 +74,13 @@ class Ranks:
             dist.broadcast_object_list(box, 0, self.calls)
         return box[0]
 
-    def gather(self, answer: Any, group: Any = None) -> list[Any]:
-        """Returns the answers of all ranks on rank 0, [] elsewhere; another thread needs a `group`
-        of its own."""
+    def gather(self, answer: Any) -> list[Any]:
+        """Returns the answers of all ranks on rank 0, [] elsewhere."""
         if self.size == 1:
             return [answer]
         answers = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(answer, answers, 0, group or self.answers)
+        dist.gather_object(answer, answers, 0, self.answers)
         return answers or []
-
-    def thread(self) -> ThreadPoolExecutor:
-        """Returns a thread to submit work to, on this rank's GPU: torch starts every thread on the
-        first one."""
-        begin = None
-        if self.device == "cuda":
-            begin = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
-        return ThreadPoolExecutor(1, initializer=begin)
 
     @contextlib.contextmanager
     def fail_at_once(self) -> Iterator[None]:

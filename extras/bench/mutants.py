@@ -42,8 +42,7 @@ ROOMS = {  # files; names of tests/test_*.py
         "tools functions seam reflect rollout start",
     ),
     "engines": (["engines/torch_engine.py"], "engine rollout"),
-    "checkpoint": (["plumbing/checkpoint.py"], "directory resume"),
-    "directory": (["journal/directory.py", "journal/checkpoints.py"], "directory algorithm resume"),
+    "run": (["run.py"], "run resume"),
     "retrieval": (["retrieval_server.py"], "retrieval_server retrieval_dense"),
 }
 PLUMBING = {"main", "train", "describe", "how_to_resume"}  # arguments, and lines for a reader

@@ -15,7 +15,6 @@ import asyncio
 import functools
 import json
 import logging
-import re
 import shlex
 import tempfile
 import threading
@@ -107,7 +106,7 @@ class CheckedTool(SchemaTool):
         try:
             # Not Python's jsonschema: its regular expressions can take hours, in which no other
             # thread runs.
-            validator = jsonschema_rs.validator_for(parameters, retriever=_refuse)
+            self.validator = jsonschema_rs.validator_for(parameters, retriever=_refuse)
             if parameters.get("type") != "object":
                 raise ValueError("its type is not object")
         except ValueError as e:
@@ -118,16 +117,12 @@ class CheckedTool(SchemaTool):
             raise Fault(
                 f"{where}: its tool {name} has no description, so the policy cannot know what it does"
             )
-        # A few references can unfold to billions of checks: such arguments are the server's to
-        # check.
-        refers = re.search(r'"\$\w*[rR]ef"', json.dumps(parameters))
-        self.validator = None if refers else validator
         parameters.pop("$schema", None)
         super().__init__({"name": name, "description": description, "parameters": parameters})
 
     def read_arguments(self, arguments: str) -> dict[str, Any]:
         given = decoded(arguments)
-        for error in self.validator.iter_errors(given) if self.validator else ():
+        for error in self.validator.iter_errors(given):
             raise ValueError(": ".join([*map(str, error.instance_path), error.message[:200]]))
         return given  # type: ignore[no-any-return]  # the SDK sends nothing but an object
 

@@ -28,12 +28,12 @@ from engines.torch_engine import TorchEngine
 from extras import cold_start, collect, supervised
 from extras.cold_start import config_of, encode_row, read_demonstrations
 from extras.supervised import hold_out, remember
-from journal.directory import RunDirectory
 from models.model import load_policy
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from rollout import rollout
+from run import Run
 from tasks import Job, Question
 from tasks.search_qa import SearchQA, load_questions
 from tasks.task import set_rewards
@@ -74,7 +74,7 @@ def played(task, world):
 
 def row(job, tau, task):
     """Returns what collect.py writes, as it is read again."""
-    return json.loads(json.dumps(collect.row_of(task, job.text, job.question, tau.record())))
+    return json.loads(json.dumps(collect.row_of(task, job.instruction, job.question, tau.record())))
 
 
 def same(tau, demo, tokenizer, end=True):
@@ -311,7 +311,7 @@ def demos(played, task, tmp_path_factory):
     kept = [
         row(j, tau, task)
         for j, tau in played
-        if j.text == GOOD and tau.stop == "answer" and not tau.invalid
+        if j.instruction == GOOD and tau.stop == "answer" and not tau.invalid
     ]
     file.write_text("".join(json.dumps(x) + "\n" for x in kept).replace(GOOD, task.instruction))
     return file
@@ -398,7 +398,7 @@ def test_with_fewer_than_ten_demonstrations_none_is_held_out_and_none_is_measure
     file.write_text("x")
     monkeypatch.setattr(supervised, "imitate", lambda taus, *others: learned.extend(taus))
     monkeypatch.setattr(supervised, "mean_logp", lambda *others: pytest.fail("nothing to measure"))
-    log = SimpleNamespace(run=RunDirectory(tmp_path), print=print)
+    log = SimpleNamespace(run=Run(tmp_path), print=print)
     supervised.learn(
         {1: demo}, config_of(["--demos", str(file)]), SearchQA(CFG), None, None, None, log
     )
@@ -408,7 +408,7 @@ def test_with_fewer_than_ten_demonstrations_none_is_held_out_and_none_is_measure
 
 
 def test_a_run_is_resumed_with_the_rows_that_it_began_with(tmp_path):
-    run, about = RunDirectory(tmp_path), {"file": "demos.jsonl", "digest": "a", "held_out": [3]}
+    run, about = Run(tmp_path), {"file": "demos.jsonl", "digest": "a", "held_out": [3]}
     for _ in range(2):
         remember(run, about)
     with pytest.raises(Fault, match="demos.jsonl has changed since this run began"):
@@ -431,17 +431,17 @@ def collected(*argv):
 
 def run_of(path, played):
     """Writes what a training run leaves of these rollouts, half of them in each of two steps."""
-    files, n = RunDirectory(path), len(played) // 2
+    files, n = Run(path), len(played) // 2
     (path / "trajectories").mkdir(parents=True)
     files.write("config.json", json.dumps(dataclasses.asdict(CFG)))
-    texts = list(dict.fromkeys(job.text for job, _ in played))
+    texts = list(dict.fromkeys(job.instruction for job, _ in played))
     files.append(
         "population",
         {"t": 0, "event": "start", "P": [{"id": k, "text": x} for k, x in enumerate(texts)]},
     )
     for t in (1, 2):
         rows = [
-            tau.record() | {"instruction": texts.index(job.text)}
+            tau.record() | {"instruction": texts.index(job.instruction)}
             for job, tau in played[(t - 1) * n :][:n]
         ]
         files.write_trajectories(f"step-{t:06d}", rows)
@@ -451,7 +451,7 @@ def run_of(path, played):
 def test_a_run_s_rollouts_become_demonstrations_if_their_reward_says_so(played, task, tmp_path):
     out, run = tmp_path / "demos.jsonl", run_of(tmp_path / "run", played)
     good = [(j, tau) for j, tau in whole(played) if tau.reward == 1]
-    wanted = {(j.text, j.question.id): row(j, tau, task) for j, tau in good}
+    wanted = {(j.instruction, j.question.id): row(j, tau, task) for j, tau in good}
     for new in (len(wanted), 0):  # again: nothing is new
         said, line = collected(run, "--out", out)
         rows = read_jsonl(out)
@@ -473,7 +473,7 @@ def test_a_run_s_rollouts_become_demonstrations_if_their_reward_says_so(played, 
         in collected(run, "--out", tmp_path / "x.jsonl")[1]
     )
     for t, played_again in ((1, good[0][1].record() | {"instruction": 0}), (2, again)):
-        RunDirectory(run).write_trajectories(f"step-{t:06d}", [played_again])
+        Run(run).write_trajectories(f"step-{t:06d}", [played_again])
     collected(run, "--out", tmp_path / "later.jsonl")  # of a question's rollouts the latest counts
     [later] = read_jsonl(tmp_path / "later.jsonl")
     assert later["messages"][-1]["content"] == again["turns"][-1]["text"]
@@ -560,7 +560,7 @@ def test_a_step_whose_updates_were_all_skipped_has_no_log_prob(tmp_path):
         update=lambda t, taus: {"lr": 1e-4, "skipped_updates": 1}, seconds={"update": 0.5}
     )
     checkpoints, log = MagicMock(), MagicMock(held_out={"begun": {}})
-    checkpoints.restore.return_value = 1, 0
+    checkpoints.restore.return_value = 1
     supervised.imitate([object()], policy, MagicMock(cfg=cfg, log=log), checkpoints)
     assert log.add_update.call_args.args[0] == {
         "lr": 1e-4,

@@ -20,7 +20,7 @@ import torch
 from found_search import Found
 from test_cold_start import Says, same
 from test_inspo import ENV, ROOT, finish, metrics, popen, run_here
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ask
@@ -32,12 +32,12 @@ from evaluation.command import main as evaluate
 from extras.cold_start import encode_row
 from extras.page.sample import split_response
 from models.model import load_policy, weights
-from plumbing import checkpoint
 from plumbing.files import read_jsonl
 from rollout import rollout
 from tasks import Job, Question
 from tasks.search_qa import SearchQA, em
 from tasks.tools import encode
+from training.policy import load_tensors
 
 pytestmark = [
     pytest.mark.real,
@@ -156,11 +156,11 @@ def trained(run):
     """Returns the trained weights of a run's last checkpoint, in the float32 in which they are
     kept."""
     [path] = (run / "checkpoints").iterdir()
-    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     state = {
         name: torch.empty(about.size) for name, about in found.items() if name.startswith("model.")
     }
-    checkpoint.load(state, path, alone=True)
+    load_tensors(state, path, alone=True)
     return {name.removeprefix("model."): W for name, W in state.items()}
 
 

@@ -22,7 +22,7 @@ def test_by_question_every_rollout_of_a_group_draws_its_instruction():
         (k, q) for k, q in enumerate(D) for _ in range(5)
     ]
     drawn = np.random.default_rng(3).choice(3, size=20, p=P.probabilities()).tolist()
-    assert [(job.instruction, job.text) for job in jobs] == [(j, f"I{j}") for j in drawn]
+    assert [(job.instruction_id, job.instruction) for job in jobs] == [(j, f"I{j}") for j in drawn]
 
 
 # ---- who joins

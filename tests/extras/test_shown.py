@@ -46,7 +46,7 @@ ELSEWHERE = {
     "extras.campaign": "tests/extras/test_campaign.py", "extras.campaign real": "tests/extras/test_campaign.py",
     "labs": "tests/labs/test_labs.py", "marimo": "tests/labs/test_labs.py",
     "pytest": "itself", "ruff": "make lint", "mypy": "make lint", "pip": ".ci/run", "venv": "make setup",
-    "extras.bench.chaos": "tests/extras/bench/test_chaos.py", "extras.bench.mutants": "it runs these tests",
+    "extras.bench.mutants": "it runs these tests",
     "extras.bench.gpu": "it wants a GPU", "extras.bench.resume": "it wants a GPU",
     "extras.bench.update": "it wants a GPU",
     "kernels.bench": "tests/test_triton.py", "extras/fork.py": "tests/extras/test_examples.py",
