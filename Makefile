@@ -81,7 +81,7 @@ test-ranks: setup  ## several processes: FSDP2 over gloo with 2, 3 and 4; whole 
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m ranks -n 2 --dist loadfile $(ARGS)
 
 fake-gpu: setup    ## whole presets on fake CUDA tensors: devices, dtypes, memory, waiting
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_fake_gpu.py -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/extras/test_fake_gpu.py -n 2 $(ARGS)
 
 test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in its own environment
 	$(VLLM) -m pytest tests/test_vllm*.py tests/extras/test_vllm*.py $(ARGS)

@@ -11,7 +11,6 @@ import difflib
 import importlib.util
 import inspect
 import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -34,16 +33,6 @@ WORLD = HERE / "world" / "files"
 FACTS = HERE / "tasks" / "facts"
 SMOLLM = HERE / "downloads" / "smollm2-135m"  # not in runs/, whose newest folder is the newest run
 SMOLLM_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
-# GB (1e9 bytes) of GPUs, and TFLOP/s of their dense products in bfloat16 (NVIDIA's data sheets)
-CARDS = {"h100": (80, 989), "h200": (141, 989), "a100": (80, 312), "rtx4090": (24, 165)}
-
-
-def read_cards(text: str) -> tuple[int, str, int] | None:
-    """Returns the number of GPUs, their name and their GB; None if the text does not say so."""
-    match = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z]+\d+|([1-9]\d*)gb)", text.lower())
-    if match is None or not (match[3] or match[2] in CARDS):
-        return None
-    return int(match[1] or 1), match[2], int(match[3] or CARDS[match[2]][0])
 
 
 @dataclass(frozen=True)
@@ -174,14 +163,14 @@ class GRPOKnobs(RolloutKnobs):
     )
     micro_tokens: int = knob(
         32768,
-        "tokens per forward pass on a rank (1024 for a small model on a CPU); affects only speed and memory",
+        "tokens per forward pass on a rank (1024 on a CPU); affects only speed and memory",
         least=1,
         more=True,
     )
     gather: int = knob(
-        -1,
-        "1: gather weights and reduce gradients once an optimizer step; 0: block by block; -1: as a GPU has room",
-        of=(-1, 0, 1),
+        0,
+        "1: gather weights and reduce gradients once an optimizer step; 0: block by block, in less memory",
+        of=(0, 1),
         more=True,
     )
     warmup: float = knob(0.1, "share of T in which lr rises", below=1, more=True)
@@ -270,11 +259,7 @@ class EngineKnobs:
     )
     engine: str = knob(
         "auto",
-        "auto: vllm on a GPU if it is installed, else torch; or vllm, or torch",
-        of=("auto", "vllm", "torch"),
-    )
-    vllm: str = knob(
-        "colocate", "colocate: vLLM in every rank, asleep during updates; or URLs of `vllm serve`"
+        "auto: vllm on a GPU if it is installed, else torch; or vllm, torch, or module:Class (docs/gpus.md)",
     )
     vllm_memory: float = knob(
         0.5,
@@ -284,7 +269,7 @@ class EngineKnobs:
     )
     recompute: int = knob(
         -1,
-        "1: recompute a block's activations in the backward pass; 0: keep them; -1: keep what a GPU has room for",
+        "1: recompute a block's activations in the backward pass; 0: keep them; -1: 1 on a GPU, 0 on a CPU",
         of=(-1, 0, 1),
         more=True,
     )
@@ -297,22 +282,10 @@ class EngineKnobs:
     patience: float = knob(
         30.0, "minutes that a rank waits for the others before the job ends", above=0, more=True
     )
-    dry_run: str = knob(
-        "",
-        "8xh100, h200, a100, rtx4090, or by its memory 2x48gb: print memory and time of a run there, and stop",
-    )
 
     def find_fault(self) -> str:
-        if self.vllm != "colocate":
-            if not self.vllm.startswith(("http://", "https://")):
-                return f"--vllm {self.vllm}: choose colocate, or give the URL of a server, http://host:port"
-            if self.engine == "torch":
-                return f"--vllm {self.vllm}: it is not used with --engine torch"
-        if self.dry_run and not read_cards(self.dry_run):
-            return (
-                f"--dry_run {self.dry_run}: say how many of which GPUs, as 8xh100 ({', '.join(CARDS)}), or of which"
-                " memory, as 1x48gb"
-            )
+        if self.engine not in ("auto", "vllm", "torch") and ":" not in self.engine:
+            return f"--engine {self.engine}: choose auto, vllm, torch or a module:Class"
         return ""
 
 
@@ -362,7 +335,7 @@ class Config(
         class has its own part of it."""
         if self.engine != "torch" and self.temperature > 2:
             return f"--temperature {self.temperature}: vLLM takes 2 at most (--engine torch any)"
-        if self.dry_run or not leads():
+        if not leads():
             return ""  # only rank 0 reads files; other nodes may lack them
         if self.instruction and not Path(self.instruction).is_file():
             return f"--instruction {self.instruction}: no such file"
@@ -376,6 +349,8 @@ ABOUT: Settings = {"program": "inspo.py", "commit": "unknown", "id": "", "conten
 # Knobs of earlier versions, which a run's config.json may still have, and what there is instead.
 REMOVED = {
     "mini": "counted questions, --mini_batch counts trajectories",
+    "dry_run": "is a program of its own (docs/gpus.md)",
+    "vllm": "is an engine of its own, which --engine names (docs/gpus.md)",
     "max_grad_norm": "is gone: gradients are clipped to a norm of 1 (MAX_GRAD_NORM in grpo.py)",
     "max_rows": "is gone: the torch engine plays 512 rows at once (TorchEngine.max_rows)",
     "offload_reference": "is gone: --lora_rank needs no second model for the reference",
@@ -408,7 +383,7 @@ PRESETS: dict[str, Settings] = {
         model=str(WORLD / "policy"), **list_data(WORLD), optimizer_model="scripted",
         T=80, batch=24, mini_batch=120, lr=1e-3, max_response=48,
         max_observation=100, max_prompt=480, K_p=5, K_e=10, T_e=40, D_B=48, rounds=1, buffer=960, max_instruction=120,
-        eval_every=0, save_every=10, vllm_memory=0.05, threads=2,
+        eval_every=0, save_every=10, vllm_memory=0.05, recompute=0, threads=2,
     ),
     # A chat model and real facts for a machine without a GPU: `make real` fetches it, or the hub gives
     # it.
@@ -417,16 +392,23 @@ PRESETS: dict[str, Settings] = {
         optimizer_model="scripted", T=16, batch=8, mini_batch=40,
         lr=2e-5, max_turns=3, max_response=48, max_observation=112, max_prompt=1024, N_P=4, K_p=4,
         K_e=4, T_e=12, D_B=16, rounds=1, buffer=320, max_instruction=200, eval_every=0, eval_n=100, save_every=4,
-        vllm_memory=0.2,
+        vllm_memory=0.2, recompute=0, gather=1,
     ),
     # Not in the paper: for one GPU of 24 GB, which trains all of the first and LoRA adapters of the
     # second.
-    "qwen2.5-0.5b": dict(model="Qwen/Qwen2.5-0.5B", lr=1e-6, batch=128, mini_batch=320, **NQ_HOTPOTQA),
-    "qwen2.5-1.5b": dict(model="Qwen/Qwen2.5-1.5B", lr=1e-6, batch=128, mini_batch=320, **NQ_HOTPOTQA),
-    # The paper's, which replicate its precision, too.
-    "qwen2.5-3b": dict(model="Qwen/Qwen2.5-3B", dither=0, vllm_memory=0.8, **NQ_HOTPOTQA),
+    "qwen2.5-0.5b": dict(
+        model="Qwen/Qwen2.5-0.5B", lr=1e-6, batch=128, mini_batch=320, recompute=1, gather=1, **NQ_HOTPOTQA,
+    ),
+    "qwen2.5-1.5b": dict(
+        model="Qwen/Qwen2.5-1.5B", lr=1e-6, batch=128, mini_batch=320, recompute=1, gather=1, **NQ_HOTPOTQA,
+    ),
+    # The paper's, which replicate its precision, too; for eight GPUs of 80 GB.
+    "qwen2.5-3b": dict(
+        model="Qwen/Qwen2.5-3B", dither=0, vllm_memory=0.8, recompute=0, micro_tokens=8192, gather=1, **NQ_HOTPOTQA,
+    ),
     "qwen2.5-7b": dict(
-        model="Qwen/Qwen2.5-7B", lr=3e-7, dither=0, max_turns=6, vllm_memory=0.75, **NQ_HOTPOTQA,
+        model="Qwen/Qwen2.5-7B", lr=3e-7, dither=0, max_turns=6, vllm_memory=0.75, recompute=0, micro_tokens=8192,
+        **NQ_HOTPOTQA,
     ),
 }  # fmt: skip
 OPENAI = "https://api.openai.com/v1"
@@ -470,7 +452,8 @@ def parse_flags(argv: list[str] | None = None, kind: type[C] = Config, **changes
     )
     add_flags(parser, kind, PRESETS["world"] | changes, everything="--help_all" in words)
     for name in REMOVED:
-        parser.add_argument(f"--{name}", nargs="?", type=float, const=1.0, help=argparse.SUPPRESS)
+        kind_of = float if name == "mini" else str
+        parser.add_argument(f"--{name}", nargs="?", type=kind_of, const=1, help=argparse.SUPPRESS)
     try:
         return configure(kind, changes, **vars(parser.parse_args(words)))
     except Fault as e:

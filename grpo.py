@@ -183,7 +183,7 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # log-probs under pi_old; None: the policy still is pi_old when it trains the first
-        olds = [None, *map(self.score, minibatches[1:])]
+        olds = [None, *map(self.logprobs, minibatches[1:])]
         total = dict.fromkeys((*SUMS, "tokens"), 0.0)
         gaps = []
         norms = []
@@ -294,7 +294,7 @@ class Learner:
         return size if finite else None
 
     @torch.no_grad()
-    def score(self, minibatch: Batch) -> Array:
+    def logprobs(self, minibatch: Batch) -> Array:
         """Returns log-probs and entropies (2, N) of a mini-batch's action tokens under the present
         policy.
 

@@ -14,13 +14,25 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from config import Config, parse_flags
+from config import (
+    Config,
+    Settings,
+    check_settings,
+    configure,
+    find_endpoint,
+    parse_flags,
+    preset_of,
+)
 from plumbing import stop
-from plumbing.faults import Fault, OptimizerDown, one_line
+from plumbing.faults import Fault, OptimizerDown, one_line, together
+from plumbing.hub import check_model
 from plumbing.servers import Servers
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer
 from reflect import (
@@ -35,8 +47,14 @@ from reflect import (
     reflection_prompt,
 )
 from tasks import Job, Question, Task, Trajectory
-from tasks.task import draw_questions, rng_of, set_rewards
-from training.start import prepare
+from tasks.task import (
+    check_questions,
+    choose_instruction,
+    draw_questions,
+    load_task,
+    rng_of,
+    set_rewards,
+)
 
 PAGE = "extras.page"  # a guest, asked for where a run ends
 Trial = tuple[int | None, str]  # an instruction's id (None: it is not in P) and its text
@@ -316,6 +334,33 @@ class Result(NamedTuple):
     summary: dict[str, Any]
 
 
+def prepare(given: Config | None, settings: Settings) -> tuple[Config, Task]:
+    """Returns the configuration and the task of a run. Raises Fault, in one list what is missing of
+    all that can be known before torch is imported: questions, the task's own needs, the model, the
+    optimizer, the GPU of a large preset."""
+    cfg = (
+        replace(given, **check_settings(type(given), settings)) if given else configure(**settings)
+    )
+    task = load_task(cfg, settings.get("task"))
+    task.instruction = choose_instruction(task)
+
+    def check_gpu() -> None:
+        if preset_of(cfg.model).startswith("qwen"):
+            from engines import choose
+
+            choose.check_gpu(cfg)
+
+    if stop.leads():
+        together(
+            lambda: check_questions(task),
+            task.check,
+            lambda: check_model(cfg.model),
+            lambda: find_endpoint(cfg),
+            check_gpu,
+        )
+    return cfg, task
+
+
 def train(
     cfg: Config | None = None,
     learner: type[Learner] | None = None,
@@ -330,18 +375,20 @@ def train(
     Fault.
 
     `task`, among them, may be a class or an object. `algorithm` runs on rank 0; on the others None
-    is returned, as it is for `dry_run`. A program passes `stop.listening`, so that signals stop it;
-    a caller's process keeps its handlers.
+    is returned. A program passes `stop.listening`, so that signals stop it; a caller's process keeps
+    its handlers.
     """
-    started = prepare(cfg, settings)
-    if not started:
-        return None
+    began = time.perf_counter()
+    cfg, task = prepare(cfg, settings)
+    # in a thread: an interrupt would leave half of torch imported, and no later call could train
+    with ThreadPoolExecutor(1) as importer:
+        importer.submit(importlib.import_module, "training.policy").result()
     from log import Log
     from run import Checkpoints, open_run
-    from training.policy import Policy, follow
+    from training.policy import Policy, choose_for_machine, follow
 
     # `fitted`: cfg with what this machine decides, such as the engine
-    began, cfg, fitted, task, ranks = started
+    cfg, fitted, ranks = choose_for_machine(cfg, task)
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:
             follow(ranks, task, learner)

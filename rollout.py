@@ -126,7 +126,7 @@ def rollout(
         for job in jobs[first : first + at_once]:
             prompt = encode_prompt(job.instruction, job.question)
             episodes.append(Episode(task, form, job, prompt, cfg))
-        engine.begin(seed + first)
+        engine.reset(seed + first)
         for _ in play(engine, task, episodes, cfg.max_response, temperature):
             ended += 1
             progress(ended)

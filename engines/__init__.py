@@ -29,7 +29,7 @@ Turns = Iterator[FinishedTurn]  # as they finish
 class Engine(Protocol):
     """Samples turns from the policy.
 
-    A row is one trajectory in the making, named by a key of the caller's choice; `begin` starts a
+    A row is one trajectory in the making, named by a key of the caller's choice; `reset` starts a
     batch of rows, and each `generate` starts further turns in it. All contexts and turns are token
     ids. Errors are EngineFault.
     """
@@ -38,7 +38,7 @@ class Engine(Protocol):
     # samples depend on which rows are generated together: start all turns of a round in one call
     lockstep: bool
 
-    def begin(self, seed: int) -> None:
+    def reset(self, seed: int) -> None:
         """Forgets all rows, even unfinished ones, and seeds the samples that follow."""
 
     def generate(self, contexts: Contexts, max_new: int, temperature: float) -> Turns:

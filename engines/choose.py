@@ -21,6 +21,15 @@ def device_of(cfg: EngineKnobs) -> str:
     return device
 
 
+def check_gpu(cfg: Config) -> None:
+    """Raises Fault if a CPU that the user did not ask for would have to train a large preset."""
+    if not cfg.device and device_of(cfg) == "cpu":
+        raise Fault(
+            f"--model {cfg.model}: torch {torch.__version__} finds no CUDA device; fix that, or take weeks with"
+            " --device cpu"
+        )
+
+
 def explain_too_old(device: str) -> str:
     """Says why a GPU cannot compute in bfloat16; "" if it can. (torch's is_bf16_supported also
     counts emulation.)"""
@@ -49,9 +58,9 @@ def dtype_of(cfg: Config, device: str) -> str:
 
 
 def choose_engine(cfg: EngineKnobs, device: str) -> str:
-    """Returns "vllm" or "torch"."""
-    if cfg.engine == "torch":
-        return "torch"
+    """Returns "vllm" or "torch", or the engine's module:Class."""
+    if cfg.engine == "torch" or ":" in cfg.engine:
+        return cfg.engine
     if cfg.engine == "auto" and (device == "cpu" or not vllm_version()):
         return "torch"
     # vLLM would sample in float16, which is not what the trainer computes

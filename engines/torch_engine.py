@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engines import Contexts, FinishedTurn, Turns, watch_ends
-from models.model import Weights, logit_scale, make_head
+from models.model import Weights, make_head
 
 
 class RowCache:
@@ -21,7 +21,7 @@ class RowCache:
 
     A row holds one context, each token in the column of its position. Or M contexts with the same
     prompt share a row: the prompt stands once, and after it a token of each in turn, so that
-    attention reads a prompt's keys only once.
+    attention reads a prompt's keys only once. Slot b M + m is context m of row b.
     """
 
     is_initialized = True  # HRM asks whether the cache is still empty, where a prefix may stand
@@ -34,7 +34,7 @@ class RowCache:
         """
         # layer -> keys and values (B, heads, width, dim)
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-        # where the next `update` writes: (B, 1) and (B, T)
+        # where the layers of the next forward pass write: rows (B, 1) and columns (B, T)
         self.rows = self.columns = torch.empty(0)
         self.width = 0  # columns in use
         self.M, self.shared = M, shared
@@ -61,8 +61,7 @@ class RowCache:
         return 0  # the model gets positions and mask explicitly
 
     def place(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Returns the columns (n, T) of tokens at positions, (n, T) or (T,), of n slots;
-        slot b M + m is context m of row b."""
+        """Returns the columns (n, T) of tokens at positions, (n, T) or (T,), of n slots."""
         shared = self.shared[slots // self.M, None]
         behind = positions - shared
         return torch.where(
@@ -115,13 +114,12 @@ class TorchEngine:
         self.ended = watch_ends(tokenizer, stop)
         self.device = next(model.parameters()).device
         self.head = make_head(model)
-        self.scale = logit_scale(model.config)
-        self.begin(0)
+        self.reset(0)
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
         """As Engine; an engine that shares the trainer's model needs no `load`."""
-        self.begin(0)
+        self.reset(0)
         state = self.model.state_dict()
         for name, tensor in weights:
             state[name].copy_(tensor)
@@ -129,11 +127,11 @@ class TorchEngine:
 
     def sleep(self) -> None:
         """Drops the cached keys and values."""
-        self.begin(0)
+        self.reset(0)
 
     close = sleep
 
-    def begin(self, seed: int) -> None:
+    def reset(self, seed: int) -> None:
         """As Engine; the samples that follow depend on nothing but `seed` and the calls."""
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.cache = RowCache(torch.zeros(0))
@@ -150,17 +148,17 @@ class TorchEngine:
         self.model.eval()
         h = self._prefill(contexts, max_new)  # (B, H)
 
-        # Each slot of `self.cache` is a row of the batch. Later the batch has fewer rows, in a
-        # `cache` of its own, and `slots` says whose they are.
+        # A turn for each slot of `self.cache`. While the batch shrinks, `cache` holds the rows that
+        # it still has, and `slots` whose they are: row k's is slots[k].
         cache = self.cache
         slots = torch.arange(len(self.order), device=self.device)
         turns = [FinishedTurn(key, [], []) for key in self.order]
         finished = set()  # slots
-        # tokens of each row's context before the turn, and so far
+        # tokens of each context before the turn (by slot), and so far (by row)
         starts = lengths = self._tensor([len(contexts[key]) for key in self.order])
         capacity = int(starts.max()) + max_new
         while True:
-            # a token for each slot; one that has finished is computed, but ignored
+            # the next token of each row; what a finished one samples is ignored
             sampled, logp = self._sample(h, temperature)
             unfinished = []  # rows
             samples = zip(slots.tolist(), sampled.tolist(), logp.tolist(), strict=True)
@@ -172,15 +170,16 @@ class TorchEngine:
                 turn.logps.append(lp)
                 if self.ended(turn.ids) or len(turn.ids) == max_new:
                     finished.add(slot)
+                    # all but the last token, which no forward pass has seen
                     self.cached[turn.key] = int(lengths[row])
                     yield turn
                 else:
                     unfinished.append(row)
 
-            # once half of the batch has finished it goes on without them
+            # Once half of the rows have finished, the batch goes on without them: their keys and
+            # values return to `self.cache`, for the next turn.
             if 2 * len(unfinished) <= len(lengths):
-                if cache is not self.cache:  # from which the next turn starts
-                    # all sampled tokens but the last, which is in no cache yet
+                if cache is not self.cache:
                     longest = max(len(turn.ids) for turn in turns)
                     added = torch.arange(longest - 1, device=self.device)
                     self.cache.write(slots, cache, starts[slots, None] + added)
@@ -218,8 +217,8 @@ class TorchEngine:
         self.cache = RowCache(torch.zeros_like(lengths))
         h = self._extend([0] * len(prompts), prompts)[prompt_of]
 
-        # groups of one size, one after the other, share a prompt's row, unless what they add may
-        # be longer
+        # M contexts share a prompt's row where all groups have that size and stand one after the
+        # other, and where their turns may not become longer than the prompts
         M = len(prompt_of) // len(prompts)
         if room > longest or prompt_of.tolist() != [k // M for k in range(len(prompt_of))]:
             M = 1
@@ -247,7 +246,7 @@ class TorchEngine:
         slots = torch.arange(len(ids) * cache.M, device=self.device)
         cache.columns = cache.place(slots, positions.view(len(slots), -1)).view_as(positions)
         cache.width = int(cache.columns.max()) + 1
-        # (B, T, width)
+        # a token attends to the columns up to its own that are its context's: (B, T, width)
         causal = torch.arange(cache.width, device=self.device) <= cache.columns[:, :, None]
         mask = causal & cache.readable[:, :, : cache.width]
         out = self.model.base_model(
@@ -261,7 +260,7 @@ class TorchEngine:
 
     def _sample(self, h: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Returns next tokens (B,) and their log-probabilities (B,) from hidden states (B, H)."""
-        logps = F.log_softmax(self.head(h) / ((temperature or 1.0) / self.scale), dim=-1)
+        logps = F.log_softmax(self.head(h) / (temperature or 1.0), dim=-1)
         if temperature:
             # One uniform number a row, inverted through the CDF: multinomial draws one per word of
             # the vocabulary.

@@ -1,7 +1,7 @@
 """vLLM inside the training process.
 
-Every rank has its own `VllmEngine`. It receives the policy's weights tensor by tensor and then
-proves that it computes with them. Turns may be added while others run (`lockstep` is False).
+Every rank has its own `VllmEngine`. It receives the policy's weights tensor by tensor; the first
+time it proves that it computes with them. Turns may be added while others run (`lockstep` is False).
 """
 
 import gc
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines import Contexts, FinishedTurn, Turns, watch_ends
-from models.model import Weights, load_config, logit_scale
+from models.model import Weights, load_config
 from plumbing.faults import EngineFault, Fault
 from plumbing.stop import count_ranks
 from plumbing.versions import versions
@@ -75,13 +75,14 @@ class VllmEngine:
             self.core = InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=False)
         torch.set_num_threads = set_num_threads
         self.dtype, self.cuda = vllm_config.model_config.dtype, torch.cuda.is_available()
-        self.ended, self.scale = watch_ends(tokenizer, stop), logit_scale(config)
+        self.ended = watch_ends(tokenizer, stop)
         self.requests = itertools.count()
         self.turns: dict[str, FinishedTurn] = {}  # those that are not finished yet, by request
+        self.proven = False  # whether weights have been found to arrive
         self.asleep = 0  # bytes that it gives back asleep: torch goes on counting them
-        self.begin(0)
+        self.reset(0)
 
-    def begin(self, seed: int) -> None:
+    def reset(self, seed: int) -> None:
         """As Engine. On CUDA a row draws by `seed` and its context alone, though the rows that run
         together round its log-probs, and so may change a draw; on the CPU they also share its
         random numbers."""
@@ -146,7 +147,7 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """As Engine: frees weights and KV cache on a GPU; the CPU has no sleep mode."""
-        self.begin(self.seed)
+        self.reset(self.seed)
         if self.cuda:
             from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -156,20 +157,19 @@ class VllmEngine:
     def load(self, weights: Weights) -> None:
         """As Engine; a tied head comes with the embedding.
 
-        Raises EngineFault, naming the first of them, unless the engine's layers compute with all
-        these weights.
+        At its first call it raises EngineFault, naming the first of them, unless the engine's layers
+        compute with all these weights.
         """
-        self.begin(self.seed)
+        self.reset(self.seed)
         asleep = self.core.is_sleeping()
         if asleep:
             self.wake("weights")
         [model] = self.core.collective_rpc("get_model")
         with torch.no_grad():
-            proof = Proof(self.dtype, self.scale)
+            proof = Proof(self.dtype)
+            sent = weights if self.proven else proof.record(weights)
             try:
-                self.core.collective_rpc(
-                    "reload_weights", kwargs={"weights_iterator": proof.record(weights)}
-                )
+                self.core.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
             except (ValueError, LookupError, AssertionError) as e:  # of the family's own loader
                 why = " ".join(str(e).split())[:200]
                 raise EngineFault(
@@ -180,7 +180,9 @@ class VllmEngine:
             self.wake("kv_cache")
         if not self.core.reset_prefix_cache():
             raise EngineFault("vLLM could not drop the prefix cache of the old weights")
-        proof.check(model)
+        if not self.proven:
+            proof.check(model)
+        self.proven = True
 
     def wake(self, part: str) -> None:
         """Takes back the memory of "weights" or "kv_cache"; raises torch's OutOfMemoryError where
@@ -271,11 +273,11 @@ class Proof:
 
     Unit vectors pushed through a layer return columns of its weight without rounding, whatever the
     kernel; so even in bfloat16, one small update makes a difference. Comparing parameters would
-    prove nothing: kernels may compute with packed copies. `scale`: the family's `logit_scale`.
+    prove nothing: kernels may compute with packed copies.
     """
 
-    def __init__(self, dtype: torch.dtype, scale: float = 1.0):
-        self.dtype, self.scale = dtype, scale
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
         # name -> [some columns, some rows] of a matrix, or [a vector]
         self.sent: dict[str, list[Tensor]] = {}
 
@@ -339,7 +341,7 @@ class Proof:
         if head in self.sent:
             columns, rows = self.sent[head]
             logits = model.compute_logits(unit_vectors(rows.shape[1], self.dtype, device))
-            require_equal("lm_head.weight", columns * self.scale, logits)
+            require_equal("lm_head.weight", columns, logits)
             unproven.pop(head, None)
         for name in unproven:  # renamed, split or packed in an unknown way
             raise EngineFault(f"{name} was sent and not found in the engine; take --engine torch")

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,14 @@ from plumbing.trust import check_origin
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
 from tasks.search_qa import SearchQA
-from tasks.task import choose_instruction, compute_metrics, load_task, read_instruction, set_rewards
+from tasks.task import (
+    choose_instruction,
+    compute_metrics,
+    import_named,
+    load_task,
+    read_instruction,
+    set_rewards,
+)
 
 # Flags of inspo.py that matter here; a run's own values are the defaults. The second half changes
 # no result.
@@ -37,7 +43,6 @@ class Subject:
     weights: str  # directory, hub id or URL
     cfg: Config
     I_star: str = ""  # "" if it has none
-    served: str = ""  # at a URL the model to ask; "": the only one there
     run: Path | None = None  # whose config.json it is
 
     def configure(self, given: Mapping[str, Any], names: Collection[str], **knobs: Any) -> Config:
@@ -53,16 +58,16 @@ class Subject:
         return cfg
 
 
-def find_subject(what: str, served: str = "") -> Subject:
+def find_subject(what: str) -> Subject:
     """Finds what a command line names; Fault for a run that has not finished.
 
     `what`: directory of a run, or of a checkpoint that export.py put there; a preset (world);
-    another Hugging Face directory or id; or a URL, where `served` is the model to ask.
+    another Hugging Face directory or id; or the URL of a server.
     """
     # an endpoint, or a preset
     if "://" in what:
         name = without_secrets(what).split("//")[1].split("/")[0].replace(":", "-")
-        return Subject(name, what, Config(), served=served)
+        return Subject(name, what, Config())
     if what in PRESETS:
         return Subject(what, PRESETS[what]["model"], Config(**PRESETS[what]))
     # a model of the hub, or a directory
@@ -238,16 +243,14 @@ def open_agent(
 
 
 def open_endpoint(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Any, Any]:
-    """Opens the chat endpoint at a URL, with its tokenizer of words."""
-    from engines.chat_engine import ChatEngine, Words
-
-    if cfg.format != "tags":
+    """Opens the server at a URL by the engine that --engine names, which has its tokenizer."""
+    if ":" not in cfg.engine:
         raise Fault(
-            f"--format {cfg.format}: a chat endpoint renders its own template; give the model's directory"
+            f"{without_secrets(chosen.weights)}: name its engine, --engine module:Class (docs/gpus.md)"
         )
-    words = Words()
-    key = os.environ.get("OPENAI_API_KEY", "").strip()
-    return ChatEngine(chosen.weights, chosen.served, words, stop, api_key=key), words
+    kind = import_named(f"--engine {cfg.engine}", cfg.engine, "class")
+    engine = kind(replace(cfg, model=chosen.weights), None, stop)
+    return engine, engine.tokenizer
 
 
 def open_model(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Engine, Any]:

@@ -3,11 +3,10 @@ file; compare agents.
 
     python evaluate.py runs/NAME                                               # a run under its I_star
     python evaluate.py Qwen/Qwen2.5-3B --data nq hotpotqa --retriever http://127.0.0.1:8000
-    python evaluate.py http://127.0.0.1:8001/v1 --data my.jsonl --corpus passages.jsonl
     python evaluate.py --compare runs/evaluation/A runs/evaluation/B           # seeds of one arm: A0,A1,A2 B0,B1,B2
 
 WHAT is a run, a checkpoint that export.py wrote, a Hugging Face directory or id, a preset, or the
-URL of an OpenAI-compatible chat endpoint (OPENAI_API_KEY). Greedy unless --temperature says
+URL of a server whose engine --engine names (docs/gpus.md). Greedy unless --temperature says
 otherwise. --out, a new folder, gets summary.json, table.md and results.jsonl, one line per
 question. Options that a model at a URL refuses (temperature, stop, seed, max_tokens) are left out,
 and named; a conversation that its server refuses counts as wrong, with "length" or "refused" as its
@@ -32,7 +31,6 @@ PLAYER: dict[str, tuple[Any, str]] = {
     "seed": (0, "of what is sampled"),
     "temperature": (0.0, "0 is greedy"),
     "instruction": ("", "file; default: I_star for inspo, else the run's first one or the task's"),
-    "served_model": ("", "model of a URL; default: the only one that it serves"),
 }
 
 

@@ -42,7 +42,7 @@ SHARES = {"em": "EM", "f1": "F1"}  # metrics that lie between 0 and 1, as they a
 def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> None:
     """Evaluates as the flags say, writes --out and prints its table."""
     # who plays which questions
-    chosen = find_subject(args.what, args.served_model)
+    chosen = find_subject(args.what)
     name = args.method or infer_method(chosen, methods)
     method = methods[name]
     task = load_task(chosen.configure(vars(args), (*PLAYED, *SERVED), **method.knobs))

@@ -44,11 +44,7 @@ class ColdStartConfig(SupervisedConfig):
     demos: str = knob("", "demonstrations to learn, .jsonl: a conversation a line")
 
     def find_fault(self) -> str:
-        return (
-            ""
-            if self.demos or self.dry_run
-            else "--demos is missing: give a .jsonl of conversations"
-        )
+        return "" if self.demos else "--demos is missing: give a .jsonl of conversations"
 
 
 def config_of(argv: list[str] | None = None) -> ColdStartConfig:
@@ -207,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
     demos: dict[int, Trajectory] = {}
     with one_line():
         # before anything large is loaded
-        if not cfg.dry_run and os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0":
             task = load_task(cfg)
             demos = read_demonstrations(
                 cfg, task, load_tokenizer(cfg.model, task.make_format().stop_strings())

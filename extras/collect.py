@@ -1,7 +1,8 @@
 """Demonstrations for a cold start, taken from trajectories with a good reward (docs/cold_start.md).
 
     python extras/collect.py runs/NAME --out demos.jsonl        # those of a training run
-    python extras/collect.py http://127.0.0.1:8001/v1 --train train.jsonl --corpus passages.jsonl --out demos.jsonl
+    python extras/collect.py http://127.0.0.1:8001/v1 --engine extras.engines.chat:ChatEngine --train train.jsonl \\
+        --corpus passages.jsonl --out demos.jsonl
 
 WHAT is a run, whose training rollouts are read, or what evaluate.py can play: the URL of an
 OpenAI-compatible chat endpoint (OPENAI_API_KEY), a preset, a Hugging Face directory or id; it is
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from config import read_config
-from engines.chat_engine import Words
 from evaluation.agents import (
     PLAYED,
     SERVED,
@@ -34,6 +34,7 @@ from evaluation.agents import (
 from evaluation.command import add_player_flags
 from extras.bench.harness import parser_of
 from extras.cold_start import conversation, cut_at_stop
+from extras.engines.chat import Words
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.files import read_jsonl
@@ -101,7 +102,7 @@ def read(run: Path, args: argparse.Namespace) -> Iterator[Played]:
 def play(args: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[Played]:
     """Yields what WHAT plays of the training questions, without those that are `done` under its
     instruction."""
-    chosen = find_subject(args.what, args.served_model)
+    chosen = find_subject(args.what)
     task = load_task(chosen.configure(vars(args), KNOBS))
     instruction = instruction_of(chosen, task, Method(), args.instruction)
     chunk = take_subset(task.questions("train"), args.n, args.seed)

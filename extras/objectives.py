@@ -148,7 +148,7 @@ class ObjectiveLearner(Learner):
         return super().update(t, minibatches)
 
     def terms(self, minibatch: list[Trajectory], old: Array | None) -> Terms:
-        o, score = OBJECTIVES[self.cfg.objective], partial(self.score, minibatch)
+        o, score = OBJECTIVES[self.cfg.objective], partial(self.logprobs, minibatch)
         b = Batch(minibatch, self.limit, old=old, score=score, step=self.whole_step)
         w = o.weight(b, o.select(b))
         terms = super().terms(minibatch, old) | {"adv": b.A, "token_weight": w} | o.columns(b, w)

@@ -166,7 +166,7 @@ def mean_logp(policy: Policy, taus: list[Trajectory]) -> float:
     """Averages the log-probability of the demonstrations' learned tokens under the present policy,
     in nats."""
     policy.sleep()  # as for an update
-    return float(policy.learner.score(taus)[0].mean())
+    return float(policy.learner.logprobs(taus)[0].mean())
 
 
 # ---- the cold start (extras/cold_start.py)

@@ -153,7 +153,7 @@ def _(right_again, right_rho):
         return tau
 
     _engine = TorchEngine(model, tokenizer, ("</search>",))
-    _engine.begin(0)
+    _engine.reset(0)
     sampled = [played(ids, logps) for _, ids, logps, _ in _engine.generate(dict.fromkeys(range(400), prompt), 40, 1.0)]
     _ids = [again(tokenizer, tau.ids)[len(prompt) :] for tau in sampled]
     encoded = [played(ids, [0.0] * len(ids)) for ids in _ids]

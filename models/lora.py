@@ -10,7 +10,6 @@ rounded up. Averaged over places every step arrives, and with B = 0 the policy i
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,8 +91,7 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> A
     returns it.
 
     A is random and B zero, so that the model computes what it did before. With `rank` 0 it adds
-    none. Unless it `dithers`, a merged weight is rounded. Raises Fault where no layer takes
-    adapters of this rank.
+    none. Unless it `dithers`, a merged weight is rounded. Raises Fault where no layer takes adapters.
     """
     if not rank:
         return model
@@ -103,12 +101,8 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> A
         for layer in model.modules()
         if type(layer) in (nn.Linear, Linear) and layer is not head
     ]
-    widest = max((max(layer.weight.shape) for layer in plain), default=0)
-    if rank > widest:
-        remedy = "choose a lower rank" if widest else "train all its weights"
-        raise Fault(
-            f"--lora_rank {rank}: no linear layer of the model is wider than {widest}; {remedy}"
-        )
+    if not plain:
+        raise Fault(f"--lora_rank {rank}: the model has no linear layer; train all its weights")
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     for layer in plain:
@@ -139,25 +133,6 @@ def layers(model: Any) -> dict[str, LoRALinear]:
     }
 
 
-def coverage(model: Any) -> str:
-    """Returns in words what has adapters: in a mixture of experts, which are no linear layers,
-    attention alone."""
-    adapted, frozen = layers(model), set()
-    covered = total = 0
-    for name, p in model.named_parameters():
-        in_layer = re.match(r".*\.\d+\.", name)  # a layer has a number
-        if p.ndim < 2 or is_adapter(name):
-            continue
-        if name in adapted:
-            covered += p.numel()
-            total += p.numel()
-        elif in_layer:
-            frozen.add(name[in_layer.end() :])
-            total += p.numel()
-    rest = f" (not on {', '.join(sorted(frozen))})" if frozen else ""
-    return f"LoRA on {covered / total:.0%} of the layers' weights{rest}"
-
-
 @contextlib.contextmanager
 def off(model: Any) -> Iterator[None]:
     """Makes a policy compute as its first version, which it does exactly; a model without adapters
@@ -173,17 +148,10 @@ def off(model: Any) -> Iterator[None]:
 
 def export(model: Any, alpha: int, base: str, path: Path) -> None:
     """Writes a model's adapters to a directory, for peft to load on top of `base`, a path or hub
-    id. Raises Fault where peft would drop some."""
+    id."""
     from safetensors.torch import save_file
 
-    # beside experts it takes every layer with such a name for one of them
     adapted = layers(model)
-    taken = [name for name in adapted if re.search(r"\.(gate|up|down)_proj\.", name)]
-    if taken and any(".experts." in name for name, _ in model.named_parameters()):
-        raise Fault(
-            f"--adapters: peft would drop that of {taken[0]}, since the model has experts; leave --adapters out,"
-            " for the merged weights"
-        )
     rank = len(next(iter(adapted.values())).lora_A)
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "inference_mode": True,

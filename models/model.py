@@ -31,21 +31,7 @@ from models.packing import Packing, packed_attention
 from plumbing.chat import apply_template, turn_ends
 from plumbing.faults import Fault, first_line
 from plumbing.hub import check_model
-from plumbing.outside import match_markup
 
-# how a family's config.json names the constant in its logits, and the power in which it enters
-LOGIT_SCALES = {
-    "cohere": ("logit_scale", 1),
-    "granite": ("logits_scaling", -1),
-    "hyperclovax": ("logits_scaling", 1),
-}
-
-# what an error of transformers that contains this means
-REMEDIES = {
-    "trust_remote_code": "it needs code of its own (auto_map), which is never run; choose another model",
-    "'packed'": "its attention cannot be replaced by ours; choose a model of another family",
-    "deserializing header": "its weights are incomplete; fetch them again (a git clone needs git lfs pull)",
-}
 TAGS = "<think> a </think> <answer> a </answer> <search> a </search> <information> a </information> <x> a </x>"
 Weights = Iterator[tuple[str, Tensor]]  # (Hugging Face name, whole tensor)
 PART = 2**18  # weights that are dithered at a time: they stay in a CPU's cache
@@ -62,7 +48,7 @@ def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
     rows = load_config(path).get_text_config().vocab_size
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        turn_ends(tokenizer)
+        ends = turn_ends(tokenizer)
     except Exception as e:  # a damaged directory can raise anything
         raise _unloadable(path, "tokenizer", e) from e
     if not tokenizer.chat_template:
@@ -79,13 +65,8 @@ def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
     long = "Which lake is the deepest? " * 1000
     asked = [{"role": "user", "content": f"{long} {TAGS} {' '.join(stop)} {long}"}]
     ids = tokenizer(apply_template(tokenizer, asked), add_special_tokens=False)["input_ids"]
-    # Gemma 3's mark of an image has no row: outside text cannot spell it, and no prompt has it
-    written = {*ids, *turn_ends(tokenizer)}
-    for token, i in tokenizer.get_vocab().items():
-        if i >= rows and (i in written or not match_markup(tokenizer).fullmatch(token)):
-            raise Fault(
-                f"--model {path}: its tokenizer has {token!r} as token {i} and its model {rows}: use the model's own"
-            )
+    if max(*ids, *ends) >= rows:
+        raise Fault(f"--model {path}: its tokenizer has more tokens than it ({rows}): use its own")
     return tokenizer
 
 
@@ -106,17 +87,14 @@ def load_config(path: str, longest: int = 0) -> Any:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as e:  # a damaged directory can raise anything
         raise _unloadable(path, "causal LM", e) from e
-    text = config.get_text_config()
-    bits = (config.dtype or torch.float32).itemsize * 8
-    if getattr(config, "quantization_config", None) or bits < 16:  # an export would carry it, too
+    if getattr(config, "quantization_config", None):  # an export would carry it, too
         raise Fault(f"--model {path}: its weights are quantized; choose the model in bfloat16")
-    places = getattr(text, "max_position_embeddings", None)
-    if places and longest > places:
+    text = config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None)
+    if most and longest > most:
         raise Fault(
-            f"--model {path}: it ends at {places} tokens; lower --max_prompt + --max_response, which are {longest}"
+            f"--model {path}: it ends at {most} tokens; lower --max_prompt + --max_response, which are {longest}"
         )
-    # nobody reads what these add to a forward pass, and an export could not write them
-    config.update({"output_attentions": False, "output_hidden_states": False, "return_dict": True})
     for name, value in list(vars(text).items()):
         if isinstance(value, float) and re.search("drop|jitter", name):
             setattr(text, name, 0.0)
@@ -129,10 +107,10 @@ def load_model(path: str, longest: int = 0) -> Any:
 
     `longest`: tokens of the longest sequence; 0: as many as the model takes.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM
 
+    AttentionInterface.register("packed", packed_attention)
     config = load_config(path)
-    described = {name for name, _ in skeleton(config).named_parameters()}
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path,
@@ -140,64 +118,84 @@ def load_model(path: str, longest: int = 0) -> Any:
             dtype=torch.float32,
             attn_implementation="packed",
             output_loading_info=True,
-            ignore_mismatched_sizes=True,
             trust_remote_code=False,
         )
     except Exception as e:  # a damaged directory can raise anything
         raise _unloadable(path, "causal LM", e) from e
-    _check_weights(path, model, loaded)
-    if odd := described ^ dict(model.named_parameters()).keys():
-        raise Fault(
-            f"--model {path}: its config.json (tie_word_embeddings = {config.tie_word_embeddings}) and its weights"
-            f" disagree about {min(odd)}: correct one of them"
-        )
+    # transformers fills what is missing with random numbers
+    for what in ("missing", "unexpected"):
+        if names := loaded[f"{what}_keys"]:
+            raise Fault(
+                f"--model {path}: weights are {what} ({len(names)}, {min(names)}); use a complete copy"
+            )
     # Memory-mapped weights may be unaligned, and the CPU then rounds matmuls differently. Copy
     # them, so that resumed runs are bit-identical.
     for p in model.parameters():
         p.data = p.data.clone()
     speed_up(model)
     model.forward_packed = MethodType(forward_packed, model)
-    _check_forward(path, model, longest)
+    longest = longest or getattr(config.get_text_config(), "max_position_embeddings", 0) or 1
+    try:
+        reason = probe(model, longest)
+    except Exception as e:  # a family's code that cannot be called as `forward_packed` does
+        reason = f"its forward pass fails ({type(e).__name__}: {first_line(e)})"
+    if reason:
+        raise Fault(f"--model {path}: {reason}")
     return model
 
 
-def _check_weights(path: str, model: Any, loaded: dict) -> None:
-    """Raises Fault where weights are not those of a whole model: transformers fills what is missing
-    with random numbers, and reads integers without their scales."""
-    wrong = {what: loaded[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched")}
-    named = list(model.named_parameters())
-    wrong["not finite"] = [name for name, p in named if not p.isfinite().all()]
-    wrong["whole numbers"] = [  # ones and zeros may be somebody's own
-        name for name, p in named if p.ndim > 1 and p.abs().max() > 1 and p.equal(p.round())
-    ]
-    for what, names in wrong.items():
-        if names:
-            raise Fault(
-                f"--model {path}: weights are {what} ({len(names)}, {min(map(str, names))}); use a complete copy"
+@torch.no_grad()
+def probe(model: Any, longest: int) -> str:
+    """Returns why `forward_packed` would be wrong for this model, "" if it is right.
+
+    The model's own logits of two short sequences, each alone, have to be its head's weight times its
+    hidden states; and these have to be the same in training, when both sequences are packed into
+    one row with the last token of a sequence of `longest`.
+    """
+    head, states = model.get_output_embeddings(), list[Tensor]()
+
+    def magnify(module: Any, args: Any, output: Any) -> Any:
+        """Adds the same states at a size that makes logits of up to 1000: a soft cap hardly bends
+        small ones."""
+        h = output.last_hidden_state
+        states.append(h[0])
+        output.last_hidden_state = torch.cat([h, 1000 / head(h).abs().max() * h], dim=1)
+        return output
+
+    # alone, with eager attention, every family's reference: it knows soft caps and sinks
+    last = len(model.get_input_embeddings().weight) - 1
+    sequences = torch.linspace(0, last, 11).long().split([4, 7])
+    hook = model.base_model.register_forward_hook(magnify)
+    model.set_attn_implementation("eager")
+    logits = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences]
+    model.set_attn_implementation("packed")
+    hook.remove()
+    for h, own in zip(states, logits, strict=True):
+        small, large = own.chunk(2)
+        wanted = h @ head.weight.T
+        factor = 1000 / wanted.abs().max()
+        if not (_close(small, wanted) and _close(large, factor * wanted)):
+            return (
+                "its logits are not its hidden states times its head's weight, as the loss takes them:"
+                " they have a constant, a bias or a soft cap"
             )
 
+    # packed
+    row, packing = torch.cat([*sequences, sequences[0][:1]]), Packing([*map(len, sequences), 1])
+    packing.positions[-1] = longest - 1
+    packed = hidden_states(model.train(), row, packing)[:-1]
+    model.eval()
+    if _close(packed, torch.cat(states)):
+        return ""
+    return (
+        f"packed sequences change its hidden states: {model.config.model_type} has more than causal"
+        " attention, or positions that depend on the longest sequence"
+    )
 
-def _check_forward(path: str, model: Any, longest: int) -> None:
-    """Raises Fault where `_unsupported` finds a reason, or the model's code cannot be called."""
-    text = model.config.get_text_config()
-    longest = longest or getattr(text, "max_position_embeddings", 0) or 1
-    windows = [
-        (part, part.sliding_window)
-        for part in (text, *model.modules())
-        if getattr(part, "sliding_window", None)
-    ]
-    try:
-        for part, _ in windows:  # so that a few tokens show what they do
-            part.sliding_window = 3
-        reason = _unsupported(model, longest)
-    except Exception as e:  # a family's code that cannot be called as `forward_packed` does
-        reason = f"its forward pass fails ({type(e).__name__}: {first_line(e)})"
-    finally:
-        for part, window in windows:
-            part.sliding_window = window
-        model.eval()
-    if reason:
-        raise Fault(f"--model {path}: {reason}")
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Returns whether a equals b to 0.1 % of the largest entry; False where either has a NaN."""
+    return bool((a - b).abs().max() <= 1e-3 * b.abs().max())
 
 
 def load_policy(path: str, stop: tuple[str, ...] = (), longest: int = 0) -> tuple[Any, Any]:
@@ -208,119 +206,14 @@ def load_policy(path: str, stop: tuple[str, ...] = (), longest: int = 0) -> tupl
     return load_model(path, longest), tokenizer
 
 
-def logit_scale(config: Any) -> float:
-    """Returns s of a family whose logits are s * hidden @ head.T; 1.0 for most.
-
-    `load_model` compares it with the logits of the weights, so a family that is missing here is
-    refused.
-    """
-    config = config.get_text_config()
-    for family, (name, power) in LOGIT_SCALES.items():
-        if config.model_type.startswith(family):
-            return float(getattr(config, name, None) or 1.0) ** power
-    return 1.0
-
-
 def make_head(model: Any) -> Callable[[Tensor], Tensor]:
-    """Returns the head for sampling: hidden (N, d) -> float32 logits (N, V), before `logit_scale`.
+    """Returns the head for sampling: hidden (N, d) -> float32 logits (N, V).
 
     Rounded to bf16, log-probs would be off by 0.012 nat on average. A GPU sums bf16 products in
     float32; elsewhere the weight itself is widened, here once and not for every token.
     """
     weight = model.get_output_embeddings().weight.detach()
     return partial(head_logits, weight=weight if weight.is_cuda else weight.float())
-
-
-@torch.no_grad()
-def _unsupported(model: Any, longest: int) -> str:
-    """Returns why `forward_packed` would be wrong for this model, as running it on two short
-    sequences shows; "" if it is right.
-
-    The model's own logits have to be `logit_scale` times its head's output, and its hidden states
-    have to be the same in training, when both sequences are packed into one row with the last token
-    of a sequence of `longest`.
-    """
-    # what nothing has to run for
-    head = model.get_output_embeddings()
-    if head is None:
-        return "it has no head"
-    if getattr(head, "bias", None) is not None:
-        return "its head has a bias, which the loss does not know"
-    if model.config.model_type == "phimoe":  # where their scores are close, which a few tokens miss
-        return "it draws its experts at random in training"
-
-    # its logits
-    last = len(model.get_input_embeddings().weight) - 1
-    sequences = torch.linspace(0, last, 11).long().split([4, 7])
-    states, logits = _run_alone(model, sequences)
-    scale = logit_scale(model.config)
-    for h, own in zip(states, logits, strict=True):
-        wanted = head(h)
-        if not wanted.isfinite().all():
-            return "its logits are not finite, since its weights are too large"
-        if not h.any():
-            return "its hidden states are all zero"
-        for z, x in zip(own.chunk(2), wanted.chunk(2), strict=True):
-            if not _close(z, scale * x):
-                return (
-                    f"its logits are not {scale:.4g} times its head's output, as the loss takes them:"
-                    " they have a soft cap, or a constant that is not known here"
-                )
-
-    # its hidden states
-    return _differ_packed(model, sequences, states, longest)
-
-
-def _run_alone(model: Any, sequences: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns each sequence's hidden states (2 T, H) and the model's own logits (2 T, V), with
-    eager attention, every family's reference: it knows soft caps and sinks.
-
-    The second half are the same states magnified to logits of up to 1000: a soft cap hardly bends
-    small ones.
-    """
-    head, scale = model.get_output_embeddings(), logit_scale(model.config)
-    states: list[Tensor] = []
-
-    def magnify(module: Any, args: Any, output: Any) -> Any:
-        h = output.last_hidden_state
-        factor = 1000 / (scale * head(h)).abs().max().clamp(min=1e-6)
-        output.last_hidden_state = torch.cat([h, h * factor], dim=1)
-        states.append(output.last_hidden_state[0])
-        return output
-
-    hook = model.base_model.register_forward_hook(magnify)
-    model.set_attn_implementation("eager")
-    try:
-        logits = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences]
-    finally:
-        model.set_attn_implementation("packed")
-        hook.remove()
-    return states, logits
-
-
-def _differ_packed(model: Any, sequences: Any, states: list[Tensor], longest: int) -> str:
-    """Returns why packed hidden states differ from those of each sequence alone, "" if they do
-    not."""
-    alone = torch.cat([h.chunk(2)[0] for h in states])
-    row, packing = torch.cat([*sequences, sequences[0][:1]]), Packing([*map(len, sequences), 1])
-    rule = (
-        "its positions depend on the longest sequence of a batch"
-        " (beyond its original_max_position_embeddings)"
-    )
-    model.train()
-    for last, reason in ((longest - 1, ""), (0, rule)):
-        packing.positions[-1] = last
-        if _close(hidden_states(model, row, packing)[:-1], alone):
-            return reason
-    return (
-        f"packed sequences change its hidden states: {model.config.model_type} has more than causal"
-        " attention, or its attention is not told where a sequence begins"
-    )
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    """Returns whether a equals b to 0.1 % of the largest entry; False where either has a NaN."""
-    return bool((a - b).abs().max() <= 1e-3 * b.abs().max())
 
 
 def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
@@ -340,25 +233,8 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
             )
     except Exception as e:  # a family without a causal LM, or settings that fit no model
         raise _unloadable(config.name_or_path, "causal LM", e) from e
-    # `from_config` rounds what `from_pretrained` and vLLM do not
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name in model._keep_in_fp32_modules_strict:
-                setattr(module, name, buffer.float())
-    for module in precise_modules(model):
-        module.float()
     speed_up(model)
     return model
-
-
-def precise_modules(model: Any) -> list[torch.nn.Module]:
-    """Returns the modules whose parameters stay in float32, inner ones first: what chooses a
-    token's experts in ERNIE."""
-    parts = []
-    for name, _ in model.named_parameters():
-        if any(key in name for key in model._keep_in_fp32_modules_strict):
-            parts.append(model.get_submodule(name.rpartition(".")[0]))
-    return list(reversed(dict.fromkeys(parts)))
 
 
 def empty(config: Any, dtype: torch.dtype, device: str) -> Any:
@@ -392,24 +268,21 @@ def shard(
     weights, for `fill`.
 
     `compute`: dtype in which blocks are gathered and run (None: the model's own). `frozen`: for a
-    model that is never trained; gathered weights are freed right after use. `gather`: weights
-    stay gathered until `reshard`, or until a backward pass that `hold` does not hold.
+    model that is never trained; gathered weights are freed right after use. `gather`: weights stay
+    gathered until `reshard`, or until a backward pass that `hold` does not hold.
     """
     model.forward_packed = MethodType(forward_packed, model)
     if frozen and dist.get_world_size() == 1:
         return materialize(model, device)  # one rank has the whole: there is nothing to gather
     mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),))
+    # cast_forward_inputs would also cast the log-probs that enter the loss
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     # by default FSDP keeps the root's weights gathered for the backward pass
     freed = False if gather else frozen or None
     # the root holds embedding, last norm and head, which are needed together
-    precise = precise_modules(model)
-    for part in [*precise, *blocks(model), model]:
-        # cast_forward_inputs would also cast the log-probs that enter the loss
-        policy = MixedPrecisionPolicy(
-            param_dtype=None if part in precise else compute,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
-        )
+    for part in [*blocks(model), model]:
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=freed)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
         if dist.get_world_size() > 1:  # on one rank FSDP would divide by it, too
@@ -462,16 +335,13 @@ def fill(model: Any, source: Any, seed: int | None = None) -> Any:
     """
     values = dict(source.named_parameters()) | dict(source.named_buffers()) if source else {}
     generator: torch.Generator | None = None
-    dithered = set(model.parameters())
-    for part in precise_modules(model):
-        dithered -= set(part.parameters())
     for name, target in [*model.named_parameters(), *model.named_buffers()]:
         sharded = isinstance(target, DTensor)
         device = target.device_mesh.device_type if sharded else target.device
         full = torch.empty(target.shape, dtype=target.dtype, device=device)
         if source:
             full.copy_(values[name])
-        if source and seed is not None and target in dithered:
+        if source and seed is not None and isinstance(target, torch.nn.Parameter):
             generator = generator or torch.Generator(device).manual_seed(seed)
             full = dither(full, generator)
         if dist.is_initialized():
@@ -542,19 +412,18 @@ def forward_packed(
     model: Any,
     ids: Tensor,
     packing: Packing,
-    places: Tensor,
+    predicting: Tensor,
     targets: Tensor,
     temperature: float,
     **terms: Any,
 ) -> Any:
     """Returns `grpo_head`'s result for these `terms`; without them, `token_logprobs`'.
 
-    ids (T,): the row of a `packing`; places (N,): those in it whose next token is scored;
-    targets (N,): those tokens.
+    ids (T,): the row of a `packing`; predicting (N,): where it has the tokens whose next ones,
+    targets (N,), are scored.
     """
-    hidden = hidden_states(model, ids, packing)[places]  # (N, H)
+    hidden = hidden_states(model, ids, packing)[predicting]  # (N, H)
     weight = model.get_output_embeddings().weight
-    temperature = temperature / logit_scale(model.config)
     if terms:
         return grpo_head(hidden, weight, targets, temperature=temperature, **terms)
     return token_logprobs(hidden, weight, targets, temperature)
@@ -570,9 +439,6 @@ def hidden_states(model: Any, ids: Tensor, packing: Packing) -> Tensor:
 
 def _unloadable(path: str, what: str, e: Exception) -> Fault:
     said = " ".join(str(e).split())[:200]
-    for sign, remedy in REMEDIES.items():
-        if sign in str(e):
-            return Fault(f"--model {path}: {remedy}")
     return Fault(
         f"--model {path}: no {what} can be loaded from it ({type(e).__name__}: {said}); check the path or id"
     )

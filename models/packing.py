@@ -1,5 +1,5 @@
-"""Sequences packed into one row, without padding; a beginning that several share is in the row
-once.
+"""Sequences packed into one row, without padding, and the layers that compute such a row; a
+beginning that several sequences share is in the row once.
 
 The row is cut into pieces. A piece begins a sequence, or goes on from an earlier piece, its parent:
 then its tokens follow the parent's in position and attend to them. So the trajectories of a group
@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,12 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from models.linear import ROWS, prefer_onednn
+
+# prefixes of transformers' classes; the tests compare each with transformers
+FUSED = "Qwen2", "Qwen3", "Llama", "Mistral", "Gemma3"
+# How RMSNorm computes: it multiplies by offset + weight, rounds before that (llama) or after it
+# (gemma), and may overwrite the gradient of its output. Gemma's joins the residual stream.
+PLAIN, GEMMA = (0.0, "llama", True), (1.0, "gemma", False)
 
 
 def send(x: Tensor, device: torch.device | str) -> Tensor:
@@ -63,28 +70,30 @@ class Packing:
         ]
 
     @cached_property
-    def places(self) -> tuple[Tensor, ...]:
-        """Returns where the K keys of all pieces stand in the row (K,), and three indices for the
-        way back.
+    def key_indices(self) -> tuple[Tensor, ...]:
+        """Returns what `KeysOfPieces` copies, and how its gradients come back.
 
-        These are each token's first place among the K (T,), the S tokens that have several (S,),
-        and all of theirs (S, most), filled up with K.
+        The pieces attend to K keys in all: those of a shared prompt count once for each piece. The
+        token of each key (K,); the first key of each token (T,); the S tokens that have several keys
+        (S,), and all of theirs (S, most), filled up with K.
         """
-        # of each piece, its parent's tokens and its own
+        # the keys of each piece: its parent's tokens and its own
         pieces = np.split(np.arange(sum(self.lengths)), np.cumsum(self.lengths)[:-1])
-        seen = []
+        tokens = []
         for parent, own in zip(self.parents, pieces, strict=True):
-            seen += [own] if parent < 0 else [pieces[parent], own]
-        places = np.concatenate(seen)
+            if parent >= 0:
+                tokens.append(pieces[parent])
+            tokens.append(own)
+        token_of = np.concatenate(tokens)
 
         # the keys in the order of their tokens, each the nth of its token's
-        K, order = len(places), places.argsort(kind="stable")
-        token = places[order]
+        K, order = len(token_of), token_of.argsort(kind="stable")
+        token = token_of[order]
         nth = np.arange(K) - np.searchsorted(token, token)
-        all_places = np.full((token[-1] + 1, nth.max() + 1), K)
-        all_places[token, nth] = order
-        shared = np.flatnonzero(all_places[:, 1] < K)
-        indices = places, all_places[:, 0], shared, all_places[shared]
+        keys_of = np.full((token[-1] + 1, nth.max() + 1), K)
+        keys_of[token, nth] = order
+        shared = np.flatnonzero(keys_of[:, 1] < K)
+        indices = token_of, keys_of[:, 0], shared, keys_of[shared]
         return tuple(send(torch.from_numpy(x), self.positions.device) for x in indices)
 
     def mask(self, before: int, n: int, window: int, like: Tensor) -> Tensor:
@@ -100,17 +109,17 @@ class Packing:
 
 
 class KeysOfPieces(torch.autograd.Function):
-    """Keys and values (T, heads, dim) of a row -> what its pieces attend to, (K, heads, dim) each;
-    see Packing.places.
+    """Keys and values (T, heads, dim) of a row -> what its pieces attend to, (K, heads, dim) each,
+    by Packing.key_indices.
 
     One copy of both, where a copy for each piece would keep a small row waiting for Python. The
     gradients of a shared token are summed in float32, as torch sums bfloat16.
     """
 
     @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, places: Tensor, *back: Tensor) -> Any:
+    def forward(ctx: Any, k: Tensor, v: Tensor, token_of: Tensor, *back: Tensor) -> Any:
         ctx.back, ctx.heads = back, [k.shape[1], v.shape[1]]
-        return torch.cat([k, v], 1)[places].split(ctx.heads, 1)
+        return torch.cat([k, v], 1)[token_of].split(ctx.heads, 1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -181,7 +190,7 @@ def attend(
     # FlashAttention-2, whose causal mask ends at a piece's last query and last key
     if q.dtype == torch.bfloat16 and q.is_cuda:
         if any(packing.before):
-            k, v = KeysOfPieces.apply(k, v, *packing.places)
+            k, v = KeysOfPieces.apply(k, v, *packing.key_indices)
         # -1: no window, for which the kernel has a faster variant
         reach = window - 1 if window < max_k else -1
         return varlen_attn(
@@ -222,6 +231,119 @@ def attend(
             )
         parts.append(part)
     return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1).contiguous()
+
+
+# ---- fused layers
+
+
+def fuse(model: Any) -> str:
+    """Replaces the layers of `model` that Liger can compute by its Triton kernels, which take the
+    place of a dozen eager ops each; returns which, or why none, for the start-up text.
+
+    Only the modules of one model are changed, never transformers' classes or functions: the same
+    process may hold a copy on the CPU, where Triton cannot run, and a vLLM. Names of parameters
+    stay, and the projections stay modules that are called, with whatever adapters they carry. For
+    packed rows alone: in a batch with one token a row, as generation has, Liger 0.8.5 can rotate the
+    wrong row (Gemma 3).
+    """
+    try:
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction as RMSNorm
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction as SiLUMul
+    except ImportError:
+        return "none (liger-kernel is not installed)"
+    prefix = type(model).__name__.removesuffix("ForCausalLM")
+    if prefix not in FUSED:
+        return f"none ({prefix} is not among {', '.join(FUSED)})"
+
+    def norm(self: Any, x: Tensor) -> Tensor:
+        eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
+        offset, casting, in_place = GEMMA if prefix == "Gemma3" else PLAIN
+        out: Tensor = RMSNorm.apply(x, self.weight, eps, offset, casting, in_place)
+        return out
+
+    def mlp(self: Any, x: Tensor) -> Tensor:
+        rows = x.squeeze(0)
+        out: Tensor = self.down_proj(SiLUMul.apply(self.gate_proj(rows), self.up_proj(rows)))
+        return out.unsqueeze(0)
+
+    replaced = {}
+    for module in model.modules():
+        kind = type(module).__name__.removeprefix(prefix)
+        if kind == "RMSNorm":
+            replaced["RMSNorm"] = module.forward = MethodType(norm, module)
+        elif kind == "MLP" and getattr(model.config, "hidden_act", "") in ("silu", "swish"):
+            replaced["SwiGLU"] = module.forward = MethodType(mlp, module)
+        elif kind == "Attention":
+            replaced["rotary embedding"] = module.forward = MethodType(attention, module)
+    return f"{', '.join(replaced)} (Liger)"
+
+
+def attention(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    packing: Packing,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The forward pass of a family's attention module on a packed row, (1, T, H) -> (1, T, H).
+
+    Written out, since without the batch dimension torch dispatches a quarter fewer operations.
+    """
+    rows = hidden_states.squeeze(0)
+    heads = len(rows), -1, self.head_dim
+    q, k, v = (f(rows).view(heads) for f in (self.q_proj, self.k_proj, self.v_proj))
+    if hasattr(self, "q_norm"):
+        q, k = self.q_norm(q), self.k_norm(k)
+    q, k = Rotation.apply(q, k, *position_embeddings)
+    # Mistral's modules leave it to the config
+    window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+    out = attend(q, k, v, packing, window, self.scaling)
+    return self.o_proj(out.flatten(1)).unsqueeze(0), None
+
+
+class Rotation(torch.autograd.Function):
+    """Queries and keys (T, heads, dim) turned by the angles of their positions, whose cosines and
+    sines are (1, T, dim); in place, since they are a projection's output, or a norm's."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        ctx.tables = cos, sin
+        return rotate(q, k, cos, sin, back=False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
+        cos, sin = ctx.tables
+        return *rotate(dq.contiguous(), dk.contiguous(), cos, sin, back=True), None, None
+
+
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+    """Launches Liger's kernel, whose own function takes and returns transposed tensors."""
+    from liger_kernel.ops.rope import _triton_rope
+    from triton import next_power_of_2
+
+    T, heads, dim = q.shape
+    sizes = heads, k.shape[1], dim
+    padded = [next_power_of_2(n) for n in (*sizes, cos.shape[-1])]
+    _triton_rope[(T,)](
+        q,
+        q.stride(0),
+        k,
+        k.stride(0),
+        cos,
+        cos.stride(-2),
+        sin,
+        sin.stride(-2),
+        T,
+        1,
+        1,
+        *sizes,
+        *padded,
+        cos.shape[-1],
+        BLOCK_SIZE=max(padded[:2]),
+        BACKWARD_PASS=back,
+    )
+    return q, k
 
 
 # ---- trajectories (tasks.Trajectory)
@@ -281,13 +403,13 @@ def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> lis
 
 def pack(batch: Sequence[Any], device: torch.device) -> tuple[Tensor, Packing, Tensor, Tensor]:
     """Returns ids (T,) of a row in which trajectories follow one another, with a prompt that
-    several share before the first of them alone; its packing; and for the N action tokens the
-    places that predict them (N,) and their ids (N,)."""
+    several share before the first of them alone; its packing; and for the N action tokens where
+    the tokens that predict them stand (N,) and their ids (N,)."""
     sharing = Counter(map(prefix_of, batch))
     begun: dict[tuple, int] = {}  # the piece of each prompt that is in the row already
     ids: list[int] = []
     lengths: list[int] = []
-    parents, places, targets = [], [], []
+    parents, predicting, targets = [], [], []
     for tau in batch:
         # a prompt that no other trajectory has is part of its own piece
         prefix = prefix_of(tau)
@@ -300,16 +422,16 @@ def pack(batch: Sequence[Any], device: torch.device) -> tuple[Tensor, Packing, T
             parents.append(-1)
             ids += prefix
 
-        # what the trajectory adds is the next piece; `origin`: where it would begin with the prompt
-        origin = len(ids) - shared
+        # what the trajectory adds is the next piece: its token k stands at offset + k
+        offset = len(ids) - shared
         lengths.append(len(tau.ids) - shared)
         parents.append(begun.get(prefix, -1))
         ids += tau.ids[shared:]
 
-        # an action token is predicted by the one before it
+        # an action token is predicted by the one before it, which `prefix_of` never takes
         for k, sampled in enumerate(tau.mask):
             if sampled:
-                places.append(origin + k - 1)
+                predicting.append(offset + k - 1)
                 targets.append(tau.ids[k])
 
     # a sequence that nobody reads fills the row up
@@ -322,5 +444,5 @@ def pack(batch: Sequence[Any], device: torch.device) -> tuple[Tensor, Packing, T
     # a batch without trajectories, which other ranks may have, is one token without an action
     packing = Packing(lengths or [1], parents, device)
     row = send(torch.tensor(ids or [0]), device)
-    predicting = send(torch.tensor(places).long(), device)
-    return row, packing, predicting, send(torch.tensor(targets).long(), device)
+    both = send(torch.tensor([predicting, targets]).long(), device)
+    return row, packing, *both

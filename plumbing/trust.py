@@ -2,8 +2,8 @@
 on the command line.
 
 A run directory may come from anybody. Its weights are safetensors and its logs are text, but
-`--task`, `--tools`, `--reward`, `--format` and `--parts` name modules and commands, and `--retriever` and
-`--vllm` name servers that would be sent prompts or weights. Runs started by this user are
+`--task`, `--tools`, `--reward`, `--format`, `--parts` and `--engine` name modules and commands, and
+`--retriever` names a server that would be sent prompts. Runs started by this user are
 remembered by the digest of their config.json, which has a random id.
 """
 
@@ -19,7 +19,7 @@ from plumbing.faults import Fault
 from plumbing.outside import printable
 
 ROOT = Path(__file__).parent.parent
-KNOBS = ("task", "tools", "reward", "format", "parts", "retriever", "vllm")
+KNOBS = ("task", "tools", "reward", "format", "parts", "retriever", "engine")
 
 
 def is_ours(knob: str, value: str) -> bool:

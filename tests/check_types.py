@@ -7,10 +7,7 @@
 from engines import Engine
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine
-from engines.vllm_server import VllmServer
 
 
-def engines(
-    torch_engine: TorchEngine, vllm_engine: VllmEngine, vllm_server: VllmServer
-) -> list[Engine]:
-    return [torch_engine, vllm_engine, vllm_server]
+def engines(torch_engine: TorchEngine, vllm_engine: VllmEngine) -> list[Engine]:
+    return [torch_engine, vllm_engine]

@@ -3,7 +3,7 @@ each part takes.
 
     torchrun --nproc_per_node=2 tests/ranks_fit.py CONFIG OUT        # CONFIG: directory with a Hugging Face config.json
 
-Parts have the names of `training.fit.estimate`. Gradients are measured right before the optimizer's
+Parts have the names of `extras.fit.estimate`. Gradients are measured right before the optimizer's
 step. "most" is the peak of the second update, without policy, moments and the reference's shares.
 """
 

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ def error(engine, model, tokenizer, rank: int) -> float:
         row: tokenizer(f"What is the mayor of the city {rank} {row}?")["input_ids"]
         for row in range(4)
     }
-    engine.begin(rank)
+    engine.reset(rank)
     turns = list(engine.generate(contexts, 12, 0.8))
     while len(turns) < len(contexts):
         turns += engine.generate({}, 12, 0.8)
@@ -54,7 +55,7 @@ def main() -> None:
     if urls:
         from store_transfer import Server
 
-        engine = Server(urls[0], tokenizer, STOP, model=path, max_len=500)
+        engine = Server(SimpleNamespace(model=path, longest=500), tokenizer, STOP, urls[0])
     else:
         engine = VllmEngine(path, tokenizer, STOP, max_len=500, dtype="float32", memory=0.1)
     errors = []

@@ -10,9 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_grpo import batch_of
-from test_model import make_family
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import AutoModelForCausalLM
 
 import inspo
 from config import WORLD, Config, parse_flags
@@ -21,8 +19,7 @@ from engines.choose import dtype_of
 from engines.torch_engine import TorchEngine
 from evaluation.agents import open_model
 from models import model as models
-from models.model import empty, fill, forward_packed, load_config, load_policy, weights
-from models.packing import Packing
+from models.model import empty, fill, load_config, load_policy, weights
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
@@ -167,9 +164,9 @@ def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(
         for tau in taus:
             tau.ids = [i % len(tokenizer) for i in tau.ids]
         A = torch.tensor([tau.advantage for tau in taus for m in tau.mask if m])
-        before = learner.score(taus)[0]
+        before = learner.logprobs(taus)[0]
         policy.update(1, taus)
-        gained[dtype] = float(A.numpy() @ (learner.score(taus)[0] - before))
+        gained[dtype] = float(A.numpy() @ (learner.logprobs(taus)[0] - before))
         policy.close()
     assert gained["float32"] > 0
     assert gained["bfloat16"] == pytest.approx(gained["float32"], rel=0.15 if rank else 0.3), gained
@@ -207,7 +204,7 @@ def test_a_forward_pass_leaves_the_weights_as_they_are_trained(tiny_path, monkey
     taus = batch_of(2)
     for tau in taus:
         tau.ids = [i % 600 for i in tau.ids]
-    policy.learner.score(taus)
+    policy.learner.logprobs(taus)
     after = dict(weights(policy.learner.model))
     policy.close()
     assert {w.dtype for w in after.values()} == {torch.float32}
@@ -229,38 +226,6 @@ def test_a_bfloat16_engine_samples_with_float32_logits(path):
     list(engine.generate({0: ids}, 6, 1.0))
     # rounded to bfloat16: 1e-2 and more
     assert weight.dtype == torch.bfloat16 and errors and max(errors) < 1e-4
-
-
-@pytest.mark.parametrize("rank", [0, 4])
-@torch.no_grad()
-def test_what_chooses_experts_is_float32_in_trainer_engine_and_export(tiny_path, tmp_path, rank):
-    """ERNIE's gates, as transformers and vLLM have them: rounded, a log-prob is off by 1 nat."""
-    experts = dict(moe_num_experts=4, moe_k=2, moe_layer_start_index=0)
-    path = make_family("Ernie4_5_Moe", experts, tiny_path, tmp_path / "m")
-    peer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    peer.model.layers[0].mlp.gate.weight.data += 3e-4  # the other's is on bfloat16's grid
-    peer.save_pretrained(path)
-    peer = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.bfloat16, attn_implementation="packed"
-    )
-    ids = torch.randint(5, 600, (400,), generator=torch.Generator().manual_seed(0))
-
-    def logps(model):
-        places = torch.arange(399)
-        return forward_packed(model, ids, Packing([100] * 4), places, ids[1:], 1.0)[0]
-
-    cfg, wanted = Config(model=path, engine="torch", lora_rank=rank), logps(peer)
-    policy = Policy(cfg, Ranks("cpu", 1, "bfloat16"), load_task(cfg))
-    got = policy.learner.model.forward_packed(
-        ids, Packing([100] * 4), torch.arange(399), ids[1:], 1.0
-    )[0]
-    policy.export(tmp_path / "out")
-    assert torch.equal(got, wanted) and torch.equal(logps(policy.engine.model), wanted)
-    policy.close()
-    again = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype=torch.bfloat16, attn_implementation="packed"
-    )
-    assert torch.equal(logps(again), wanted)
 
 
 def test_new_weights_reach_the_head_of_a_bfloat16_engine(tiny_path):

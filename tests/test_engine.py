@@ -9,7 +9,6 @@ import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from engines import Engine, watch_ends
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine, graph_sizes
-from engines.vllm_server import VllmServer, sampling
 from models.model import export, load_config, load_model, load_tokenizer
 from plumbing.chat import turn_ends
 
@@ -167,7 +165,7 @@ def test_new_weights_and_sleep_forget_all_rows(policy, engine, forget, monkeypat
 
 def two_turns(engine, tokenizer, seed):
     """Everything that two turns yield, in order."""
-    engine.begin(seed)
+    engine.reset(seed)
     contexts = contexts_of(tokenizer)
     first = list(engine.generate(contexts, 8, 1.0))
     again = {row: contexts[row] + ids + [9] for row, ids, *_ in first}
@@ -189,7 +187,7 @@ def test_rows_of_one_prompt_are_sampled_independently_and_temperature_0_needs_no
     assert len({tuple(ids) for _, ids, *_ in small.generate(contexts, 12, 1.0)}) > 4
     greedy = []
     for seed in (1, 2):
-        small.begin(seed)
+        small.reset(seed)
         greedy.append(list(small.generate(contexts, 8, 0.0)))
     assert greedy[0] == greedy[1] and len({tuple(ids) for _, ids, *_ in greedy[0]}) == 1
 
@@ -202,7 +200,7 @@ def test_tokens_are_drawn_from_the_softmax_at_the_temperature(world, temperature
     )
     n = 3000
     engine = TorchEngine(model, tokenizer, STOP)
-    engine.begin(3)
+    engine.reset(3)
     drawn = torch.tensor(
         [ids[0] for _, ids, *_ in engine.generate(dict.fromkeys(range(n), context), 1, temperature)]
     )
@@ -218,7 +216,7 @@ def test_the_first_and_the_last_token_of_the_vocabulary_are_drawn(tiny, small, m
     for token in (0, last):
         play(small, [token], monkeypatch)
         assert [turn.ids for turn in small.generate({0: [5]}, 1, 1.0)] == [[token]]
-        small.begin(0)
+        small.reset(0)
 
 
 # ---- the end of a turn
@@ -284,8 +282,6 @@ def test_what_ends_a_turn_is_the_same_for_engines_and_for_whoever_loads_an_expor
     assert turn_ends(tokenizer) == tuple(id_of(ends))
     engine = TorchEngine(model, tokenizer, STOP)
     assert [i for i in range(len(tokenizer)) if engine.ended([i])] == sorted(id_of(ends))
-    served = SimpleNamespace(tokenizer=tokenizer, stop=STOP)
-    assert sampling(served, 10, 1.0)["stop_token_ids"] == id_of(ends)
     export(load_config(str(path)), model, tokenizer, tmp_path / "exported", torch.float32)
     assert turn_ends(load_tokenizer(str(tmp_path / "exported"))) == tuple(id_of(ends))
     served = GenerationConfig.from_pretrained(tmp_path / "exported").eos_token_id
@@ -317,7 +313,7 @@ def test_a_stop_string_is_found_however_its_tokens_are_cut(tiny, small, monkeypa
     for pieces in cuts:
         ids = [i for piece in ["a > b <search> c ", *pieces] for i in tokenizer(piece)["input_ids"]]
         play(small, ids + ids, monkeypatch)
-        small.begin(0)
+        small.reset(0)
         [(_, got, *_)] = small.generate({0: [5, 6, 7]}, 200, 0.0)
         assert got == ids
 
@@ -362,7 +358,7 @@ def test_a_graph_of_vllm_s_is_at_most_half_larger_than_its_rows(rows):
 def test_a_turn_has_at_most_max_new_tokens(tiny, small, monkeypatch):
     tokenizer = tiny[1]
     for limit in (1, 7):
-        small.begin(0)
+        small.reset(0)
         play(small, itertools.repeat(tokenizer("film")["input_ids"][0]), monkeypatch)
         turns = list(small.generate(contexts_of(tokenizer), limit, 0.0))
         assert [len(ids) for _, ids, *_ in turns] == [limit] * len(KEYS)
@@ -372,7 +368,7 @@ def test_only_the_turn_itself_is_searched_for_stop_strings(tiny, small, monkeypa
     tokenizer = tiny[1]
     told = spelled(tokenizer, "<search> who </search>")
     for seen in (len(told), len(told) - 4):  # the whole tag before the turn, or all but `rch>`
-        small.begin(0)
+        small.reset(0)
         play(small, told[seen:] + spelled(tokenizer, " > and more"), monkeypatch)
         [(_, ids, *_)] = small.generate({0: told[:seen]}, 9, 0.0)
         assert len(ids) == 9
@@ -385,7 +381,7 @@ def test_the_model_is_left_in_the_mode_it_was_in(tiny, small):
     model, tokenizer = tiny
     for training in (True, False):
         model.train(training)
-        small.begin(0)
+        small.reset(0)
         for _ in small.generate(contexts_of(tokenizer), 3, 1.0):
             assert not model.training  # no dropout while it generates
         assert model.training == training
@@ -403,9 +399,9 @@ def parameters(function):
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
-@pytest.mark.parametrize("engine", [TorchEngine, VllmEngine, VllmServer])
+@pytest.mark.parametrize("engine", [TorchEngine, VllmEngine])
 def test_an_engine_implements_the_protocol(engine):
-    assert set(METHODS) == {"begin", "generate", "load", "sleep", "close"}
+    assert set(METHODS) == {"reset", "generate", "load", "sleep", "close"}
     for name, method in METHODS.items():
         assert parameters(getattr(engine, name)) == parameters(method), name
     assert isinstance(engine.lockstep, bool)

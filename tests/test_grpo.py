@@ -229,8 +229,8 @@ def test_the_first_mini_batch_costs_no_pass_for_its_old_log_probs(model, monkeyp
     scored = []
     monkeypatch.setattr(
         Learner,
-        "score",
-        lambda self, part, plain=Learner.score: scored.extend(part) or plain(self, part),
+        "logprobs",
+        lambda self, part, plain=Learner.logprobs: scored.extend(part) or plain(self, part),
     )
     learner_of(model, beta=0.0).update(1, parts)
     assert {id(tau) for tau in scored} == {id(tau) for tau in parts[1]}
@@ -373,7 +373,7 @@ def test_packed_is_as_if_each_were_alone(model, reference):
     learner = learner_of(model, reference, micro_tokens=10**6)
     want = [logprobs(model, tau).detach() for tau in [*taus, *long]]
     assert [len(logp) for logp in want] == [sum(tau.mask) for tau in [*taus, *long]]
-    np.testing.assert_allclose(learner.score(taus + long)[0], torch.cat(want), atol=1e-6)
+    np.testing.assert_allclose(learner.logprobs(taus + long)[0], torch.cat(want), atol=1e-6)
 
 
 def test_a_trajectory_without_a_turn_counts_and_carries_no_gradient(model):
@@ -729,7 +729,7 @@ def test_the_gap_is_told_by_quarter_of_the_depth_with_its_tail(world, sampled):
     last = max(k for k, acted in enumerate(taus[3].mask) if acted)
     taus[3].logps[last] -= 2.0
     learner = learner_of(world[0], world[0], micro_tokens=128)
-    trained = learner.score(taus)[0]
+    trained = learner.logprobs(taus)[0]
     places = [(k / longest, lp) for tau in taus for k, lp in enumerate(tau.logps) if tau.mask[k]]
     depth, engine = np.array(places).T
     want, found = abs(trained - engine), learner.update(2, [taus])

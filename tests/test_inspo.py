@@ -500,10 +500,6 @@ BAD = [
     (["--tracker", "wandb"], "not installed"),
     (["--instruction", "FILE"], "is empty"),
     (["--tools", "search,telescope"], "--tools search,telescope: choose"),
-    (
-        ["--lora_rank", "4096"],
-        "--lora_rank 4096: no linear layer of the model is wider than 256; choose a lower rank",
-    ),
 ]
 BAD.append((["--tools", "search,calculator"], "its tokenizer cannot write </calculate>"))
 if not vllm_version():

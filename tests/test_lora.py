@@ -68,7 +68,7 @@ def loss_of(learner, taus):
 def logps_of(model, taus):
     """Returns the log-probs of all action tokens."""
     learner = Learner(model, None, settings_of(beta=0.0))
-    return torch.from_numpy(np.concatenate([learner.score([tau])[0] for tau in taus]))
+    return torch.from_numpy(np.concatenate([learner.logprobs([tau])[0] for tau in taus]))
 
 
 # ---- the weights
@@ -164,33 +164,10 @@ def test_the_adapters_gradients_are_the_weights_by_the_chain_rule(world, recompu
             assert (got - want).norm() <= 1e-6 * want.norm() > 0, (name, part)
 
 
-@pytest.mark.parametrize("family, said", [
-    ("Qwen2", "LoRA on 100% of the layers' weights"), ("GPT2", None), ("Bloom", "LoRA on 100% of the layers' weights"),
-    ("OPT", "LoRA on 100% of the layers' weights"),  # two of them outside the numbered layers
-    ("Qwen3Moe", "LoRA on 40% of the layers' weights (not on mlp.experts.down_proj, mlp.experts.gate_up_proj, "
-     "mlp.gate.weight)"),
-])  # fmt: skip
-def test_what_gets_adapters_is_said_and_a_model_that_takes_none_is_refused(family, said):
-    shape = dict(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
-    others = {
-        "Qwen3Moe": dict(num_experts=2, moe_intermediate_size=32, num_experts_per_tok=1),
-        "OPT": dict(word_embed_proj_dim=16, ffn_dim=64),
-    }
-    settings = shape | others.get(family, {})
-    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**settings))
-    if said:
-        assert lora.coverage(lora.add(model, 2, 4)) == said
-    else:
-        with pytest.raises(
-            Fault, match="no linear layer of the model is wider than 0; train all its weights"
-        ):
-            lora.add(model, 2, 4)
+def test_a_model_without_linear_layers_takes_no_adapters():
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2)
+    with pytest.raises(Fault, match="the model has no linear layer; train all its weights"):
+        lora.add(AutoModelForCausalLM.from_config(config), 2, 4)
 
 
 # ---- checkpoints
@@ -329,17 +306,13 @@ def test_a_run_trains_adapters_and_exports_them_merged_or_for_peft(tmp_path):
         torch.testing.assert_close(W, final[name], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Mixtral", "DeepseekV3"])
+@pytest.mark.parametrize("family", ["Qwen2", "Mixtral"])
 @torch.no_grad()
-def test_peft_computes_with_all_adapters_or_gets_none(family, tiny_path, tmp_path):
+def test_peft_computes_with_all_adapters(family, tiny_path, tmp_path):
     from peft import PeftModel
 
-    path = make_family(family, SUPPORTED[family][0], tiny_path, tmp_path / "m")
+    path = make_family(family, SUPPORTED[family], tiny_path, tmp_path / "m")
     model, ids = trained(load_model(path)), torch.arange(5, 40)[None]
-    if family == "DeepseekV3":  # whose shared experts it takes for the others
-        with pytest.raises(Fault, match="--adapters: .*shared_experts|mlp"):
-            lora.export(model, ALPHA, path, tmp_path)
-        return
     lora.export(model, ALPHA, path, tmp_path)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, tmp_path)
@@ -446,7 +419,7 @@ def test_the_workers_of_a_run_do_so_too(path, batches, tmp_path):
     cfg, taus = replace(cfg, model=path), sum(parts, [])
     first = Learner(load_policy(path)[0], None, replace(cfg, beta=0.0, lora_rank=0))
     for tau in taus:  # an engine that agrees with the trainer, or the workers refuse the update
-        logps = iter(first.score([tau])[0].tolist())
+        logps = iter(first.logprobs([tau])[0].tolist())
         tau.logps = [next(logps) if sampled else 0.0 for sampled in tau.mask]
     (tmp_path / "taus.pkl").write_bytes(pickle.dumps((cfg, taus)))
     code, _, stderr = finish(

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from config import WORLD
 from engines.torch_engine import TorchEngine
 from models.model import (
-    LOGIT_SCALES,
     blocks,
     empty,
     export,
@@ -31,7 +30,6 @@ from models.model import (
     load_model,
     load_policy,
     load_tokenizer,
-    logit_scale,
     skeleton,
 )
 from models.packing import KeysOfPieces, Packing, packed_attention
@@ -130,7 +128,7 @@ def test_keys_of_all_pieces_are_one_copy_whose_gradients_are_summed_in_float32(d
     k, v = (torch.randn(T, 2, 8, generator=g).to(dtype).requires_grad_() for _ in range(2))
     with torch.no_grad():
         wanted = [torch.cat([x[places] for places in unshared(SHARED)]) for x in (k, v)]
-    got = KeysOfPieces.apply(k, v, *SHARED.places)
+    got = KeysOfPieces.apply(k, v, *SHARED.key_indices)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)) and len(got[0]) == K
     pushed = [torch.randn(K, 2, 8, generator=g).to(dtype) for _ in range(2)]
     torch.autograd.backward(got, pushed)
@@ -234,60 +232,45 @@ MLA = {  # values narrower than keys; and a buffer that is part of the weights
     "v_head_dim": 24, "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "first_k_dense_replace": 1,
     "moe_intermediate_size": 64,
 }  # fmt: skip
-SUPPORTED = {  # family -> settings, logit scale
-    "Qwen2": ({}, 1.0),
-    "Qwen3": ({}, 1.0),
-    "Llama": ({}, 1.0),
-    "Cohere": ({"logit_scale": 0.0625}, 0.0625),
-    "Cohere2": ({"logit_scale": 0.3}, 0.3),
-    "Granite": ({"logits_scaling": 8.0}, 0.125),
-    "GraniteMoe": ({"logits_scaling": 3.0} | EXPERTS, 1 / 3),
-    "HyperCLOVAX": ({"logits_scaling": 0.25}, 0.25),  # multiplies, where Granite divides
-    "Mistral": ({"sliding_window": 8}, 1.0),  # shorter than the sequences
-    "Gemma3Text": (
-        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-        1.0,
-    ),
-    "Gemma4Text": (PER_LAYER, 1.0),
-    "Starcoder2": ({"sliding_window": 8, "residual_dropout": 0.3}, 1.0),
+SUPPORTED = {  # family -> settings
+    "Qwen2": {},
+    "Qwen3": {},
+    "Llama": {},
+    "Mistral": {"sliding_window": 8},  # shorter than the sequences
+    "Gemma3Text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "Gemma4Text": PER_LAYER,
+    "Starcoder2": {"sliding_window": 8, "residual_dropout": 0.3},
     # dropout, as the published ones have
-    "GPT2": ({"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}, 1.0),
-    "Mixtral": (EXPERTS | {"router_jitter_noise": 0.5}, 1.0),
-    "JetMoe": (EXPERTS | {"kv_channels": 32}, 1.0),  # views what attention returns
-    "DeepseekV3": (MLA | EXPERTS, 1.0),
-    "HrmText": ({}, 1.0),  # asks the cache whether it is empty
+    "GPT2": {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3},
+    "Mixtral": EXPERTS | {"router_jitter_noise": 0.5},
+    "JetMoe": EXPERTS | {"kv_channels": 32},  # views what attention returns
+    "DeepseekV3": MLA | EXPERTS,
+    "HrmText": {},  # asks the cache whether it is empty
 }
+LOGITS, HIDDEN = (
+    "its logits are not its hidden states times",
+    "packed sequences change its hidden states",
+)
 REFUSED = {  # family -> settings, what the line says
-    "Granite": ({"logits_scaling": 8.0}, "not 1 times its head's output"),
-    "Gemma2": ({}, "not 1 times its head's output"),
-    "NanoChat": ({}, "not 1 times its head's output"),
-    "FalconH1": (
-        dict(
-            lm_head_multiplier=0.3,
-            mamba_d_ssm=64,
-            mamba_n_heads=4,
-            mamba_d_head=16,
-            mamba_d_state=16,
-        ),
-        "not 1 times its head's output",
-    ),
-    "Phi": ({}, "head has a bias"),
-    "Phimoe": (EXPERTS, "draws its experts at random in training"),
-    "GptOss": (EXPERTS, "packed sequences change its hidden states"),  # attention sinks
-    # positions as biases of the attention
-    "Bloom": ({"n_head": 2}, "packed sequences change its hidden states"),
+    "Granite": ({"logits_scaling": 8.0}, LOGITS),
+    "Cohere": ({"logit_scale": 0.0625}, LOGITS),
+    "Gemma2": ({}, LOGITS),
+    "NanoChat": ({}, LOGITS),
+    "Phi": ({}, LOGITS),  # a bias
+    "GptOss": (EXPERTS, HIDDEN),  # attention sinks
+    "Bloom": ({"n_head": 2}, HIDDEN),  # positions as biases of the attention
     "Llama4Text": (EXPERTS, "its forward pass fails"),
-    "GPTNeo": ({"attention_types": [[["global", "local"], 1]]}, "its attention cannot be replaced"),
+    "GPTNeo": ({"attention_types": [[["global", "local"], 1]]}, "no causal LM can be loaded"),
     "Phi3": (
         {"rope_parameters": LONG | {"rope_theta": 1e4}, "original_max_position_embeddings": 32},
-        "positions depend on the longest sequence",
+        HIDDEN,
     ),
 }
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_blocks_have_all_weights_whose_names_have_a_layer_s_number(family):
-    model = skeleton(getattr(transformers, f"{family}Config")(**SHAPES | SUPPORTED[family][0]))
+    model = skeleton(getattr(transformers, f"{family}Config")(**SHAPES | SUPPORTED[family]))
     within = {id(p) for block in blocks(model) for p in block.parameters()}
     for name, p in model.named_parameters():
         assert (id(p) in within) == bool(re.search(r"\.\d+\.", name)), name
@@ -301,7 +284,11 @@ def make_family(family, settings, tiny_path, path):
     config.initializer_range = 0.2
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        model = AutoModelForCausalLM.from_config(config)
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):  # or all are 0
+                torch.nn.init.normal_(p, std=0.2)
+        model.save_pretrained(path)
     return str(path)
 
 
@@ -315,10 +302,8 @@ def own_logps(model, ids, temperature):
 
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, tiny_path, tmp_path):
-    settings, scale = SUPPORTED[family]
-    path = make_family(family, settings, tiny_path, tmp_path / family)
+    path = make_family(family, SUPPORTED[family], tiny_path, tmp_path / family)
     model, tokenizer = load_model(path), load_tokenizer(path, STOP)
-    assert logit_scale(model.config) == pytest.approx(scale)
     own = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     )
@@ -336,7 +321,7 @@ def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, ti
             model.train(mode), ids, Packing(LENGTHS), where, ids[where + 1], 0.7
         )
         torch.testing.assert_close(logp.double(), want, atol=1e-4, rtol=0)
-    assert want.std() > 0.2 * scale  # not all alike
+    assert want.std() > 0.2  # not all alike
 
     weights = dict(adv=torch.ones(len(where)), token_weight=torch.ones(len(where)))
     _, extras = forward_packed(model, ids, Packing(LENGTHS), where, ids[where + 1], 0.7, **weights)
@@ -354,8 +339,7 @@ def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, ti
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_an_unsupported_family_is_refused(family, tiny_path, tmp_path, monkeypatch):
-    monkeypatch.delitem(LOGIT_SCALES, "granite")  # as if that family were not known
+def test_an_unsupported_family_is_refused(family, tiny_path, tmp_path):
     settings, reason = REFUSED[family]
     line = refused(load_model, make_family(family, settings, tiny_path, tmp_path / family))
     assert re.search(reason, line), line
@@ -366,27 +350,7 @@ def test_positions_that_depend_on_the_longest_sequence_are_right_up_to_where_the
 ):
     path = make_family("Phi3", REFUSED["Phi3"][0], tiny_path, tmp_path / "phi")
     load_model(path, 32)
-    assert "positions depend" in refused(load_model, path, 33)
-
-
-@pytest.mark.parametrize("family", ["Qwen2", "Cohere", "Gemma3Text"])
-def test_a_config_that_ties_the_head_and_a_file_with_one_of_its_own_disagree(
-    family, tiny_path, tmp_path
-):
-    path = make_family(
-        family, {"tie_word_embeddings": True, "logit_scale": 1.0}, tiny_path, tmp_path / family
-    )
-    weights = load_file(file := tmp_path / family / "model.safetensors")
-    for head, tied in (
-        (weights["model.embed_tokens.weight"].clone(), True),
-        (torch.randn(600, 64), False),
-    ):
-        save_file(weights | {"lm_head.weight": head}, file, metadata={"format": "pt"})
-        if tied:
-            model = load_model(path)
-            assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    line = refused(load_model, path)
-    assert "config.json (tie_word_embeddings = True)" in line and "lm_head.weight" in line
+    assert "positions that depend" in refused(load_model, path, 33)
 
 
 def edit_json(file, **settings):
@@ -405,19 +369,15 @@ MISTAKES = {  # what is brought -> what is done to a model, and what the line sa
     "an adapter alone": (
         lambda path: (path / "config.json").rename(path / "adapter_config.json"), "merge them first"),
     "a clone without git lfs": (
-        lambda path: (path / "model.safetensors").write_text("version https://git-lfs.github.com"), "git lfs pull"),
+        lambda path: (path / "model.safetensors").write_text("version https://git-lfs.github.com"),
+        "no causal LM can be loaded"),
     "half a file": (
-        lambda path: os.truncate(path / "model.safetensors", 50_000), "its weights are incomplete"),
-    "integers without their scales": (
-        lambda path: edit_weights(path, lambda name, w: (w * 99).to(torch.int8) if name == UP else w),
-        f"whole numbers (1, {UP})"),
-    "a dtype of 8 bits": (
-        lambda path: edit_json(path / "config.json", dtype="float8_e4m3fn"), "its weights are quantized"),
+        lambda path: os.truncate(path / "model.safetensors", 50_000), "no causal LM can be loaded"),
     "a dtype that is none": (lambda path: edit_json(path / "config.json", dtype="fp16"), "no attribute 'fp16'"),
     "a setting of another type": (
         lambda path: edit_json(path / "config.json", max_position_embeddings=9.5), "expected int, got float"),
     "a last norm of zeros": (
-        lambda path: edit_weights(path, lambda name, w: w * (name != "model.norm.weight")), "all zero"),
+        lambda path: edit_weights(path, lambda name, w: w * (name != "model.norm.weight")), LOGITS),
 }  # fmt: skip
 
 
@@ -438,7 +398,7 @@ def test_a_folder_with_a_mistake_is_refused_by_whatever_loads_it_first(
 
 
 @pytest.mark.parametrize("settings", [
-    {"output_attentions": True}, {"output_hidden_states": True}, {"return_dict": False}, {"use_cache": False},
+    {"output_hidden_states": True}, {"use_cache": False},
     {"do_sample": False, "temperature": 0.1},
     {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": None},
 ])  # fmt: skip
@@ -463,12 +423,11 @@ def test_a_policy_ends_where_its_positions_do(family, settings, tmp_path):
     assert "it ends at 64 tokens" in refused(load_config, str(tmp_path), 65)
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Gemma3Text", "DeepseekV3"])
+@pytest.mark.parametrize("family", ["Qwen2", "Gemma3Text"])
 def test_a_narrow_copy_has_the_buffers_of_transformers_model_in_bfloat16(
     family, tiny_path, tmp_path
 ):
-    path = make_family(family, SUPPORTED[family][0], tiny_path, tmp_path / family)
-    edit_weights(tmp_path / family, lambda name, w: w + 5.001 if "correction_bias" in name else w)
+    path = make_family(family, SUPPORTED[family], tiny_path, tmp_path / family)
     own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     narrow = fill(empty(load_config(path), torch.bfloat16, "cpu"), load_model(path))
     for (name, want), (other, got) in zip(own.named_buffers(), narrow.named_buffers(), strict=True):
@@ -499,7 +458,7 @@ def test_quantized_weights_are_refused_whatever_is_installed_to_read_them(
 
 @pytest.mark.parametrize("added, special, taken", [
     (["<image_soft_token>"], True, True),  # Gemma 3 1B's has no row
-    (["<search>", "</search>"], True, False), (["Paris"], False, False), (["</search>"], False, False),
+    (["<search>", "</search>"], True, False), (["</search>"], False, False),
 ])  # fmt: skip
 def test_a_tokenizer_may_write_no_token_that_the_model_has_no_embedding_for(
     added, special, taken, tiny_path, tmp_path
@@ -511,7 +470,7 @@ def test_a_tokenizer_may_write_no_token_that_the_model_has_no_embedding_for(
     if taken:
         load_tokenizer(str(path), STOP)
     else:
-        assert "and its model 600: use" in refused(load_tokenizer, str(path), STOP)
+        assert "more tokens than it (600)" in refused(load_tokenizer, str(path), STOP)
 
 
 def test_a_damaged_generation_config_is_not_passed_over(tiny_path, tmp_path):
@@ -522,7 +481,7 @@ def test_a_damaged_generation_config_is_not_passed_over(tiny_path, tmp_path):
 
 @pytest.mark.parametrize("family", ["Mistral", "Gemma3Text"])
 def test_the_probe_leaves_the_model_alone(family, tiny_path, tmp_path):
-    model = load_model(make_family(family, SUPPORTED[family][0], tiny_path, tmp_path / family))
+    model = load_model(make_family(family, SUPPORTED[family], tiny_path, tmp_path / family))
     assert {part.sliding_window for part in model.modules() if hasattr(part, "sliding_window")} <= {
         8,
         None,

@@ -94,17 +94,17 @@ def test_the_numbers_are_those_of_the_run(page, tmp_path):
                 g for g in groups[cfg.mini_batch // cfg.G :] if len({tau.reward for tau in g}) > 1
             )
             seen["tau"] = tau = max(seen["group"], key=lambda tau: tau.reward)
-            seen["before"], seen["logps"] = copy.deepcopy(P), [learner.score([tau])[0].tolist()]
+            seen["before"], seen["logps"] = copy.deepcopy(P), [learner.logprobs([tau])[0].tolist()]
             seen["update"] = update(t, taus)
             first = copy.copy(learner)
             first.model = load_policy(cfg.model)[0]
-            seen["ref"] = first.score([tau])[0].tolist()
+            seen["ref"] = first.logprobs([tau])[0].tolist()
             return seen["update"]
 
         def stepped(*args):
             norm = optimize(*args)
             if "logps" in seen:
-                seen["logps"].append(learner.score([seen["tau"]])[0].tolist())
+                seen["logps"].append(learner.logprobs([seen["tau"]])[0].tolist())
             return norm
 
         policy.update, learner.step = follow, stepped

@@ -49,7 +49,7 @@ class Script:
         self.tokenizer, self.texts = tokenizer, texts
         self.contexts, self.seeds = [], []  # of each call, of each batch
 
-    def begin(self, seed):
+    def reset(self, seed):
         self.seeds.append(seed)
         self.turn = 0
 
@@ -440,7 +440,7 @@ class Free(Script):
 
     max_rows, lockstep = 10**9, False
 
-    def begin(self, seed):
+    def reset(self, seed):
         self.under_way, self.turns, self.calls = {}, {}, 0
 
     def generate(self, contexts, max_new, temperature):

@@ -140,8 +140,8 @@ def test_without_a_home_a_run_can_be_started_and_is_not_remembered(
         ("tools", "tasks:imported", False),
         ("tools", "mcp:true", False),
         ("parts", "my_fork:Margin", False),
-        ("vllm", "colocate", True),
-        ("vllm", "https://example.org", False),
+        ("engine", "vllm", True),
+        ("engine", "os:system", False),
         ("retriever", "http://127.0.0.1:8000", False),
     ],
 )

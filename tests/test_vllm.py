@@ -8,32 +8,25 @@ import copy
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import requests
 import torch
-import urllib3
-from json_server import free_port, json_servers
 from test_engine import contexts_of, plain_logprobs
 from test_lora import trained
 from test_model import EXPERTS, PER_LAYER, make_family, own_logps
 from tiny_model import STOP
 
 import engines.vllm_engine as vllm_engine
-import engines.vllm_server as vllm_server
 from config import WORLD
 from engines import watch_ends
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine, check_vllm, vllm_version
-from engines.vllm_server import VllmServer
 from models.model import load_model, load_policy, load_tokenizer, weights
 from plumbing.chat import turn_ends
-from plumbing.faults import EngineFault, Fault, Outage
+from plumbing.faults import EngineFault, Fault
 
 pytest.importorskip("vllm")
 ROOT = Path(__file__).parent.parent
@@ -45,37 +38,9 @@ ENV = os.environ | {
 MAX_LEN = 500
 
 
-@pytest.fixture(scope="module", autouse=True)
-def starting(tiny_path):
-    """(url, process) of two `vllm serve` of the tiny policy; they start while the tests of the
-    engine run."""
-    command = [
-        sys.executable, "tests/store_transfer.py", "serve", tiny_path, "--host", "127.0.0.1", "--dtype", "float32",
-        "--max-model-len", str(MAX_LEN), "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
-        "--weight-transfer-config", '{"backend": "store"}', "--load-format", "dummy", "--enforce-eager",
-        "--no-enable-chunked-prefill", "--gpu-memory-utilization", "0.08",
-    ]  # fmt: skip
-    env = ENV | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    started = []
-    try:
-        for _ in range(2):
-            port = free_port()
-            own = [*command, "--port", str(port)]
-            process = subprocess.Popen(
-                own, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, start_new_session=True
-            )
-            started.append((f"http://127.0.0.1:{port}", process))
-        yield started
-    finally:
-        for _, process in started:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
 def turns(engine, contexts, max_new, temperature, seed=0):
     """Returns key -> (ids, log-probs) of a first turn of every row."""
-    engine.begin(seed)
+    engine.reset(seed)
     return more(engine, contexts, max_new, temperature)
 
 
@@ -126,8 +91,9 @@ def pair(request, tiny_path):
 
 @pytest.fixture
 def engine(pair):
-    """With the policy's weights; restored after each test."""
+    """With the policy's weights, the next of which it proves; restored after each test."""
     engine, model, tokenizer = pair
+    engine.proven = False
     yield engine
     engine.ended = watch_ends(tokenizer, STOP)
     engine.load(weights(model))
@@ -141,7 +107,7 @@ def test_greedy_turns_are_the_torch_engine_s_token_by_token(pair, engine):
     stop = tuple({text[k : k + 3] for text, k in zip(texts, (8, 14, 20, 30, 40), strict=False)})
     engine.ended = watch_ends(tokenizer, stop)
     twin = TorchEngine(model, tokenizer, stop)
-    engine.begin(0)
+    engine.reset(0)
     lengths = set()
     for turn in range(3):
         ours, theirs = more(engine, contexts, 20, 0.0), more(twin, contexts, 20, 0.0)
@@ -207,7 +173,7 @@ def test_new_turns_begin_while_others_run(pair, engine):
     engine.ended = watch_ends(pair[2], ("never" * 3,))
     contexts = contexts_of(pair[2])
     alone = turns(engine, contexts, 30, 0.0)
-    engine.begin(0)
+    engine.reset(0)
     assert not list(engine.generate({0: contexts[0]}, 30, 0.0))
     for _ in range(4):
         assert not list(engine.generate({}, 30, 0.0))
@@ -221,7 +187,7 @@ def test_new_turns_begin_while_others_run(pair, engine):
         assert ids == want
 
 
-def test_begin_forgets_running_rows(pair, engine):
+def test_reset_forgets_running_rows(pair, engine):
     contexts = contexts_of(pair[2])
     list(engine.generate(contexts, 30, 1.0))
     ended = turns(engine, {3: contexts[3]}, 30, 0.0)
@@ -297,6 +263,14 @@ def test_a_tied_head_that_vllm_did_not_pack_again_is_named(pair, engine, monkeyp
         engine.load(weights(changed(pair[1])))
 
 
+def test_the_first_weights_are_proven_and_no_others(pair, engine, monkeypatch):
+    checked = []
+    monkeypatch.setattr(vllm_engine.Proof, "check", lambda self, _: checked.append(self.sent))
+    for _ in range(2):
+        engine.load(weights(pair[1]))
+    assert [set(sent) for sent in checked] == [{name for name, _ in weights(pair[1])}]
+
+
 @pytest.mark.parametrize("renamed", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", ""])
 def test_a_weight_without_a_known_place_is_named(pair, engine, renamed):
     """Under a name or as a pack of which the engine knows nothing: its layer may compute with
@@ -334,6 +308,7 @@ def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeyp
                 )
 
         monkeypatch.setattr(vllm_engine.Proof, "record", one_update_old)
+        engine.proven = False
         with pytest.raises(EngineFault, match=name):
             engine.load(weights(model))
     finally:
@@ -341,11 +316,10 @@ def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeyp
 
 
 @pytest.mark.parametrize("family, settings", [
-    ("Granite", {"logits_scaling": 0.3}), ("Cohere", {"logit_scale": 3.0}), ("Glm4", {}), ("Phi3", {}),
-    ("Cohere2", {"sliding_window": 8, "logit_scale": 3.0}), ("Mistral", {"sliding_window": 8}),
+    ("Glm4", {}), ("Phi3", {}), ("Mistral", {"sliding_window": 8}),
     ("Gemma4Text", PER_LAYER),  # with buffers that are weights
 ])  # fmt: skip
-def test_a_family_with_a_logit_scale_weights_that_it_packs_itself_or_windows(
+def test_a_family_with_weights_that_it_packs_itself_or_windows(
     family, settings, tiny_path, tmp_path
 ):
     path = make_family(family, settings, tiny_path, tmp_path / family)
@@ -420,238 +394,6 @@ def test_each_of_two_ranks_has_its_engine_with_the_weights_of_the_sharded_policy
     both = torchrun(WORLD / "policy")
     assert sorted(one["rank"] for one in both) == [0, 1]
     assert max(error for one in both for error in one["errors"]) < 1e-4
-
-
-# ---- servers
-
-
-@pytest.fixture(scope="module")
-def urls(starting):
-    end = time.time() + 600
-    for url, process in starting:
-        while True:
-            assert process.poll() is None and time.time() < end, "vllm serve did not start"
-            try:
-                if requests.get(f"{url}/health", timeout=10).ok:
-                    break
-            except requests.RequestException:
-                time.sleep(0.3)
-    return ",".join(url for url, _ in starting)
-
-
-@pytest.fixture(scope="module")
-def server(urls, tiny, tiny_path):
-    """A client of both servers, which have the tiny policy's weights."""
-    from store_transfer import Server
-
-    server = Server(urls, tiny[1], STOP, model=tiny_path, max_len=MAX_LEN)
-    server.load(weights(tiny[0]))
-    yield server
-    server.close()
-
-
-def test_two_servers_are_one_engine(server, tiny):
-    model, tokenizer = tiny
-    contexts = contexts_of(tokenizer)
-    server.stop = (tokenizer.decode(turns(server, {0: contexts[0]}, 10, 0.0)[0][0])[-3:],)
-    ours, theirs = (
-        turns(e, contexts, 20, 0.0) for e in (server, TorchEngine(model, tokenizer, server.stop))
-    )
-    server.stop = STOP
-    assert {key: ids for key, (ids, _) in ours.items()} == {
-        key: ids for key, (ids, _) in theirs.items()
-    }
-    assert len(ours[0][0]) == 10
-    for temperature in (0.0, 0.7, 1.0):
-        ended = turns(server, contexts, 30, temperature, seed=5)
-        assert off(model, contexts, ended, temperature) < 1e-4
-        again = turns(server, contexts, 30, temperature, seed=5)
-        assert {key: ids for key, (ids, _) in again.items()} == {
-            key: ids for key, (ids, _) in ended.items()
-        }
-    assert turns(server, contexts, 30, 1.0, seed=6) != ended
-
-
-def test_new_turns_begin_while_servers_work(server, tiny):
-    contexts = contexts_of(tiny[1])
-    server.begin(0)
-    longest = MAX_LEN - len(contexts[0])
-
-    def ended_before_the_longest():
-        ended = list(server.generate({0: contexts[0]}, longest, 0.0))
-        ended += server.generate({key: contexts[key] for key in contexts if key}, 1, 0.0)
-        while len(ended) < len(contexts):
-            ended += server.generate({}, 1, 0.0)
-        order = [key for key, *_ in ended]
-        assert sorted(order) == sorted(contexts) and len(ended[order.index(0)].ids) == longest
-        return order[: order.index(0)]
-
-    # Begun later, at the same server. On a busy machine one longest turn may end before the others
-    # arrive.
-    assert any(key % len(server.urls) == 0 for _ in range(5) for key in ended_before_the_longest())
-
-
-def test_both_servers_get_new_weights(server, tiny):
-    model, tokenizer = tiny
-    other, contexts = changed(model), contexts_of(tokenizer)
-    server.load(weights(other))
-    assert off(other, contexts, turns(server, contexts, 10, 1.0), 1.0) < 1e-4
-    server.load(weights(model))
-    assert off(model, contexts, turns(server, contexts, 10, 1.0), 1.0) < 1e-4
-
-
-def test_turns_that_were_forgotten_do_not_meet_the_new_weights(server, tiny):
-    contexts = contexts_of(tiny[1])
-    list(server.generate(contexts, 300, 1.0))
-    server.load(weights(tiny[0]))
-    assert off(tiny[0], contexts, more(server, contexts, 10, 1.0), 1.0) < 1e-4
-
-
-def test_a_load_that_fails_leaves_no_rank_waiting(server, tiny, monkeypatch):
-    model, tokenizer = tiny
-    contexts = {0: tokenizer("Who", add_special_tokens=False)["input_ids"]}
-
-    def broken():
-        next(server.source.weights)
-        raise Outage("the network is gone")
-
-    stream = iter(weights(model))
-    with monkeypatch.context() as patch:
-        patch.setattr(server.sender, "send_weights", broken)
-        with pytest.raises(Outage, match="the network is gone"):
-            server.load(stream)
-    assert next(stream, None) is None  # the other ranks wait until everything is gathered
-    server.load(weights(model))  # and the servers generate again
-    assert turns(server, contexts, 5, 0.0)
-
-
-def test_a_server_with_other_weights_than_the_last_ones_is_noticed(server, tiny):
-    url = server.urls[1]
-    # as after a restart
-    requests.post(f"{url}/update_weight_version", json={"new_version": "default"})
-    with pytest.raises(EngineFault, match=f"{url}.*restarted"):
-        turns(server, contexts_of(tiny[1]), 3, 1.0)
-    server.load(weights(tiny[0]))
-    turns(server, contexts_of(tiny[1]), 3, 1.0)
-
-
-def test_servers_that_did_not_take_the_weights_are_noticed(server, tiny, monkeypatch):
-    def lost():
-        for _ in server.source:
-            pass
-        server.request_all(
-            "/update_weight_version", *[{"new_version": str(server.loads)}] * len(server.urls)
-        )
-
-    with monkeypatch.context() as patch:
-        patch.setattr(server.sender, "send_weights", lost)
-        server.load(weights(tiny[0]))  # they have these
-        with pytest.raises(
-            EngineFault, match=f"{server.urls[0]} answers as before, after load {server.loads + 1}"
-        ):
-            server.load(weights(changed(tiny[0])))
-    server.load(weights(changed(tiny[0])))
-    server.load(weights(tiny[0]))
-
-
-def test_a_request_that_fails_is_sent_again(server, tiny, monkeypatch):
-    session = server.clients[server.urls[0]].session
-    request, faults = (
-        session.request,
-        iter([requests.ConnectionError(), urllib3.exceptions.ProtocolError()]),
-    )
-
-    def flaky(*args, **kwargs):
-        for fault in faults:
-            raise fault
-        return request(*args, **kwargs)
-
-    monkeypatch.setattr(session, "request", flaky)
-    contexts = {0: contexts_of(tiny[1])[0]}
-    assert off(tiny[0], contexts, turns(server, contexts, 5, 0.0), 0.0) < 1e-4
-
-
-def test_a_server_that_does_not_answer_in_time_is_not_asked_again(server, tiny, monkeypatch):
-    monkeypatch.setattr(server.clients[server.urls[0]], "timeout", 0.005)
-    with pytest.raises(Outage, match="generate: no whole answer in 0.005 s$"):
-        turns(server, {0: contexts_of(tiny[1])[0]}, 400, 1.0)
-
-
-def test_a_request_that_the_server_refuses_is_reported_at_once(server):
-    with pytest.raises(Outage, match=r"generate: HTTP 400: .*500"):
-        turns(server, {0: [5] * (MAX_LEN + 1)}, 5, 0.0)
-
-
-@pytest.mark.parametrize(
-    "part, key, value, says",
-    [
-        ("model_config", "max_model_len", 400, "takes 400 tokens, 500 are needed"),
-        ("model_config", "logprobs_mode", "raw_logprobs", "--logprobs-mode raw_logprobs"),
-        (None, "weight_transfer_config", None, "weight transfer None"),
-    ],
-)
-def test_a_server_that_was_started_with_other_settings(
-    server, tiny, tiny_path, monkeypatch, part, key, value, says
-):
-    request = type(server).request
-
-    def other(self, url, path, *args, **kwargs):
-        answer = request(self, url, path, *args, **kwargs)
-        if path.startswith("/server_info"):
-            config = answer["vllm_config"]
-            (config[part] if part else config)[key] = value
-        return answer
-
-    monkeypatch.setattr(type(server), "request", other)
-    with pytest.raises(Fault) as e:
-        type(server)(server.urls[0], tiny[1], STOP, model=tiny_path, max_len=MAX_LEN)
-    line = str(e.value)
-    assert says in line and "\n" not in line
-    port = server.urls[0].rpartition(":")[2]
-    assert (
-        f"VLLM_SERVER_DEV_MODE=1 vllm serve {tiny_path} --host 127.0.0.1 --port {port} --dtype bfloat16"
-        in line
-    )
-    assert "--max-model-len 500 --logprobs-mode processed_logprobs --enable-scale-out" in line
-
-
-def test_the_real_client_wants_nccl(server, tiny, tiny_path):
-    with pytest.raises(Fault, match='weight transfer store, not nccl.*\'{"backend": "nccl"}\''):
-        VllmServer(server.urls[0], tiny[1], STOP, model=tiny_path, max_len=MAX_LEN)
-
-
-@pytest.mark.parametrize(
-    "answers, says",
-    [({"version": "0.31.2"}, "is vLLM 0.31.2"), (None, "/version: HTTP 404: nothing")],
-)
-def test_a_server_that_is_something_else(tiny, tiny_path, answers, says):
-    with json_servers() as start:
-        other = start(answers or (404, {}, "nothing here"))
-        with pytest.raises(Fault, match=says):
-            VllmServer(other.url, tiny[1], STOP, model=tiny_path, max_len=MAX_LEN)
-
-
-def test_two_ranks_send_the_sharded_policy_to_the_servers(server, urls, tiny_path):
-    both = torchrun(tiny_path, urls)  # they take the servers from `server`
-    assert max(error for one in both for error in one["errors"]) < 1e-4
-
-
-def test_a_server_that_stays_away_ends_the_run_with_one_line(
-    server, starting, tiny, tiny_path, monkeypatch
-):
-    url, process = starting[1]
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    monkeypatch.setattr(vllm_server.VllmServer, "retries", 1)
-    monkeypatch.setattr(server.clients[url], "retries", 1)
-    server.loads = 0
-    with pytest.raises(Outage, match=f"^{url}/inference/v1/generate: ConnectionError, 2 times$"):
-        turns(server, contexts_of(tiny[1]), 5, 0.0)
-    with pytest.raises(
-        Fault,
-        match=f"--vllm {url}/version: ConnectionError, 2 times; start it with: VLLM_SERVER_DEV_MODE",
-    ):
-        VllmServer(url, tiny[1], STOP, model=tiny_path, max_len=MAX_LEN)
 
 
 # ---- is it there

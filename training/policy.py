@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -28,11 +29,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from config import Config
 from engines import Engine
+from engines.choose import choose_engine, device_of, dtype_of
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine
 from grpo import MAX_SKIPPED, Learner, minibatches
 from models import lora
-from models.layers import fuse
 from models.model import (
     empty,
     export,
@@ -44,25 +45,26 @@ from models.model import (
     skeleton,
     weights,
 )
+from models.packing import fuse
 from plumbing import stop
 from plumbing.faults import CheckpointFault, DiskFault, Diverged, Fault, first_line
 from plumbing.files import Row
 from population import Instruction
 from rollout import rollout
 from tasks import Job, Task, Trajectory
-from tasks.task import STORED, rng_of, set_rewards, space_evenly, take_subset
-from training.duration import find_peak
+from tasks.task import STORED, import_named, rng_of, set_rewards, space_evenly, take_subset
 from training.ranks import Ranks
 
 S = ParamSpec("S")
 A = TypeVar("A")
 R = TypeVar("R")
 
+CPU_TOKENS = 1024  # of a micro-batch on a CPU, unless --micro_tokens says otherwise
 FILES = 7  # of a rank's share in a checkpoint: safetensors makes a file's bytes in memory
 # one process saves checkpoints without a group
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 # what saves GPU memory in an update, and in a rollout
-UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens, --lora_rank or more GPUs"
+UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens or more GPUs"
 ROLLOUT = "a smaller --vllm_memory, or --engine vllm"
 
 
@@ -81,8 +83,8 @@ def on_all_ranks(
         @functools.wraps(method)
         def run(self: Policy, /, *args: S.args, **kwargs: S.kwargs) -> R:
             began = time.perf_counter()
-            # several ranks are out of step until all have answered
-            self.in_step = self.ranks.size == 1
+            self.in_step = self.ranks.size == 1  # and again once all have answered
+            # on the other ranks `follow` receives this and calls it
             if self.ranks.rank == 0:
                 self.ranks.broadcast((run, args, kwargs))
             answer: A | BaseException
@@ -93,7 +95,7 @@ def on_all_ranks(
                 smaller = ROLLOUT if method.__name__ == "rollout" else UPDATE
                 reason = str(e).partition(". ")[0]
                 raise Fault(
-                    f"\n{method.__name__}: {reason}; resume with {smaller}, or look at --dry_run"
+                    f"\n{method.__name__}: {reason}; resume with {smaller} (docs/gpus.md)"
                 ) from None
             except (Fault, stop.Stopped) as e:  # after it all ranks can still work together
                 answer = e
@@ -187,38 +189,59 @@ def shard_models(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
     return trained, frozen
 
 
-def make_vllm(policy: Policy) -> Engine:
-    """Returns vLLM in this process, or a client of the servers that --vllm names."""
-    cfg = policy.cfg
-    if cfg.vllm == "colocate":
+def make_engine(policy: Policy, first: Any) -> Engine:
+    """Returns the engine that the configuration names. Torch's samples from the model in training,
+    or from a whole copy of it on every rank: FSDP cuts the model that it trains, and a model with
+    LoRA would merge its weights for every token."""
+    cfg, ranks, model = policy.cfg, policy.ranks, policy.learner.model
+    if cfg.engine == "vllm":
         return VllmEngine(
             cfg.model,
             policy.tokenizer,
             policy.stop_strings,
             max_len=cfg.longest,
-            dtype=policy.ranks.dtype,
+            dtype=ranks.dtype,
             memory=cfg.vllm_memory,
-            rows=math.ceil(max(cfg.batch * cfg.G, cfg.eval_n) / policy.ranks.size),
+            rows=math.ceil(max(cfg.batch * cfg.G, cfg.eval_n) / ranks.size),
         )
-    from engines.vllm_server import VllmServer
-
-    return VllmServer(
-        cfg.vllm, policy.tokenizer, policy.stop_strings, model=cfg.model, max_len=cfg.longest
-    )
-
-
-def make_torch_engine(policy: Policy, first: Any) -> Engine:
-    """Returns an engine that samples from the model in training, or from a whole copy of it on
-    every rank.
-
-    FSDP cuts the model that it trains, and a model with LoRA would merge its weights for every
-    token.
-    """
-    cfg, ranks, model = policy.cfg, policy.ranks, policy.learner.model
+    if cfg.engine != "torch":
+        kind = import_named(f"--engine {cfg.engine}", cfg.engine, "class")
+        engine: Engine = kind(cfg, policy.tokenizer, policy.stop_strings)
+        return engine
     if ranks.grouped or cfg.lora_rank:
         whole = empty(load_config(cfg.model), getattr(torch, ranks.dtype), ranks.device)
         model = fill(whole, first)
     return TorchEngine(model, policy.tokenizer, policy.stop_strings)
+
+
+def choose_for_machine(cfg: Config, task: Task) -> tuple[Config, Config, Ranks]:
+    """Joins the ranks; returns the configuration to record, with its precision, the same with what
+    this machine decides, and the ranks. Raises Fault where the flags ask for what is not there, or
+    the first instruction leaves no room for a turn."""
+    if torch.get_num_threads() != cfg.threads:  # it was imported before the run was configured
+        torch.set_num_threads(cfg.threads)
+    device, fitted = device_of(cfg), cfg
+    if stop.leads():
+        # a resumed run and an export take the run's precision, on any machine
+        cfg = replace(cfg, dtype=dtype_of(cfg, device))
+        on_cpu = device == "cpu"
+        fitted = replace(
+            cfg,
+            engine=choose_engine(cfg, device),
+            recompute=cfg.recompute if cfg.recompute >= 0 else int(not on_cpu),
+        )
+        if on_cpu and cfg.micro_tokens == Config.micro_tokens:
+            fitted = replace(fitted, micro_tokens=CPU_TOKENS)
+        load_config(cfg.model, cfg.longest)
+        form = task.make_format(load_tokenizer(cfg.model, task.make_format().stop_strings()))
+        questions = task.questions("train")[:64]
+        shortest = min(len(form.encode_prompt(task.instruction, q)) for q in questions)
+        if shortest > cfg.max_prompt:
+            raise Fault(
+                f"--max_prompt {cfg.max_prompt}: the first instruction and a question are {shortest} tokens at least,"
+                " so no turn could start; raise it"
+            )
+    return cfg, fitted, Ranks(device, cfg.patience, cfg.dtype)
 
 
 class Policy:
@@ -246,10 +269,10 @@ class Policy:
         if first and first is not model:
             # a cycle: after vLLM's gc.freeze() the policy would stay for ever
             vars(first).pop("forward_packed", None)
-        self.engine = make_vllm(self) if cfg.engine == "vllm" else make_torch_engine(self, first)
+        self.engine = make_engine(self, first)
         self.t = 0  # the last step whose update has begun; -1: the weights are those of no step
         self.seconds: dict[str, float] = {}  # of each method's last call, and "tools"
-        self.in_step = True  # whether all ranks wait for the next call
+        self.in_step = True  # whether all ranks wait in `follow` for the next call
         # called with purpose, ended and all trajectories of a rollout under way
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None
         self.written: Future[Any] = Future()  # the last checkpoint
@@ -353,7 +376,6 @@ class Policy:
         of its process. Columns of time/ are what a resumed run does not repeat.
         """
         rollout, update = self.seconds["rollout"], self.seconds["update"]
-        trained_per_s = sum(len(tau.ids) for tau in taus) / update
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS has bytes, Linux KiB
         peak *= 1 if sys.platform == "darwin" else 1024
         if self.ranks.device == "cuda":
@@ -363,25 +385,9 @@ class Policy:
             "time/tools": self.seconds["tools"],
             "time/update": update,
             "time/sampled_per_s": sum(sum(tau.mask) for tau in taus) / rollout,
-            "time/trained_per_s": trained_per_s,
-            **self.compute_mfu(trained_per_s),
+            "time/trained_per_s": sum(len(tau.ids) for tau in taus) / update,
             "time/peak_gb": peak / 1e9,
         }
-
-    def compute_mfu(self, tokens_per_s: float) -> Row:
-        """Returns the share of the cards' peak that an update of so many tokens a second takes; {}
-        for a card whose peak is not known.
-
-        A token takes 6 FLOPs for each trained parameter and 4 for a frozen one: attention and what
-        is recomputed do not count.
-        """
-        if self.ranks.device != "cuda" or self.ranks.dtype != "bfloat16":
-            return {}
-        flops = 0
-        for p in self.learner.model.parameters():
-            flops += p.numel() * (6 if p.requires_grad else 4)
-        peak = find_peak(torch.cuda.get_device_name(0))
-        return {"time/mfu": flops * tokens_per_s / peak / self.ranks.size} if peak else {}
 
     def sync(self) -> None:
         """Gives the engine the policy's present weights, unless it has them."""
@@ -393,7 +399,7 @@ class Policy:
         """Makes room for training: the engine's weights and cache wait until the next rollout."""
         if not self.synced:
             return  # asleep already
-        self.synced = self.shared  # an engine's own copy of the weights goes
+        self.synced = self.shared  # a copy is about to be out of date
         self.engine.sleep()
 
     @on_all_ranks(of_rank_0)
@@ -466,7 +472,7 @@ class Policy:
         words = f"{model.num_parameters() / 1e6:,.2f}M parameters, "
         if self.cfg.lora_rank:
             trained = model.num_parameters(only_trainable=True)
-            words += f"{trained / 1e6:,.2f}M of {lora.coverage(model)}, "
+            words += f"{trained / 1e6:,.2f}M of LoRA adapters, "
         if ranks.size > 1:
             words += f"{ranks.size} x "
         return f"{words}{ranks.device}, {ranks.dtype}, {self.cfg.engine} engine"

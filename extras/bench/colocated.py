@@ -5,7 +5,7 @@ estimate, or where the time of rollouts goes; JSON last.
     python -m extras.bench.colocated --rollouts
 
 vLLM starts, gets the weights, plays rows, sleeps, wakes with other weights, plays again. Each load
-is proven layer by layer. What vLLM takes of the GPU is compared with training/fit.py's estimate;
+is proven layer by layer. What vLLM takes of the GPU is compared with extras/fit.py's estimate;
 asleep, CUDA graphs only. Weights are bfloat16, drawn on the device. Without a GPU the model is a
 toy, and no memory is read.
 
@@ -38,12 +38,12 @@ from config import PRESETS, Config
 from engines.vllm_engine import VllmEngine
 from extras.bench.harness import parser_of, play_turns, timed
 from extras.bench.update import PROMPT, READ, TOY, TURN, randomize
+from extras.fit import KNOWN, estimate
 from models.model import empty, load_tokenizer, weights
 from plumbing.faults import Fault, one_line
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
 from tasks.tools import Action, Calculator, Tags
-from training.fit import KNOWN, estimate
 
 SMALL = TOY | {"num_attention_heads": 2}  # 32 wide, the least that vLLM takes on a CPU
 ROWS, CONTEXT, NEW = 64, 512, 64  # tokens of the rows that show the memory
@@ -245,7 +245,7 @@ def play_plainly(
 
     params = params | {"output_kind": RequestOutputKind.FINAL_ONLY}
     core, ids, played, sampled = engine.core, [list(ids) for ids in prompts], Counter(), 0
-    engine.begin(0)
+    engine.reset(0)
 
     def add(k: int) -> None:
         own = {"seed": hash((k, len(ids[k]))) % 2**63} if seeds else {}

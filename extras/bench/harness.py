@@ -55,7 +55,7 @@ def play_turns(
     engine: Any, contexts: dict[int, list[int]], max_new: int, temperature: float, seed: int = 0
 ) -> list[Any]:
     """Returns an engine's turn for each context, in the order of their keys."""
-    engine.begin(seed)
+    engine.reset(seed)
     turns = list(engine.generate(contexts, max_new, temperature))
     while len(turns) < len(contexts):
         turns += engine.generate({}, max_new, temperature)

@@ -119,7 +119,8 @@ def main() -> None:
         run, flags = tmp / "run", [*FLAGS, "--device", args.device, "--T", str(args.steps)]
         flags += ["--instruction", str(write_instruction(tmp)), "--lora_rank", str(args.lora_rank)]
         if args.engine == "served":
-            flags += ["--engine", "vllm", "--vllm", stack.enter_context(serve(tmp / "serve.log"))]
+            os.environ["VLLM_URLS"] = stack.enter_context(serve(tmp / "serve.log"))
+            flags += ["--engine", "extras.engines.vllm_server:VllmServer"]
         else:
             flags += ["--engine", args.engine]
         if args.kill_at:

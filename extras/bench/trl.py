@@ -53,13 +53,13 @@ from extras.bench.update import (
     randomize,
     time_update,
 )
+from extras.fit import KNOWN
 from plumbing.chat import turn_ends
 from plumbing.faults import one_line
 from tasks import Trajectory
 from tasks.search_qa import em
 from tasks.task import draw_questions, load_task
 from tasks.tools import encode, find_answer
-from training.fit import KNOWN
 
 ROWS = 40  # trajectories in a forward pass of TRL's, at most
 GOAL = 1.5  # times TRL's tokens/s of an update, on a GPU

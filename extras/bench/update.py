@@ -11,7 +11,7 @@ the script.
 
 tokens/s  all tokens of the trajectories / seconds of the update
 MFU       6 FLOPs a parameter and token, as others count: forward and backward, without attention or recomputing
-peak      of the allocator, with the estimate of training/fit.py without an engine
+peak      of the allocator, with the estimate of extras/fit.py without an engine
 
 With --micro single micro-batches are measured, of trajectories of 5 turns: 300 tokens of prompt, 5
 times 120 sampled, 4 times 500 read; or 5 shorter ones, where fewer would fit. Each size is measured
@@ -49,13 +49,12 @@ from transformers import LlamaConfig, Qwen2Config
 from config import Config
 from engines.choose import dtype_of
 from extras.bench.harness import parser_of, timed
+from extras.fit import KNOWN, RESERVE, estimate, find_peak
 from grpo import Learner, minibatches
-from models.layers import fuse
 from models.model import empty, forward_packed, hold, shard, skeleton
+from models.packing import fuse
 from plumbing.faults import Fault, first_line, one_line
 from tasks import Question, Trajectory
-from training.duration import find_peak
-from training.fit import KNOWN, RESERVE, estimate
 from training.ranks import Ranks
 
 TOY = dict(

@@ -12,7 +12,7 @@ class Says:
     def __init__(self, tokenizer, *texts):
         self.tokenizer, self.texts = tokenizer, texts
 
-    def begin(self, seed):
+    def reset(self, seed):
         self.turn = -1
 
     def generate(self, contexts, max_new, temperature):

@@ -509,7 +509,17 @@ def test_a_model_behind_a_chat_endpoint_plays_and_its_successes_are_kept(task, w
         return turns[len(messages) // 2]
 
     with ChatServer(answer) as chat:
-        flags = [chat.url, "--train", train, "--retriever", task.cfg.retriever, "--out", out]
+        flags = [
+            chat.url,
+            "--engine",
+            "extras.engines.chat:ChatEngine",
+            "--train",
+            train,
+            "--retriever",
+            task.cfg.retriever,
+            "--out",
+            out,
+        ]
         said, line = collected(*flags)
         assert not line and "1 rows, 1 of them new; 2 trajectories left out" in said, line
         [kept] = read_jsonl(out)

@@ -653,7 +653,8 @@ def test_impossible_flags_are_one_line(capsys):
 
 
 def test_a_chat_endpoint_is_not_asked_in_a_template_of_its_own():
-    task = SearchQA(Config(format="hermes", tools="none"))
+    chat = "extras.engines.chat:ChatEngine"
+    task = SearchQA(Config(format="hermes", tools="none", engine=chat))
     with pytest.raises(Fault, match="--format hermes: a chat endpoint renders its own template"):
         with open_agent(Subject("x", "http://127.0.0.1:9/v1", task.cfg), task, "Answer.", 0.0, 0):
             pass

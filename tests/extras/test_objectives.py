@@ -134,7 +134,7 @@ def ours(name, case):
         case.passes += 1
         return np.array([case.columns["now"], case.columns["entropy"]])
 
-    learner.score = score
+    learner.logprobs = score
     learner.set_advantages(taus)
     terms = learner.terms(
         taus, None if case.first else np.array([case.columns["old"], case.columns["entropy"]])

@@ -240,7 +240,7 @@ def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tm
         assert context == TASK.make_format(tokenizer).encode_prompt(
             INSTRUCTION, known[row["question"]]
         )
-        engine.begin(0)
+        engine.reset(0)
         [turn] = engine.generate({0: context}, CFG.max_response, 0.0)
         assert tokenizer.decode(turn.ids) == row["turns"][0]["text"]
         for model in models:
@@ -389,7 +389,7 @@ def test_vllm_says_what_the_torch_engine_says(real):
 
 def turns(engine, contexts):
     """Returns the greedy turns of all rows, by key."""
-    engine.begin(0)
+    engine.reset(0)
     ended = list(engine.generate(contexts, CFG.max_response, 0.0))
     while len(ended) < len(contexts):
         ended += engine.generate({}, CFG.max_response, 0.0)

@@ -15,9 +15,9 @@ from test_inspo import ENV, finish, metrics, popen, wait_for_step
 
 from config import PRESETS, WORLD, Config, parse_flags
 from engines import FinishedTurn
-from engines.chat_engine import Words
 from evaluation.agents import Agent, Subject, infer_method
 from extras import table1
+from extras.engines.chat import Words
 from extras.prompts import IN_WORLD
 from extras.supervised import Demonstrated, gold_answers
 from extras.table1 import TABLE_1, answer_of, config_of
@@ -47,7 +47,7 @@ class Script:
     def __init__(self, *tables):
         self.words, self.tables, self.shown = Tokenizer(), list(tables), []
 
-    def begin(self, seed):
+    def reset(self, seed):
         pass
 
     def generate(self, contexts, max_new, temperature):

@@ -46,7 +46,7 @@ def path(request, tmp_path_factory):
 def url(path):
     port = free_port()
     command = [
-        sys.executable, "tests/store_transfer.py", "serve", path, "--host", "127.0.0.1", "--port", str(port),
+        sys.executable, "tests/extras/store_transfer.py", "serve", path, "--host", "127.0.0.1", "--port", str(port),
         "--dtype", "float32", "--max-model-len", "2000", "--enforce-eager", "--gpu-memory-utilization", "0.08",
         "--served-model-name", "tiny", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
     ]  # fmt: skip
@@ -106,7 +106,7 @@ def test_without_stop_strings_a_turn_ends_with_eos_or_is_cut_off(path):
     engine = VllmEngine(path, tokenizer, stop, max_len=500, dtype="float32", memory=0.08)
     try:
         engine.load(weights(model))
-        engine.begin(0)
+        engine.reset(0)
         contexts = {k: tokenizer(f"Who is it {k}?")["input_ids"] for k in range(40)}
         ended = list(engine.generate(contexts, 60, 1.0))
         while len(ended) < len(contexts):

@@ -21,9 +21,9 @@ from transformers import Qwen2Config
 from config import Config
 from extras.bench.update import count_operations, draw_row
 from grpo import Learner
-from models.layers import fuse
+from models.packing import fuse
 from models.model import hold, forward_packed, shard, skeleton
-from training.fit import KNOWN
+from extras.fit import KNOWN
 
 SHAPE = KNOWN["Qwen/Qwen2.5-0.5B"]
 

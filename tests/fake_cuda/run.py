@@ -43,13 +43,12 @@ import grpo  # noqa: E402
 import training.policy as policy  # noqa: E402
 from engines import choose  # noqa: E402
 from engines.torch_engine import RowCache, TorchEngine  # noqa: E402
+from extras.fit import estimate, shapes  # noqa: E402
 from grpo import Learner  # noqa: E402
 from kernels import rows_triton  # noqa: E402
 from models.model import skeleton  # noqa: E402
 from tasks import Question, Trajectory  # noqa: E402
 from tasks.tools import Tags  # noqa: E402
-from training.duration import flops_of  # noqa: E402
-from training.fit import Place, decide, shapes  # noqa: E402
 
 OURS = {str(path) for part in ("*.py", "[!t]*/*.py", "training/*.py") for path in HERE.glob(part)}
 LENGTH, PROMPT, TURN = 2272, 449, 161  # tokens of every trajectory
@@ -157,9 +156,9 @@ grpo.pack = pack
 class Watched(Learner):
     """Tells the tracker what is being done."""
 
-    def score(self, *args):
+    def logprobs(self, *args):
         with phase("score"):
-            return super().score(*args)
+            return super().logprobs(*args)
 
     def step(self, *args):
         with phase("step"):
@@ -258,11 +257,11 @@ def policy_of(cfg, ranks):
         policy.skeleton(shapes(cfg.model)), cfg.lora_rank, cfg.lora_alpha, cfg.seed
     ).to_empty(device="cpu")
     policy.weights = lambda *args, **kwargs: iter(())
-    # fake tensors may not leave their
-    policy.BlockingAsyncStager = lambda: SimpleNamespace(stage=lambda state: state)
-    policy.Policy.write_share = lambda self, state, path: {}  # thread, and are not written
-    policy.checkpoint.load = lambda *args, **kwargs: None
-    policy.make_vllm = policy.make_torch_engine = lambda *args: Nothing()
+    # fake tensors are not written
+    policy.HuggingFaceStorageWriter = Nothing
+    policy.dcp.async_save = policy.dcp.save = lambda *args, **kwargs: None
+    policy.load_tensors = lambda *args, **kwargs: None
+    policy.make_engine = lambda *args: Nothing()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     group = SimpleNamespace(
         rank=0, size=ranks, device="cuda", dtype=cfg.dtype, grouped=True, saves=None
@@ -327,8 +326,8 @@ def main():
     pretend(ranks, sys.argv[3])
     choose.vllm_version, choose.check_vllm = lambda: True, lambda: None
     cfg = replace(cfg, dtype=choose.dtype_of(cfg, "cuda"), engine=choose.choose_engine(cfg, "cuda"))
-    _, card, memory = config.read_cards(cfg.dry_run)
-    cfg, fit = decide(cfg, Place(shapes(cfg.model), cfg.engine, ranks, memory), flops_of(card))
+    cfg = replace(cfg, recompute=abs(cfg.recompute))
+    fit = estimate(cfg, shapes(cfg.model), cfg.engine, ranks, 80)
     # trajectories in one full micro-batch of every rank
     full = 2 * ranks * (cfg.micro_tokens // PAIR)
     cfg = replace(cfg, G=2, mini_batch=2 * full)  # two of these in a mini-batch

@@ -16,7 +16,6 @@ const PANELS = [
     keys: { "time/rollout": "rollouts", "time/tools": "of them waiting for tools", "time/reward": "rewards", "time/update": "update", "time/evolve": "evolution" },
   },
   { id: "speed", title: "Tokens per second", keys: { "time/sampled_per_s": "sampled, of rollouts", "time/trained_per_s": "trained on, of updates" } },
-  { id: "mfu", title: "MFU of the update: 6 FLOPs a parameter and token, attention apart", keys: { "time/mfu": "share of the card's peak" } },
 ];
 const charts = [];
 

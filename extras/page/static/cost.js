@@ -12,14 +12,12 @@ function drawCost(k) {
       definitions([["Training", num(cost.training_rollouts)], ["Verification", num(cost.verification_rollouts)], ["Tool calls", num(cost.tool_calls)]]),
       overheadBar(cost)),
     h("div", {}, h("h3", {}, `Time: ${duration(cost.seconds)}`), phaseBar(cost.phases, false), phaseTable(cost),
-      h("h3", {}, "Speed of the middle step"), definitions(speedFacts(cost.speed)),
-      "mfu" in cost.speed ? h("p", { class: "note" }, "MFU: FLOPs of the update by the card's peak, 6 a parameter and token (4 where frozen); attention and recomputing do not count.") : null)));
+      h("h3", {}, "Speed of the middle step"), definitions(speedFacts(cost.speed)))));
 }
 
 // Returns [[name, text], ...] of the speeds that were measured.
 function speedFacts(speed) {
-  const facts = [["Sampled", "sampled_per_s"], ["Trained on", "trained_per_s"]].filter(([, key]) => key in speed).map(([name, key]) => [name, `${num(Math.round(speed[key]))} tokens a second`]);
-  return "mfu" in speed ? [...facts, ["MFU", percent(speed.mfu)]] : facts;
+  return [["Sampled", "sampled_per_s"], ["Trained on", "trained_per_s"]].filter(([, key]) => key in speed).map(([name, key]) => [name, `${num(Math.round(speed[key]))} tokens a second`]);
 }
 
 // Dollars for a million tokens, of prompts and of replies: from the address.

@@ -18,9 +18,9 @@ class RemoteEngine:
 
     def __init__(self, threads: int):
         self.pool = ThreadPoolExecutor(threads)
-        self.begin(0)
+        self.reset(0)
 
-    def begin(self, seed: int) -> None:
+    def reset(self, seed: int) -> None:
         """As Engine; samples depend only on `seed` and contexts, as far as the server heeds seeds."""
         self.seed, self.running = seed, 0
         self.ended: queue.SimpleQueue[Future[FinishedTurn]] = queue.SimpleQueue()

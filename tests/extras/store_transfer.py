@@ -1,6 +1,6 @@
 """`vllm serve` with a weight transfer that needs no GPU: vLLM's NCCL engines over a TCP store.
 
-    python tests/store_transfer.py serve MODEL --weight-transfer-config '{"backend": "store"}' ...
+    python tests/extras/store_transfer.py serve MODEL --weight-transfer-config '{"backend": "store"}' ...
 
 Importing this registers it: the trainer does so, and the processes that vLLM spawns do so again.
 """
@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from engines.vllm_engine import rebuild_heads
-from engines.vllm_server import VllmServer
+from extras.engines.vllm_server import VllmServer
 
 
 def join(info, rank: int) -> StatelessProcessGroup:

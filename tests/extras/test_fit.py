@@ -1,11 +1,12 @@
 """The estimated memory of a run against numbers by hand, against autograd, and against two real
-processes."""
+processes; its time against what a card measured (docs/gpus.md)."""
 
 import copy
 import functools
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,28 +15,23 @@ from pathlib import Path
 import pytest
 import torch
 from ranks_fit import Live
-from test_grpo import Found
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-import engines.vllm_engine as vllm_engine
-import inspo
-import training.fit as fit
-from config import CARDS, Config, parse_flags, read_cards
-from engines import FinishedTurn
+from config import Config, parse_flags
+from extras import fit
+from extras.fit import Place, activations, estimate, find_fit, find_peak, kv_bytes, read_cards
 from kernels import grpo_head
 from models import lora
 from models.model import empty, skeleton
 from models.packing import Packing
-from rollout import rollout
-from tasks import Job, Question
-from tasks.search_qa import SearchQA
-from training.fit import Place, activations, decide, estimate, find_flags, kv_bytes
+from plumbing.faults import Fault
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 P3, P7 = 3_085_938_688, 7_615_616_512
 B3, B7 = (fit.shapes(f"Qwen/Qwen2.5-{size}") for size in ("3B", "7B"))
 CFG3, CFG7 = (
-    parse_flags(["--dry_run", "8xh100", "--model", name]) for name in ("qwen2.5-3b", "qwen2.5-7b")
+    parse_flags(["--micro_tokens", "32768", "--recompute", "1", "--gather", "0", "--model", name])
+    for name in ("qwen2.5-3b", "qwen2.5-7b")
 )
 
 
@@ -153,10 +149,8 @@ def test_the_kv_cache_by_hand():
     tokens = (0.75 * 80e9 - 2 * P7 - work - graphs) / 57344
     assert (
         rollout["vLLM (KV cache)"] == pytest.approx(57344 * tokens)
-        and f"room for {tokens:,.0f} tokens" in fitted.table()
+        and f"runs {tokens // 4596:.0f} of a rank's 320 trajectories at once" in fitted.table()
     )
-    assert f"a rank's 320 trajectories can need {320 * 4596:,}" in fitted.table()
-    assert f"{tokens // 4596:.0f} of them run at once" in fitted.table()
 
 
 def test_the_sampler_s_logits_can_need_more_than_the_activations():
@@ -165,77 +159,11 @@ def test_the_sampler_s_logits_can_need_more_than_the_activations():
     assert rollout["vLLM (activations, or the sampler's logits)"] == 4 * 4 * 512 * 151936 > work
 
 
-def test_vllm_has_the_rows_of_whole_groups_up_to_those_that_its_engine_is_given(monkeypatch):
-    text = estimated(CFG3, gpu_mem=400, batch=8 * 512).table()
-    assert "a rank's 2,560 trajectories" in text and "512 of them run at once" in text
-    assert "a rank's 855 trajectories" in estimated(CFG3, gpus=3).table()  # 171 of 512 groups of 5
-    for cuda, rows, tokens in ((True, 512, 16384), (False, None, None)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
-        given = vllm_engine.settings("m", max_len=9, dtype="bfloat16", memory=0.5)
-        assert given.get("max_num_seqs") == rows and given.get("max_num_batched_tokens") == tokens
-
-
-class LongTurns:
-    """An engine whose turns have the maximum length and end in a search."""
-
-    lockstep, max_rows = True, 9
-
-    def __init__(self, tokenizer):
-        self.search = tokenizer("<search>who</search>", add_special_tokens=False)["input_ids"]
-
-    def begin(self, seed):
-        pass
-
-    def generate(self, contexts, max_new, temperature):
-        for key in contexts:
-            ids = self.search[:1] * (max_new - len(self.search)) + self.search
-            yield FinishedTurn(key, ids, [0.0] * max_new)
-
-
-def test_the_longest_trajectory_is_the_longest_that_rollout_makes(tiny):
-    _, tokenizer = tiny
-    question = Question("q", "Who?", ("x",), "")
-    task = SearchQA(Config())
-    task.tools = [Found()]
-    prompt = len(task.make_format(tokenizer).encode_prompt("Answer.", question))
-    cfg = replace(CFG7, max_turns=4, max_response=60, max_observation=30)
-    longest = 0
-    # from a limit that the first turn reaches to one that none does
-    for max_prompt in range(prompt, prompt + 240, 10):
-        jobs = [Job(0, "Answer.", question, 0)]
-        limited = replace(cfg, max_prompt=max_prompt)
-        [tau] = rollout(
-            LongTurns(tokenizer), tokenizer, task, jobs, limited, temperature=1.0, seed=0
-        )
-        longest = max(longest, len(tau.ids) - max_prompt)
-    assert longest == 60 + 30  # max_response + max_observation past max_prompt
-    assert "activations kept of 5,096 tokens" in of(estimated(micro_tokens=100))
-    assert "activations kept of 32,768 tokens" in of(estimated())
-
-
 @pytest.mark.parametrize(
     "name, P", [("0.5B", 494_032_768), ("1.5B", 1_543_714_304), ("3B", P3), ("7B", P7)]
 )  # as the hub publishes them
 def test_the_presets_shapes_need_no_hub(name, P):
     assert sum(p.numel() for p in skeleton(fit.shapes(f"Qwen/Qwen2.5-{name}")).parameters()) == P
-
-
-def test_one_rank_prints_the_table(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    inspo.main(["--model", "qwen2.5-7b", "--dry_run", "8xh100"])
-    assert capsys.readouterr().out == ""
-
-
-def test_the_command_prints_the_table_and_refuses_what_cannot_fit(capsys):
-    argv = ["--model", "qwen2.5-7b", "--dry_run"]
-    inspo.main([*argv, "8xh100"])
-    stdout, stderr = capsys.readouterr()
-    _, fitted = decide(CFG7, Place(B7, "vllm", 8, 80), 989e12)
-    assert stderr == "" and stdout.startswith(f"{fitted.table()}\n") and "hours" in stdout
-    assert "91.4 GB of disk" in stdout  # 7.616e9 x 12 bytes
-    with pytest.raises(SystemExit) as end:
-        inspo.main([*argv, "1xrtx4090"])
-    assert "do not fit" in end.value.code and "\n" not in end.value.code
 
 
 # --- its verdict
@@ -253,63 +181,18 @@ def test_the_paper_s_setting_fits_8_gpus_of_80_gb_with_the_share_that_its_preset
     there = there["policy (float32 shards)"] + there["reference (bfloat16 shards)"]
     assert there + cfg.vllm_memory * 80e9 < fitted.usable and fitted.fault() == ""
     assert f"{fitted.update / 1e9:10.1f}{fitted.rollout / 1e9:10.1f}" in text
-    assert f"\n{rows} of them run at once" in text
-    assert text.splitlines()[-1].startswith("It fits, with ")
+    assert f"\nvLLM runs {rows} of" in text
 
 
-@pytest.mark.slow
-def test_every_recommended_setting_saves_memory():
-    """Each knob that --help or a fault recommends shrinks its sum."""
-    base = estimated()
-    for less in (estimated(gpus=16), estimated(lora_rank=32)):
-        assert less.update < base.update and less.rollout < base.rollout
-    without = estimated(beta=0.0)
-    assert base.update - without.update == base.rollout - without.rollout == 2 * P7 / 8
-    assert not any(name.startswith("reference") for name in of(without))
-    assert estimated(recompute=0).update > 3 * base.update
-    assert estimated(micro_tokens=16384).update < base.update
-    less = estimated(vllm_memory=0.65)
-    assert base.rollout - less.rollout == pytest.approx(0.1 * 80e9) and less.update == base.update
-    assert "vLLM" not in estimated(vllm="http://a:8000").table()
-
-
-def decided(cfg, config, gpus, gpu_mem, card="h100"):
-    return decide(cfg, Place(config, "vllm", gpus, gpu_mem), 1e12 * CARDS[card][1])[0]
-
-
-@pytest.mark.slow
-def test_activations_are_kept_where_they_fit_and_save_time():
-    """Measured on an H200, tokens/s of 3B: kept 8,192 at a time 19.1k, 16,384 20.4k, 32,768 21.1k,
-    4,096 8.7k; recomputed, 32,768 at a time, 18.1k."""
-    for gpu_mem, tokens in ((80, 8192), (141, 16384), (400, 32768)):
-        cfg = decided(CFG3, B3, 8, gpu_mem)
-        assert cfg == replace(CFG3, recompute=0, micro_tokens=tokens, gather=1)
-        tight = estimate(replace(cfg, micro_tokens=2 * tokens, gather=0), B3, "vllm", 8, gpu_mem)
-        assert tokens == 32768 or tight.update > 0.9 * tight.usable
-    # where only 4,096 tokens would be kept, the host would take longer than recomputing
-    small = replace(CFG3, max_prompt=2000, micro_tokens=8192, vllm_memory=0.4)
-    kept = estimate(replace(small, recompute=0, micro_tokens=4096), B3, "vllm", 8, 48)
-    assert not kept.fault() and kept.update < 0.9 * kept.usable
-    assert decided(small, B3, 8, 48) == replace(small, recompute=1, gather=1)
-    assert decided(CFG7, B7, 8, 40) == replace(CFG7, recompute=1, gather=0)
-    for recompute in (0, 1):  # what was asked for is kept
-        asked = replace(CFG3, recompute=recompute, micro_tokens=32768, gather=0)
-        assert decided(asked, B3, 8, 80) == asked
-
-
-def test_weights_are_gathered_where_they_fit():
+def test_weights_that_are_gathered_by_hand():
     """Of policy and reference, in bf16, and whole float32 gradients; one rank holds the last two
-    anyway. What was asked for is kept."""
+    anyway."""
     blocks = 2 * 36 * 77_076_992  # bytes of the 3B's blocks
     for gpus, more in (1, 0), (8, 6 * 3_085_938_688):
         at_a_time, gathered = (
-            estimate(replace(CFG3, gather=gather), B3, "vllm", gpus, 141).update
-            for gather in (0, 1)
+            estimated(CFG3, gpus=gpus, gpu_mem=141, gather=gather).update for gather in (0, 1)
         )
         assert gathered - at_a_time == pytest.approx(blocks * 34 / 36 + more, rel=1e-6)
-    assert decided(CFG7, B7, 8, 80).gather == 0
-    assert decided(replace(CFG7, gather=1), B7, 8, 80).gather == 1
-    assert decided(replace(CFG3, gather=0), B3, 8, 141).gather == 0
 
 
 @pytest.mark.parametrize(
@@ -328,9 +211,7 @@ def test_a_refusal_names_the_largest_parts(change, where, words):
     fitted = estimated(CFG7, *where, **change)
     fault = fitted.fault()
     assert "\n" not in fault
-    assert (
-        bool(fault) == ("do not fit" in fault) == ("It fits" not in fitted.table()) == bool(words)
-    )
+    assert bool(fault) == ("do not fit" in fault) == bool(words)
     assert all(word in fault for word in words.split())
 
 
@@ -340,40 +221,71 @@ def test_the_caller_s_config_is_unchanged():
     assert config.to_dict() == before and config._attn_implementation == B3._attn_implementation
 
 
-@pytest.mark.parametrize(
-    "argv, flags",
-    [  # the first two and the fourth as newcomers found them by trial
-        ("qwen2.5-3b --dry_run h100", "--vllm_memory"),
-        ("qwen2.5-3b --dry_run 1x24GB", "--vllm_memory --lora_rank"),
-        ("qwen2.5-1.5b --dry_run rtx4090", "--lora_rank"),
-        ("qwen2.5-7b --dry_run 1xH100 --lora_rank 32", "--vllm_memory"),
-        (
-            "qwen2.5-7b --dry_run 8xh100 --vllm_memory 0.22",
-            "--vllm_memory",
-        ),  # no room for its weights
-        ("qwen2.5-7b --dry_run 8xh100 --recompute 0", "--recompute"),
-        ("qwen2.5-7b --dry_run 8xh100 --micro_tokens 131072 --recompute 1", "--micro_tokens"),
-        ("qwen2.5-3b --dry_run 1x62gb --vllm_memory 0.3", "--lora_rank"),
-        ("qwen2.5-0.5b --dry_run 1x24gb --engine torch", None),
-        ("qwen2.5-7b --dry_run 1x24gb", None),
-    ],
-)
-def test_the_flags_that_a_refusal_names_are_few_and_make_it_fit(argv, flags):
-    argv = ["--model", *argv.split()]
+def changed(argv, cards, engine="vllm"):
+    """Returns what `find_fit` changes of the flags' configuration, which it makes fit."""
+    cfg, (gpus, _, memory) = parse_flags(["--model", *argv.split()]), read_cards(cards)
+    place = Place(fit.shapes(cfg.model), engine, gpus, memory)
+    found, fitted = find_fit(cfg, place)
+    assert not fitted.fault() and not estimate(found, *place).fault()
+    return {name: x for name, x in vars(found).items() if x != getattr(cfg, name)}
 
-    def place(cfg):
-        gpus, _, memory = read_cards(cfg.dry_run)
-        return fit.shapes(cfg.model), "torch" if cfg.engine == "torch" else "vllm", gpus, memory
 
-    cfg = parse_flags(argv)
-    assert estimate(cfg, *place(cfg)).fault()
-    said = find_flags(cfg, Place(*place(cfg)))
-    if flags is None:
-        assert said == "take more GPUs"
-        return
-    found = said.removeprefix("it fits with ").split()
-    assert {word for word in found if word.startswith("--")} == set(flags.split())
-    assert not estimate(parse_flags([*argv, *found]), *place(cfg)).fault()
+@pytest.mark.parametrize("preset, cards", [
+    ("qwen2.5-0.5b", "rtx4090"), ("qwen2.5-1.5b --lora_rank 32", "rtx4090"), ("qwen2.5-3b", "8xh100"),
+    ("qwen2.5-7b", "8xh100"),
+])  # fmt: skip
+def test_a_preset_has_the_flags_of_its_cards(preset, cards):
+    assert changed(preset, cards) == {}
+
+
+@pytest.mark.parametrize("argv, cards, names", [  # as newcomers found them by trial
+    ("qwen2.5-3b", "h100", "vllm_memory"), ("qwen2.5-3b", "1x24GB", "vllm_memory lora_rank"),
+    ("qwen2.5-7b --lora_rank 32", "1xH100", "vllm_memory"),
+    ("qwen2.5-7b --vllm_memory 0.22", "8xh100", "vllm_memory"),  # no room for its weights
+])  # fmt: skip
+def test_what_does_not_fit_gets_less_for_vllm_and_then_adapters(argv, cards, names):
+    how = {"recompute", "gather", "micro_tokens"}  # only time and memory
+    assert changed(argv, cards).keys() - how == set(names.split())
+
+
+@pytest.mark.slow
+def test_activations_are_kept_where_they_fit():
+    """Measured on an H200, tokens/s of 3B: kept 8,192 at a time 19.1k, 16,384 20.4k, 32,768 21.1k;
+    recomputed, 32,768 at a time, 18.1k."""
+    for memory, tokens in ((80, 8192), (141, 16384), (400, 32768)):
+        cfg, _ = find_fit(CFG3, Place(B3, "vllm", 8, memory))
+        assert cfg == replace(CFG3, recompute=0, micro_tokens=tokens, gather=1)
+    assert find_fit(CFG7, Place(B7, "vllm", 8, 40))[0].recompute == 1
+
+
+@pytest.mark.parametrize("text", ["8xv100", "8x", "0gb", "2x48", "gb", "0xh100", ""])
+def test_cards_that_are_none_are_refused(text):
+    with pytest.raises(Fault, match="say last how many"):
+        read_cards(text)
+
+
+@pytest.mark.parametrize("text, cards", [
+    ("8xH100", (8, "h100", 80)), ("a100", (1, "a100", 80)), ("2x48gb", (2, "48gb", 48)),
+])  # fmt: skip
+def test_cards_by_name_or_memory(text, cards):
+    assert read_cards(text) == cards
+
+
+def test_the_command_is_printed_with_its_hours_and_those_of_a_night(capsys):
+    fit.main(["--model", "qwen2.5-3b", "1x24gb"])
+    printed = capsys.readouterr().out
+    assert "python inspo.py --model qwen2.5-3b --" in printed and "hours" not in printed
+    fit.main(["--model", "qwen2.5-3b", "rtx4090"])
+    printed = capsys.readouterr().out
+    runs = re.findall(r"^ *([\d.]+) hours  python inspo.py (.*)$", printed, re.M)
+    hours, commands = [float(h) for h, _ in runs], [command.split() for _, command in runs]
+    assert hours[0] > 100 and all(5 < h <= fit.NIGHT for h in hours[1:]) and len(hours) == 3
+    for h, command in zip(hours, commands, strict=True):
+        cfg, model = parse_flags(command), skeleton(B3)
+        assert "--lora_rank" in command
+        assert fit.hours(cfg, model, 1, find_peak("rtx4090")) == pytest.approx(h, abs=0.05)
+    with pytest.raises(Fault, match="do not fit: .*take more GPUs"):
+        fit.main(["--model", "qwen2.5-7b", "1x12gb"])
 
 
 # --- activations: against a formula, and against autograd's on the CPU
@@ -509,15 +421,8 @@ def test_two_real_ranks_use_the_estimated_memory(tmp_path):
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    cfg = replace(
-        CFG7,
-        micro_tokens=256,
-        max_prompt=50,
-        max_response=50,
-        max_observation=50,
-        vllm="http://a:8000",
-    )
-    fitted = estimate(cfg, config, "vllm", 2, 80)
+    cfg = replace(CFG7, micro_tokens=256, max_prompt=50, max_response=50, max_observation=50)
+    fitted = estimate(cfg, config, "another", 2, 80)
     whole = sum(p.numel() for p in skeleton(config).parameters())
     # FSDP2 pads 301 rows to 302
     assert whole / 2 < of(fitted)["policy (float32 shards)"] / 4 < whole / 2 * 1.01
@@ -532,3 +437,81 @@ def test_two_real_ranks_use_the_estimated_memory(tmp_path):
         )
         # not all parts peak at the same time
         assert 1 < fitted.update / (there + most) < 1.15, rank
+
+
+# --- time
+
+M3, H200 = skeleton(B3), find_peak("h200")
+# one micro-batch, as `extras.bench.update --micro` has it: one step of one mini-batch
+ALONE = Config(batch=1, mini_batch=1, G=1)
+
+
+@pytest.mark.parametrize(
+    "tokens, recompute, measured",
+    [
+        (1005, 1, 0.447), (4065, 1, 0.501), (8160, 1, 0.477), (14500, 1, 0.818), (31900, 1, 1.766),
+        (1005, 0, 0.443), (4065, 0, 0.467), (8160, 0, 0.427), (14500, 0, 0.711), (31900, 0, 1.509),
+    ],
+)  # fmt: skip
+def test_a_micro_batch_of_3b_on_an_h200(tokens, recompute, measured, monkeypatch):
+    """The rows that made the constants, 2026-11-27."""
+    monkeypatch.setattr(fit, "trajectory", lambda cfg: (0, tokens))
+    cfg = replace(ALONE, recompute=recompute, micro_tokens=tokens)
+    assert fit.update_seconds(cfg, M3, 1, H200) == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "tokens, recompute, measured",
+    [(1005, 0, 0.191), (8160, 0, 0.384), (1005, 1, 0.336), (8160, 1, 0.436), (31900, 1, 1.801)],
+)
+def test_a_micro_batch_with_gathered_weights(tokens, recompute, measured, monkeypatch):
+    """Commit e1f24a3, later that day; the rows of 1,005 tokens made the constants."""
+    monkeypatch.setattr(fit, "trajectory", lambda cfg: (0, tokens))
+    cfg = replace(ALONE, recompute=recompute, micro_tokens=tokens, gather=1)
+    assert fit.update_seconds(cfg, M3, 1, H200) == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "trajectories, tokens, knobs, measured",
+    [
+        (160, 2900, {"recompute": 0, "micro_tokens": 16384}, 24.9),  # a whole step
+        (50, 2700, {"recompute": 1, "micro_tokens": 32768}, 50 * 2700 / 17400),
+        (50, 2700, {"recompute": 0, "micro_tokens": 8192}, 50 * 2700 / 14800),
+    ],
+)
+def test_updates_that_did_not_make_the_constants(
+    trajectories, tokens, knobs, measured, monkeypatch
+):
+    """Commit e22737a on another H200: two mini-batches, the second of which is scored."""
+    monkeypatch.setattr(fit, "trajectory", lambda cfg: (0, tokens))
+    cfg = Config(batch=trajectories // 5, mini_batch=trajectories // 2, G=5, **knobs)
+    assert fit.update_seconds(cfg, M3, 1, H200) == pytest.approx(measured, rel=0.15)
+
+
+def test_rollouts_of_160_rows_on_an_h200():
+    """9.1 and 9.8 s were measured in a run, with 2,300 tokens read; a token costs what it cost
+    there."""
+    cfg = Config(batch=32, G=5, max_response=480)
+    assert fit.trajectory(cfg) == (600, 2300)
+    assert fit.rollout_seconds(cfg, M3, 1, H200) == pytest.approx(9.5, rel=0.1)
+
+
+def test_eight_gpus_share_a_step_and_adapters_save_a_third_of_the_backward_pass():
+    cfg = Config(micro_tokens=32768, recompute=0)
+    one, eight = (fit.update_seconds(cfg, M3, gpus, H200) for gpus in (1, 8))
+    assert one == pytest.approx(8 * eight, rel=0.02)
+    # forward, backward twice, reference, half of the log-probs under the old policy
+    lora = fit.update_seconds(replace(cfg, lora_rank=32), M3, 1, H200)
+    assert lora == pytest.approx(one * 3.5 / 4.5)
+    assert fit.rollout_seconds(cfg, M3, 1, H200) == pytest.approx(
+        8 * fit.rollout_seconds(cfg, M3, 8, H200)
+    )
+
+
+@pytest.mark.parametrize("name, tflops", [
+    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("h200", 989),
+    ("NVIDIA GeForce RTX 4090", 165),
+])  # fmt: skip
+def test_a_card_is_known_by_its_name(name, tflops):
+    assert find_peak(name) == tflops * 1e12
+    assert find_peak("Tesla T4") is None and find_peak("48gb") is None

@@ -14,34 +14,16 @@ import torch
 from torch.utils import cpp_extension
 from transformers import Qwen2Config
 
-from training.fit import KNOWN
+from extras.fit import KNOWN
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 SYNCS = 3  # times that the host waits for the card in a micro-batch, at most
 PRESETS = {  # GPUs, their compute capability, flags
-    "0.5B": (1, "8.9", "--model", "qwen2.5-0.5b", "--dry_run", "1xrtx4090"),
-    "0.5B, 3 layers": (
-        1,
-        "7.5",
-        "--model",
-        "SHORT",
-        "--preset",
-        "qwen2.5-0.5b",
-        "--dry_run",
-        "1xrtx4090",
-    ),
-    "1.5B LoRA": (
-        1,
-        "8.9",
-        "--model",
-        "qwen2.5-1.5b",
-        "--lora_rank",
-        "32",
-        "--dry_run",
-        "1xrtx4090",
-    ),
-    "3B": (8, "9.0", "--model", "qwen2.5-3b", "--dry_run", "8xh100"),
-    "7B": (8, "9.0", "--model", "qwen2.5-7b", "--dry_run", "8xh100"),
+    "0.5B": (1, "8.9", "--model", "qwen2.5-0.5b"),
+    "0.5B, 3 layers": (1, "7.5", "--model", "SHORT", "--preset", "qwen2.5-0.5b"),
+    "1.5B LoRA": (1, "8.9", "--model", "qwen2.5-1.5b", "--lora_rank", "32"),
+    "3B": (8, "9.0", "--model", "qwen2.5-3b"),
+    "7B": (8, "9.0", "--model", "qwen2.5-7b"),
 }
 MODERN = "vllm", "bfloat16", "_varlen_attn"  # engine, dtype, attention
 OLD = "torch", "float32", "_scaled_dot_product_efficient_attention"

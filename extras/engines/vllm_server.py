@@ -1,10 +1,13 @@
 """Generation by one or more `vllm serve`, on this machine or others.
 
+    VLLM_URLS=http://a:8000,http://b:8000 python inspo.py --engine extras.engines.vllm_server:VllmServer ...
+
 Turns go to vLLM's endpoint for token ids; weights reach the servers over NCCL, with vLLM's weight
 transfer. Their layers are out of reach; all that can be seen of a load is that a server's answers
 change.
 """
 
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, repeat
@@ -15,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from config import Config
 from engines import Contexts, FinishedTurn, Turns
-from engines.remote import RemoteEngine
 from engines.vllm_engine import VERSION, probed
+from extras.engines import RemoteEngine
 from models.model import Weights, load_config, named_weights, skeleton
 from plumbing.chat import turn_ends
 from plumbing.client import Client
@@ -32,8 +36,9 @@ SHOWS = 1e-5
 class VllmServer(RemoteEngine):
     """An Engine: one or more `vllm serve`, and the connection that brings them the weights.
 
-    `urls`: the servers, separated by commas; a row stays with one server, which has cached its
-    context. Every rank constructs its own and calls `load` together with the others; rank 0 sends.
+    `urls`: the servers, separated by commas (VLLM_URLS, where it is empty); a row stays with one
+    server, which has cached its context. Every rank constructs its own and calls `load` together
+    with the others; rank 0 sends.
     Raises Fault with the command to start a server that is unsuitable, Outage when one stops
     answering, EngineFault when one was restarted.
     """
@@ -41,22 +46,23 @@ class VllmServer(RemoteEngine):
     retries, timeout = 4, 600.0  # of a request; seconds to wait for its answer
     backend = "nccl"
 
-    def __init__(
-        self, urls: str, tokenizer: Any, stop: tuple[str, ...], *, model: str, max_len: int
-    ):
-        self.model = model
+    def __init__(self, cfg: Config, tokenizer: Any, stop: tuple[str, ...], urls: str = ""):
+        urls = urls or os.environ.get("VLLM_URLS", "")
+        if not urls:
+            raise Fault("VLLM_URLS: give the servers, as http://a:8000,http://b:8000")
+        self.model = cfg.model
         self.urls = [at(url) for url in urls.split(",")]
         self.where = without_secrets(",".join(self.urls))
         self.tokenizer, self.stop, self.loads = tokenizer, stop, 0
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.clients = {url: Client(url, self.timeout, self.retries) for url in self.urls}
         self.once = {url: Client(url, self.timeout, 0) for url in self.urls}
-        configs = [self.inspect(url, max_len) for url in self.urls]
+        configs = [self.inspect(url, cfg.longest) for url in self.urls]
         super().__init__(sum(config["scheduler_config"]["max_num_seqs"] for config in configs))
         parallel = [config["parallel_config"] for config in configs]
         self.workers = [of["world_size"] * of["data_parallel_size"] for of in parallel]
         self.source = WeightSource(
-            model, getattr(torch, configs[0]["model_config"]["dtype"].removeprefix("torch."))
+            cfg.model, getattr(torch, configs[0]["model_config"]["dtype"].removeprefix("torch."))
         )
         self.sender = self.connect()
         # What the servers said at first, or when they last said anything else, and a sample of the
@@ -91,7 +97,7 @@ class VllmServer(RemoteEngine):
             self.request(url, "/resume", {})  # a killed run may have left it paused
             self.generate_turn(0, url, [self.tokenizer.eos_token_id], sampling(self, 1, 1.0))
         except Outage as e:
-            raise Fault(without_secrets(f"--vllm {e}; start it with: {command}")) from e
+            raise Fault(without_secrets(f"VLLM_URLS: {e}; start it with: {command}")) from e
         return config
 
     def connect(self) -> Any:
@@ -122,7 +128,7 @@ class VllmServer(RemoteEngine):
             return WeightTransferTrainerFactory.trainer_init(info, client=self, source=self.source)
         except Exception as e:
             raise Fault(
-                f"--vllm {self.where}: no connection for the weights at {address}:{port} ({e})"
+                f"VLLM_URLS {self.where}: no connection for the weights at {address}:{port} ({e})"
             ) from e
 
     @staticmethod
@@ -163,7 +169,7 @@ class VllmServer(RemoteEngine):
 
         Nothing compares the weights themselves, as `Proof` does.
         """
-        self.begin(self.seed)
+        self.reset(self.seed)
         if dist.is_initialized():
             dist.barrier()
         self.loads += 1

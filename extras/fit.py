@@ -1,33 +1,48 @@
-"""Will it fit? Estimates the memory of one GPU, part by part, from shapes alone, without weights or
-a GPU, and finds the flags with which it fits.
+"""Will a run fit, and how long will it take? Computed from shapes, without weights or a GPU.
 
-A rollout needs the engine's weights and KV cache besides the trainer's state. An update needs
-activations and gradients besides that state, while vLLM sleeps. The larger of the two has to fit.
+    python -m extras.fit --model qwen2.5-3b 8xh100          # flags of inspo.py, then the GPUs
+
+The GPUs are 8xh100, h200, a100 or rtx4090, or named by their memory, as 2x48gb. Prints the memory
+of each part, the hours, and the command of a run that fits. A rollout needs the engine's weights
+and KV cache besides the trainer's state; an update needs activations and gradients besides that
+state, while vLLM sleeps. The larger of the two has to fit.
 """
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from config import Config
+from config import Config, parse_flags
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import MAX_BATCHED_TOKENS, MAX_SEQS
 from models import lora
-from models.layers import FAMILIES
 from models.model import blocks, load_config, skeleton
-from training.duration import update_seconds
+from models.packing import FUSED
+from plumbing.faults import Fault, one_line
 
+# GB (1e9 bytes) of GPUs, and TFLOP/s of their dense products in bfloat16 (NVIDIA's data sheets)
+CARDS = {"h100": (80, 989), "h200": (141, 989), "a100": (80, 312), "rtx4090": (24, 165)}
+OTHERS = {"h100pcie": 756, "b200": 2250, "l40s": 362}  # TFLOP/s of more
 # share of a GPU that shapes cannot predict: CUDA context, NCCL buffers, fragmentation
 RESERVE = 0.06
+SURE = 0.9  # share of what is usable up to which an estimate decides: it has been 7 % off
 GRAPHS = 30e6  # bytes of vLLM's CUDA graphs, a layer: an allowance
-# float32 matrices (rows, V) of vLLM's V1 sampler: logits, log-probs, probabilities, noise; V2 makes
-# fewer
+# float32 matrices (rows, V) of vLLM's sampler: logits, log-probs, probabilities, noise
 SAMPLER = 4
-SURE = 0.9  # share of what is usable up to which an estimate decides alone: it has been 7 % off
 CHUNK = 4096  # rows of logits that kernels/head.py allocates at a time
+# share of a card's FLOP/s that forward and backward passes reach, attention included; then seconds of
+# Python a layer and micro-batch: the reference, forward, backward; and where all weights are
+# gathered, with activations kept and recomputed: measured on one H200 (docs/gpus.md)
+REACHED, HOST, HOST_GATHERED = 0.54, 12e-3, (5.3e-3, 9.3e-3)
+ROW = 60e-6  # seconds a token that vLLM generates, with some 160 rows at once
+PROMPT = 300  # tokens of an instruction and a question, assumed
+NIGHT = 10  # hours
 SHAPES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "vocab_size", "tie_word_embeddings",
@@ -57,6 +72,34 @@ class Place(NamedTuple):
     engine: str
     gpus: int
     gpu_mem: float  # GB (1e9 bytes) of each
+
+
+def read_cards(text: str) -> tuple[int, str, int]:
+    """Returns the number of GPUs, their name and their GB. Raises Fault."""
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z]+\d+|([1-9]\d*)gb)", text.lower())
+    if match is None or not (match[3] or match[2] in CARDS):
+        raise Fault(
+            f"{text}: say last how many of which GPUs, as 8xh100 ({', '.join(CARDS)}), or of which memory, as 1x48gb"
+        )
+    return int(match[1] or 1), match[2], int(match[3] or CARDS[match[2]][0])
+
+
+def find_peak(card: str) -> float | None:
+    """Returns the FLOP/s, dense bfloat16, of a card by its name, as torch or a user has it."""
+    peaks = OTHERS | {name: tflops for name, (_, tflops) in CARDS.items()}
+    for name, tflops in peaks.items():
+        if name in card.lower().replace(" ", ""):
+            return tflops * 1e12
+    return None
+
+
+def parameters(model: Any) -> int:
+    """Returns the policy's parameters; a tied head is the embedding and counts once, adapters do
+    not count."""
+    return sum(p.numel() for name, p in model.named_parameters() if not lora.is_adapter(name))
+
+
+# ---- memory
 
 
 @dataclass
@@ -89,17 +132,13 @@ class Fit:
     def table(self) -> str:
         """Returns parts, sums and notes as text of at most 100 columns."""
         lines = [f"{self.title}: GB on each GPU, computed from shapes", ""]
-        lines += [f"{'part':<72}{'update':>10}{'rollout':>10}"]
+        lines.append(f"{'part':<72}{'update':>10}{'rollout':>10}")
         rest = f"usable (all but {RESERVE:.0%}: CUDA, NCCL, fragmentation)"
         sums = [Part("sum", self.update, self.rollout), Part(rest, self.usable, self.usable)]
         for part in self.parts + sums:
             if part.update or part.rollout:
                 lines.append(f"{part.name:<72}{part.update / 1e9:10.1f}{part.rollout / 1e9:10.1f}")
-        lines += ["", *self.notes]
-        if not self.fault():
-            spare = self.usable - max(self.update, self.rollout)
-            lines.append(f"It fits, with {spare / 1e9:.1f} GB to spare.")
-        return "\n".join(lines)
+        return "\n".join([*lines, "", *self.notes])
 
     def fault(self) -> str:
         """Returns one line with the reason why it does not fit; "" if it fits."""
@@ -114,14 +153,10 @@ class Fit:
             f" {self.usable / 1e9:.1f} are usable; largest: {largest}"
         )
 
-    def is_sure(self) -> bool:
-        """Returns whether it fits even where the estimate of the update is too low."""
-        return not self.fault() and self.update < SURE * self.usable
-
 
 def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -> Fit:
     """Returns the memory of each of `gpus` GPUs of `gpu_mem` GB (1e9 bytes), for a model with this
-    config."""
+    config; `engine`: "torch", "vllm", or any other that needs nothing there."""
     cfg = replace(cfg, dtype=cfg.dtype or "bfloat16")
     model = lora.add(skeleton(config, getattr(torch, cfg.dtype)), cfg.lora_rank, cfg.lora_alpha)
     moment, working = of_update(cfg, model, gpus)
@@ -133,15 +168,9 @@ def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -
         fit.parts.append(of_gathering(cfg, model, gpus))
     if engine == "torch":
         fit.parts += of_torch_engine(cfg, model)
-    elif cfg.vllm == "colocate":
+    elif engine == "vllm":
         add_vllm(fit, cfg, model, gpus, cfg.vllm_memory * gpu_mem * 1e9)
     return fit
-
-
-def parameters(model: Any) -> int:
-    """Returns the policy's parameters; a tied head is the embedding and counts once, adapters do
-    not count."""
-    return sum(p.numel() for name, p in model.named_parameters() if not lora.is_adapter(name))
 
 
 def of_state(cfg: Config, model: Any, gpus: int) -> list[Part]:
@@ -208,10 +237,10 @@ def of_gathering(cfg: Config, model: Any, gpus: int) -> Part:
     """Returns what --gather 1 adds: the weights that are not gathered anyway, those of the reference
     and whole gradients, where these are not shares of one rank."""
     per_block = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
-    trained = model.num_parameters(only_trainable=True)
     gathered = sum(per_block) - 2 * max(per_block)
     if cfg.beta and not cfg.lora_rank and gpus > 1:
         gathered += parameters(model)
+    trained = model.num_parameters(only_trainable=True)
     size = model.dtype.itemsize * gathered + 4 * trained * (gpus > 1)
     return Part("all weights gathered, gradients not yet reduced (--gather)", size, 0)
 
@@ -257,62 +286,10 @@ def add_vllm(fit: Fit, cfg: Config, model: Any, gpus: int, share: float) -> None
             f" {row:,} tokens"
         )
     mine = math.ceil(cfg.batch / gpus) * cfg.G  # a rank plays whole groups
+    at_once = min(mine, MAX_SEQS, int(room / kv / row))
     fit.notes.append(
-        f"vLLM's cache has room for {room / kv:,.0f} tokens of {kv / 1e3:.1f} kB; a rank's {mine:,} trajectories"
-        f" can need {mine * row:,}.\n"
-        f"{min(mine, MAX_SEQS, int(room / kv / row)):,} of them run at once, however long they are."
+        f"vLLM runs {at_once:,} of a rank's {mine:,} trajectories at once, however long they are."
     )
-
-
-def decide(cfg: Config, place: Place, flops: float) -> tuple[Config, Fit]:
-    """Returns `cfg` with --recompute and --gather -1 decided, and its estimate, as computed for a
-    card of that many FLOP/s."""
-    best = replace(cfg, recompute=abs(cfg.recompute))
-    model, gpus = skeleton(place.config), place.gpus
-    fit = estimate(best, *place)
-
-    # Activations are kept where there is room, if need be in smaller micro-batches, and the update
-    # takes no more time so.
-    longest = update_seconds(best, model, gpus, flops)
-    for halvings in range(3 if cfg.recompute < 0 else 0):
-        kept = replace(cfg, recompute=0, micro_tokens=cfg.micro_tokens >> halvings)
-        room = estimate(kept, *place)
-        if room.is_sure() and update_seconds(kept, model, gpus, flops) <= longest:
-            best, fit = kept, room
-            break
-
-    # Weights are gathered once an update where there is room.
-    if cfg.gather < 0:
-        kept = replace(best, gather=1)
-        room = estimate(kept, *place)
-        if room.is_sure():
-            return kept, room
-        fit.notes.append(
-            "Each micro-batch gathers its weights a block at a time: with all of them, once an update"
-            f" (--gather 1), it needs {room.update / 1e9:.1f} GB."
-        )
-    return replace(best, gather=max(cfg.gather, 0)), fit
-
-
-def find_flags(cfg: Config, place: Place) -> str:
-    """Says with which flags it fits: less memory for vLLM, then smaller micro-batches, adapters."""
-    for rank, halvings in itertools.product((cfg.lora_rank, cfg.lora_rank or 32), range(4)):
-        tokens = cfg.micro_tokens >> halvings
-        tried = replace(cfg, recompute=cfg.recompute or 1, micro_tokens=tokens, lora_rank=rank)
-        tried = replace(tried, gather=min(cfg.gather, 0))
-        fit = estimate(tried, *place)
-        if fit.update > fit.usable:  # whatever the engine takes
-            continue
-        if place.engine == "vllm" and (fit.rollout > fit.usable or fit.starved):
-            free = fit.usable - sum(part.rollout for part in fit.parts[:-4])  # less vLLM's
-            tried = replace(
-                tried, vllm_memory=max(1, math.floor(20 * free / place.gpu_mem / 1e9)) / 20
-            )
-        if not estimate(tried, *place).fault():
-            changed = sorted(vars(tried).items() - vars(cfg).items())
-            flags = " ".join(f"--{name} {value}" for name, value in changed)
-            return f"it fits with {flags}"
-    return "take more GPUs"
 
 
 def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[float, float]:
@@ -327,7 +304,7 @@ def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[fl
     AttentionInterface.register("shapes", attention_of_shapes)
     model.set_attn_implementation("shapes")
     config, size = model.config.get_text_config(), model.dtype.itemsize
-    fused = fused and config.model_type in FAMILIES
+    fused = fused and type(model).__name__.removesuffix("ForCausalLM") in FUSED
     swiglu = fused and getattr(config, "hidden_act", "") == "silu"
     weights = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
     saved = {}  # storage, or a module that saves less -> bytes
@@ -366,7 +343,7 @@ def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[fl
 
 
 def attention_of_shapes(_: Any, q: Any, k: Any, v: Any, *__: Any, **___: Any) -> Any:
-    """Returns the shapes of models.model.packed_attention on a GPU; SDPA on meta would save
+    """Returns the shapes of models.packing.packed_attention on a GPU; SDPA on meta would save
     matrices (T, T)."""
     if q.dtype == torch.float32:  # as there, for a kernel that takes no fewer heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -380,3 +357,125 @@ def kv_bytes(config: Any, size: int = 2) -> Any:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * size * config.num_hidden_layers * heads * dim
+
+
+# ---- time
+
+
+def trajectory(cfg: Config) -> tuple[int, int]:
+    """Returns the tokens that a trajectory samples and those that it reads, as assumed: all turns
+    are played, each a quarter of --max_response long, each observation as long as it can be."""
+    calls = 0 if cfg.tools == "none" else cfg.max_turns
+    return (calls + 1) * cfg.max_response // 4, PROMPT + calls * cfg.max_observation
+
+
+def update_seconds(cfg: Config, model: Any, gpus: int, flops: float) -> float:
+    """Returns the seconds of a step's update: of each micro-batch the larger of what card and host
+    need."""
+    # Passes over all weights: forward, backward (two, of which frozen weights need one), recomputed
+    # activations, the reference, pi_old of all mini-batches but the first.
+    updates = cfg.batch * cfg.G / cfg.mini_batch
+    passes = 4 - bool(cfg.lora_rank) + bool(cfg.recompute) + bool(cfg.beta) - 1 / updates
+    tokens = cfg.mini_batch * sum(trajectory(cfg)) / gpus
+    micro_batches = math.ceil(tokens / cfg.micro_tokens)
+    card = 2 * passes * model.num_parameters() * tokens / micro_batches / (REACHED * flops)
+    host = len(blocks(model)) * (HOST_GATHERED[cfg.recompute > 0] if cfg.gather == 1 else HOST)
+    return updates * micro_batches * max(card, host)
+
+
+def rollout_seconds(cfg: Config, model: Any, gpus: int, flops: float) -> float:
+    """Returns the seconds of a step's rollouts with vLLM on every GPU."""
+    rows, (sampled, read) = math.ceil(cfg.batch / gpus) * cfg.G, trajectory(cfg)
+    return rows * (2 * model.num_parameters() * read / (REACHED * flops) + ROW * sampled)
+
+
+def hours(cfg: Config, model: Any, gpus: int, flops: float) -> float:
+    """Returns the hours of all steps, without evaluation and evolution."""
+    seconds = [f(cfg, model, gpus, flops) for f in (rollout_seconds, update_seconds)]
+    return cfg.T * sum(seconds) / 3600
+
+
+# ---- the command
+
+
+def find_fit(cfg: Config, place: Place) -> tuple[Config, Fit]:
+    """Returns the first setting that fits, and its estimate: activations are rather kept than
+    recomputed, if need be in smaller micro-batches; weights are rather gathered once an update;
+    vLLM's share is lowered where it has to be; adapters are the last resort. Raises Fault."""
+    kept = [(0, gather, n) for n in range(3) for gather in (1, 0) if cfg.micro_tokens >> n >= 8192]
+    recomputed = [(1, gather, n) for n in range(4) for gather in (1, 0)]
+    first = None
+    ranks = (cfg.lora_rank,) if cfg.lora_rank else (0, 32)
+    for rank, (recompute, gather, n) in itertools.product(ranks, [*kept, *recomputed]):
+        tried = replace(
+            cfg,
+            lora_rank=rank,
+            recompute=recompute,
+            gather=gather,
+            micro_tokens=cfg.micro_tokens >> n,
+        )
+        fit = estimate(tried, *place)
+        first = first or fit
+        sure = recompute and not gather or fit.update < SURE * fit.usable
+        if not sure or fit.update > fit.usable:
+            continue
+        if fit.fault() and place.engine == "vllm":
+            others = sum(part.rollout for part in fit.parts if not part.name.startswith("vLLM"))
+            share = math.floor(20 * (fit.usable - others) / place.gpu_mem / 1e9) / 20
+            tried = replace(tried, vllm_memory=max(0.05, share))
+            fit = estimate(tried, *place)
+        if not fit.fault():
+            return tried, fit
+    assert first
+    raise Fault(f"{first.fault()}; take more GPUs, or a smaller model")
+
+
+def describe_flags(cfg: Config, given: Config) -> str:
+    """Returns the flags in which a configuration differs from the one that was given."""
+    pairs = [(f.name, getattr(cfg, f.name)) for f in fields(cfg)]
+    return "".join(f" --{name} {x}" for name, x in pairs if x != getattr(given, name))
+
+
+def smaller(cfg: Config) -> Iterator[Config]:
+    """Yields smaller runs: fewer questions a step, as many updates, fewer steps."""
+    for halvings, T in itertools.product(range(5), (300, 200, 100)):
+        if cfg.batch >> halvings and T <= cfg.T:
+            mini_batch = max(1, cfg.mini_batch >> halvings)
+            yield replace(cfg, batch=cfg.batch >> halvings, mini_batch=mini_batch, T=T)
+
+
+def main(argv: list[str] | None = None) -> None:
+    *flags, cards = (sys.argv[1:] if argv is None else argv) or ["?"]
+    gpus, card, memory = read_cards(cards)
+    cfg = parse_flags(flags)
+    place = Place(shapes(cfg.model), "torch" if cfg.engine == "torch" else "vllm", gpus, memory)
+    fitted, fit = find_fit(cfg, place)
+    spare = fit.usable - max(fit.update, fit.rollout)
+    print(f"{fit.table()}\nIt fits, with {spare / 1e9:.1f} GB to spare:\n")
+
+    start = f"torchrun --nproc_per_node={gpus}" if gpus > 1 else "python"
+    command = " ".join([start, "inspo.py", *flags])
+    model, flops = skeleton(place.config), find_peak(card) or 0
+    added = describe_flags(fitted, cfg)
+    if flops:
+        whole = hours(fitted, model, gpus, flops)
+        print(f"{whole:6.1f} hours  {command}{added}")
+        runs = [(hours(run, model, gpus, flops), run) for run in smaller(fitted)]
+        runs = [(h, run) for h, run in runs if h <= NIGHT < whole]
+        for h, run in sorted(runs, key=lambda pair: -pair[0])[:2]:
+            print(f"{h:6.1f} hours  {command}{describe_flags(run, cfg)}")
+        sampled, read = trajectory(cfg)
+        print(
+            "\nHours are without evaluation and evolution: computed, from rates that one H200 measured"
+            f" (docs/gpus.md).\nAssumed: a trajectory samples {sampled:,} tokens and reads {read:,}."
+        )
+    else:
+        print(f"{command}{added}")
+    trained = lora.add(model, fitted.lora_rank, fitted.lora_alpha)
+    size = 12 * trained.num_parameters(only_trainable=True) / 1e9
+    print(f"A checkpoint takes {size:.1f} GB of disk, and of the CPUs' memory while it is written.")
+
+
+if __name__ == "__main__":
+    with one_line():
+        main()

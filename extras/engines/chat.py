@@ -1,6 +1,8 @@
 """A model behind any OpenAI-compatible chat endpoint, as an Engine: for evaluations, never for
 training.
 
+    python evaluate.py http://127.0.0.1:8001/v1 --engine extras.engines.chat:ChatEngine ...
+
 Its weights and its tokens are elsewhere. Texts are therefore cut into words, which take the place
 of token ids, so a limit in tokens is one in words here. A row is a conversation: the prompt is the
 user's first message, a turn is the assistant's, and an observation is the user's next one. A policy
@@ -8,11 +10,13 @@ that was trained here saw its observations inside its own message, so evaluate i
 directory.
 """
 
+import os
 import re
 from typing import Any
 
+from config import Config
 from engines import Contexts, FinishedTurn, Turns
-from engines.remote import RemoteEngine
+from extras.engines import RemoteEngine
 from plumbing.client import Client, RequestFailed
 from plumbing.faults import EngineFault, Fault
 from plumbing.outside import without_secrets
@@ -48,23 +52,18 @@ class ChatEngine(RemoteEngine):
     """An Engine that asks `url`/chat/completions, a request a turn; its samples depend on the
     server alone.
 
-    Raises Fault if the server has no model `name` ("": the only one it has), EngineFault when it
-    stops answering.
+    The model of the configuration is URL or URL#NAME, of one of several models there; the key is
+    OPENAI_API_KEY. Raises Fault if the server has no such model, EngineFault when it stops answering.
     """
 
     silent = False  # a reply had no text
 
-    def __init__(
-        self,
-        url: str,
-        name: str,
-        tokenizer: Words,
-        stop: tuple[str, ...],
-        *,
-        api_key: str = "",
-        retries: int = 4,
-    ):
-        self.url, self.tokenizer, self.stop = without_secrets(url), tokenizer, stop
+    def __init__(self, cfg: Config, tokenizer: Any, stop: tuple[str, ...], retries: int = 4):
+        if cfg.format != "tags":
+            raise Fault(f"--format {cfg.format}: a chat endpoint renders its own template")
+        url, _, name = cfg.model.partition("#")
+        api_key = os.environ.get("OPENAI_API_KEY", "").strip()
+        self.url, self.tokenizer, self.stop = without_secrets(url), Words(), stop
         self.client = Client(url, 300, retries, api_key)
         self.once = Client(url, 300, 0, api_key)
         self.name = self.choose(name)
@@ -79,9 +78,9 @@ class ChatEngine(RemoteEngine):
 
         try:
             served = self.once.ask("/models", None, read_names)
-            remedy = f"not {name}" if name else "choose one"
+            names = ", ".join(served[:5]) or "no model"
             fault = (
-                f"--served_model: {self.url} has {', '.join(served[:5]) or 'no model'}: {remedy}"
+                f"{self.url} has {names}{name and f', not {name}'}: choose one, as {self.url}#NAME"
             )
         except RequestFailed as e:
             served = []
@@ -92,8 +91,8 @@ class ChatEngine(RemoteEngine):
             raise Fault(fault)
         return name
 
-    def begin(self, seed: int) -> None:
-        super().begin(seed)
+    def reset(self, seed: int) -> None:
+        super().reset(seed)
         self.messages: dict[int, list[dict]] = {}  # by row
         self.sent: dict[int, int] = {}  # words of a row's context that are in its messages
 

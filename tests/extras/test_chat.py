@@ -1,0 +1,267 @@
+"""A model behind a chat endpoint, as an engine of evaluations."""
+
+import json
+
+import pytest
+import test_evaluate
+from test_evaluate import WORLD, run, write_jsonl
+
+from config import Config
+from extras.engines.chat import ChatEngine, Words
+from plumbing.faults import EngineFault, Fault
+from plumbing.files import read_jsonl
+
+retriever, servers = test_evaluate.retriever, test_evaluate.servers  # fixtures
+ENGINE = "--engine", "extras.engines.chat:ChatEngine"
+
+
+def said(text):
+    return {"choices": [{"message": {"content": text}}]}
+
+
+MODELS = {"data": [{"id": "qwen"}]}
+
+
+def test_a_chat_endpoint_plays_the_loop_with_observations_as_messages(servers, retriever, tmp_path):
+    chat = servers(
+        MODELS,
+        said("I search. <search> Krevux Babith"),
+        said("<answer> Trebak Faisticorp </answer>"),
+    )
+    write_jsonl(
+        tmp_path / "q.jsonl", [json.loads((WORLD / "test.jsonl").read_text().splitlines()[0])]
+    )
+    flags = ["--data", tmp_path / "q.jsonl", "--retriever", retriever, "--out", tmp_path / "o"]
+    _, fault = run(chat.url + "/v1", *ENGINE, *flags)
+    [row] = read_jsonl(tmp_path / "o" / "results.jsonl")
+    assert not fault and (row["em"], row["searches"]) == (1.0, 1)
+    first, second = (json.loads(body) for _, _, body in chat.requests[1:])
+    assert [m["role"] for m in second["messages"]] == ["user", "assistant", "user"]
+    assert second["messages"][0] == first["messages"][0]
+    # the endpoint cuts stop strings
+    assert second["messages"][1]["content"].endswith(" Krevux Babith</search>")
+    assert second["messages"][2]["content"].startswith("<information>Doc 1(Title:")
+    assert first["model"] == "qwen" and first["stop"] == ["</search>", "</answer>"]
+    assert first["temperature"] == 0 and "seed" not in first
+
+
+def test_words_come_back_whole_and_answers_that_are_no_chat_end_the_evaluation(servers):
+    words = Words()
+    for text in ("a b\n\n<x>c</x>  ", " leading", "", "tab\tand\u00a0more\n"):
+        assert words.decode(words(text)["input_ids"]) == text
+    url = servers(MODELS, {"choices": []}).url
+    engine = ChatEngine(Config(model=url), None, ("</answer>",), retries=0)
+    with pytest.raises(EngineFault, match="malformed answer"):
+        while True:
+            list(
+                engine.generate(
+                    {0: words("hello")["input_ids"]} if not engine.running else {}, 5, 0.0
+                )
+            )
+    engine.close()
+
+
+def turns_of(engine, texts, temperature=0.0):
+    """Plays one turn of each row; returns (text, why the row ended) by row."""
+    contexts, ended = {k: engine.tokenizer(text)["input_ids"] for k, text in enumerate(texts)}, {}
+    engine.reset(0)
+    while len(ended) < len(texts):
+        for turn in engine.generate(contexts, 50, temperature):
+            ended[turn.key] = engine.tokenizer.decode(turn.ids), turn.stop
+        contexts = {}
+    return ended
+
+
+def chatting(servers, answer, name="qwen", models=MODELS, retries=0):
+    """Returns an engine whose server says answer(body) to each completion, and the bodies of what
+    was asked."""
+    asked = []
+
+    def respond(handler):
+        if handler.command == "POST":
+            asked.append(json.loads(handler.body))
+        return answer(asked[-1]) if handler.command == "POST" else models
+
+    cfg = Config(model=f"{servers(respond).url}#{name}")
+    return ChatEngine(cfg, None, ("</search>", "</answer>"), retries=retries), asked
+
+
+LONG = "a very long question " * 20
+TOO_LONG = [
+    (
+        400,
+        "This model's maximum context length is 128 tokens. However, your prompt contains at least 129 input tokens",
+    ),
+    (
+        400,
+        "'max_tokens' or 'max_completion_tokens' is too large: 50. This model's maximum context length is 128",
+    ),
+    (413, "Payload Too Large"),
+    (500, "Context size has been exceeded."),
+]
+FILTERED = [
+    (
+        400,
+        "The response was filtered due to the prompt triggering Azure OpenAI's content management policy.",
+    ),
+    (403, "Your chosen model requires moderation and your input was flagged"),
+    (422, "the input cannot be processed: please stop"),
+]
+
+
+@pytest.mark.parametrize("status, words, stop", [(*row, "length") for row in TOO_LONG] + [
+    (*row, "refused") for row in FILTERED
+])  # fmt: skip
+def test_one_conversation_that_a_server_refuses_ends_and_the_others_go_on(
+    servers, status, words, stop
+):
+    def answer(body):
+        if len(body["messages"][0]["content"]) > 128:
+            return status, {}, json.dumps({"error": {"message": words}})
+        return said("<answer> Bern </answer>")
+
+    engine, asked = chatting(servers, answer)
+    bern = ("<answer> Bern </answer>", "")
+    assert turns_of(engine, ["Short", LONG, "Hi", LONG]) == {
+        0: bern,
+        1: ("", stop),
+        2: bern,
+        3: ("", stop),
+    }
+    assert turns_of(engine, [LONG]) == {0: ("", stop)}  # also where no other is played
+    assert turns_of(engine, ["Short"]) == {0: bern}
+    assert {"max_tokens", "stop"} <= asked[-1].keys()
+    engine.close()
+
+
+@pytest.mark.parametrize("text, ended, turn", [
+    ("<search> who", "stop", "<search> who</search>"), ("<answer> x", "eos", "<answer> x</answer>"),
+    ("<search> who", "length", "<search> who"), ("<answer> x", "MAX_TOKENS", "<answer> x"),
+    ("<answer> x </answer> and", "length", "<answer> x </answer>"),
+])  # fmt: skip
+def test_a_turn_that_was_cut_at_a_limit_neither_calls_nor_answers(servers, text, ended, turn):
+    reply = {"choices": [{"message": {"content": text}, "finish_reason": ended}]}
+    engine, _ = chatting(servers, lambda body: reply)
+    assert turns_of(engine, ["Who?"]) == {0: (turn, "")}
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "message", [{"content": "<answer> I"}, {"content": None, "refusal": "I cannot."}]
+)
+def test_a_reply_that_was_filtered_ends_its_conversation(servers, message):
+    ended = "stop" if message.get("refusal") else "content_filter"
+    filtered = {"choices": [{"message": message, "finish_reason": ended}]}
+    engine, _ = chatting(servers, lambda body: filtered if "bad" in str(body) else said("A"))
+    assert turns_of(engine, ["bad", "good"]) == {
+        0: (message["content"] or "", "refused"),
+        1: ("A", ""),
+    }
+    engine.close()
+
+
+def test_replies_that_are_reasoning_alone_are_told_once(servers, capfd):
+    """vLLM's --reasoning-parser where the model does not think: content is null."""
+    hidden = {
+        "choices": [{"message": {"content": None, "reasoning": "A"}, "finish_reason": "stop"}]
+    }
+    engine, _ = chatting(servers, lambda body: hidden)
+    assert turns_of(engine, ["Who?"] * 3) == dict.fromkeys(range(3), ("", ""))
+    assert capfd.readouterr().out.count("qwen replies without a text") == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
+def test_a_server_that_refuses_everything_ends_the_evaluation(servers, status):
+    engine, _ = chatting(servers, lambda body: (status, {}, "context length: 0 tokens"))
+    with pytest.raises(EngineFault, match=f"HTTP {status}: context length"):
+        turns_of(engine, ["Who?"])
+    engine.close()
+
+
+def test_refused_conversations_are_counted(servers, retriever, tmp_path):
+    """One of four: its row is there, and it counts as wrong."""
+    write_jsonl(
+        tmp_path / "q.jsonl",
+        [
+            {
+                "id": str(k),
+                "question": f"Who is {LONG if k == 2 else 'it'}?",
+                "golden_answers": ["x"],
+            }
+            for k in range(4)
+        ],
+    )
+
+    def answer(handler):
+        if handler.command == "GET":
+            return MODELS
+        return (
+            (400, {}, "content policy")
+            if LONG[:40].encode() in handler.body
+            else said("<answer> x </answer>")
+        )
+
+    flags = [
+        servers(answer).url,
+        *ENGINE,
+        "--data",
+        tmp_path / "q.jsonl",
+        "--retriever",
+        retriever,
+        "--out",
+        tmp_path / "o",
+    ]
+    text, fault = run(*flags)
+    assert not fault and "refused 1 of 4" in text
+    rows = read_jsonl(tmp_path / "o" / "results.jsonl")
+    assert [(row["stop"], row["em"], row["answered"]) for row in rows] == [
+        ("refused", 0.0, 0.0) if row["id"] == "2" else ("answer", 1.0, 1.0) for row in rows
+    ] and len(rows) == 4
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        {"object": "list", "data": []},
+        MODELS,
+        [{"id": "qwen"}],
+        (500, {}, "no cache"),
+        (404, {}, "no such"),
+    ],
+)
+def test_a_model_that_a_server_does_not_list_is_tried(servers, models):
+    """`transformers serve DIR` lists the hub's cache alone; others answer a bare list, or
+    nothing."""
+    engine, asked = chatting(servers, lambda body: said("A"), "/models/policy", models)
+    assert turns_of(engine, ["Who?"]) == {0: ("A", "")} and asked[-1]["model"] == "/models/policy"
+    engine.close()
+    for name in ("/models/policy", ""):
+        if name or models is not MODELS:
+            with pytest.raises(Fault, match="choose one, as http|start the server"):
+                chatting(servers, lambda body: (404, {}, "no such model"), name, models)
+
+
+def test_a_served_model_is_known_by_its_address_without_the_password(
+    servers, retriever, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-1\n")  # of a file
+    chat = servers(MODELS, said("<answer> x </answer>"))
+    url = chat.url.replace("//", "//user:password9@")
+    flags = [
+        url,
+        *ENGINE,
+        "--data",
+        "world",
+        "--n",
+        1,
+        "--retriever",
+        retriever,
+        "--out",
+        tmp_path / "o",
+    ]
+    assert not run(*flags)[1]
+    text = (tmp_path / "o" / "summary.json").read_text()
+    assert "password9" not in text and json.loads(
+        text, parse_constant=lambda x: pytest.fail(f"{x} is no JSON")
+    )
