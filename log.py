@@ -21,7 +21,6 @@ from config import Config, preset_of
 from plumbing.faults import Fault, first_line
 from plumbing.files import Row
 from plumbing.outside import printable
-from plumbing.versions import commit
 from population import Candidate, Instruction, Population
 from run import LOGS, Run
 from tasks import Question, Task, Trajectory
@@ -229,7 +228,7 @@ class Log:
             "steps_of_one": sum(len(row.get("w", ())) == 1 for row in steps[: last + 1]),
             "generations": line,
             "I_star": I_star.text,
-            "commit": commit() or "unknown",
+            "commit": run.config["commit"],
         }
         run.write("summary.json", json.dumps(summary, indent=1))
         final = {f"final/{name}": x for name, x in summary["end"].items()}

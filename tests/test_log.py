@@ -80,6 +80,7 @@ def test_what_stayed_empty_is_counted(tmp_path):
         "reflections": [],
     }
     log.run.rows, log.run.write, log.run.path = rows.__getitem__, lambda *file: None, tmp_path
+    log.run.config = {"commit": "abc"}
     log.held_out, log.metrics, log.questions = {START: {"em": 0.5, "searches": 1.0}}, ["em"], 1
     summary = log.finish(P, P.join("Search.", None, 0))
     assert (summary["evolutions"], summary["empty_places"]) == (2, 2 + 1)

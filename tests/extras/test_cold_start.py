@@ -398,7 +398,7 @@ def test_with_fewer_than_ten_demonstrations_none_is_held_out_and_none_is_measure
     file.write_text("x")
     monkeypatch.setattr(supervised, "imitate", lambda taus, *others: learned.extend(taus))
     monkeypatch.setattr(supervised, "mean_logp", lambda *others: pytest.fail("nothing to measure"))
-    log = SimpleNamespace(run=Run(tmp_path), screen=SimpleNamespace(note=print))
+    log = SimpleNamespace(run=Run(tmp_path), print=print)
     supervised.learn(
         {1: demo}, config_of(["--demos", str(file)]), SearchQA(CFG), None, None, None, log
     )
