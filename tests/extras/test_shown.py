@@ -49,7 +49,8 @@ ELSEWHERE = {
     "extras.bench.mutants": "it runs these tests",
     "extras.bench.gpu": "it wants a GPU", "extras.bench.resume": "it wants a GPU",
     "extras.bench.update": "it wants a GPU",
-    "kernels.bench": "tests/test_triton.py", "extras/fork.py": "tests/extras/test_examples.py",
+    "kernels.bench": "tests/test_triton.py", "extras.fit": "tests/extras/test_fit.py",
+    "extras/fork.py": "tests/extras/test_examples.py",
 }  # fmt: skip
 
 
