@@ -52,7 +52,7 @@ class Fixed:
     def save(self, path):
         Policy.save(self, path)
         wait, written = self.wait, self.written
-        self.written = SimpleNamespace(result=lambda: (wait(), written.result()))
+        self.written = SimpleNamespace(result=lambda: (written.result(), wait()))
 
 
 def checkpoints_of(run: Run) -> Checkpoints:
