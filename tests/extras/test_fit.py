@@ -279,7 +279,7 @@ def test_the_command_is_printed_with_its_hours_and_those_of_a_night(capsys):
     printed = capsys.readouterr().out
     runs = re.findall(r"^ *([\d.]+) hours  python inspo.py (.*)$", printed, re.M)
     hours, commands = [float(h) for h, _ in runs], [command.split() for _, command in runs]
-    assert hours[0] > 100 and all(5 < h <= fit.NIGHT for h in hours[1:]) and len(hours) == 3
+    assert hours[0] > 100 and all(5 < h <= fit.NIGHT for h in hours[1:]) and len(hours) > 1
     for h, command in zip(hours, commands, strict=True):
         cfg, model = parse_flags(command), skeleton(B3)
         assert "--lora_rank" in command
@@ -497,7 +497,7 @@ def test_rollouts_of_160_rows_on_an_h200():
 
 
 def test_eight_gpus_share_a_step_and_adapters_save_a_third_of_the_backward_pass():
-    cfg = Config(micro_tokens=32768, recompute=0)
+    cfg = Config(mini_batch=1280, micro_tokens=32768, recompute=0)
     one, eight = (fit.update_seconds(cfg, M3, gpus, H200) for gpus in (1, 8))
     assert one == pytest.approx(8 * eight, rel=0.02)
     # forward, backward twice, reference, half of the log-probs under the old policy
