@@ -149,7 +149,7 @@ class Learner:
         `old` (2, N): their log-probs and entropies under pi_old; None where that is the policy in
         training, so that rho = 1.
         """
-        counts = np.array([sum(tau.mask) for tau in minibatch])
+        counts = np.array([sum(tau.mask) for tau in minibatch], int)
         # 1/|tau|, then the mean
         average = 1 / (np.maximum(1, counts) * len(minibatch))  # Eq.2 CHOICE-9
         return {
