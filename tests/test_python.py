@@ -72,8 +72,8 @@ def test_what_an_evaluation_in_training_finds_is_shown(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     [row] = [row for row in read_jsonl(result.path / "metrics.jsonl") if "valid/reward" in row]
     for split in ("valid", "test"):
-        [line] = [line for line in lines if line.startswith(split)]
-        assert line.endswith(f" {row[f'{split}/reward']:.3f}")
+        shown = f"{split}/reward {row[f'{split}/reward']:.3g}"
+        assert [line for line in lines if line.startswith("step") and shown in line]
 
 
 class Unvalidated(Echo):
