@@ -344,7 +344,6 @@ def test_each_fault_is_one_line_that_says_what_to_do(
         (["world", "--task", "nothing"], "--task nothing: give it as module:"),
         ([tmp_path / "nothing"], "nothing is no directory; as a model of the hub: --model "),
         (["runs/nothere"], "runs/nothere is no directory; as a model of the hub: --model "),
-        ([tmp_path / "mixed", *corpus], "and its model 600: use the model's own"),
         (["http://127.0.0.1:9/v1", *corpus], "name its engine, --engine module:Class"),
     ):
         out, fault = run(*flags, "--out", tmp_path / "o", "--n", 2)

@@ -213,7 +213,6 @@ def test_rewards_advantages_and_r_bar_follow_from_the_trajectories(whole):
     rows = {row["t"]: row for row in read_jsonl(whole[0] / "metrics.jsonl")}
     for t in range(1, 11):
         taus = trajectories(whole[0], t)
-        by_instruction: dict[str, list[float]] = {}
         for tau in taus:
             answers = re.findall(
                 r"<answer>(.*?)</answer>", "".join(turn["text"] for turn in tau["turns"])
@@ -222,7 +221,6 @@ def test_rewards_advantages_and_r_bar_follow_from_the_trajectories(whole):
                 squad(gold) for gold in golds[tau["question"]]
             }
             assert tau["reward"] == float(right) and tau["failed"] is not right
-            by_instruction.setdefault(str(tau["instruction"]), []).append(tau["reward"])
         for group in {tau["group"] for tau in taus}:
             pair = [tau for tau in taus if tau["group"] == group]
             a, b = [tau["reward"] for tau in pair]
@@ -232,9 +230,6 @@ def test_rewards_advantages_and_r_bar_follow_from_the_trajectories(whole):
                     math.copysign(0.5**0.5, r - other) if a != b else 0, abs=1e-5
                 )
             seen.add(a + b)
-        assert rows[t]["r_bar"] == pytest.approx(
-            {j: sum(r) / len(r) for j, r in by_instruction.items()}, abs=1e-4
-        )
         assert rows[t]["reward"] == rows[t]["em"] == sum(tau["reward"] for tau in taus) / len(taus)
     assert seen == {0, 1, 2}  # groups without a right answer, with one, and with two
 
@@ -262,9 +257,7 @@ def test_weights_probabilities_and_draws_follow_from_the_rewards(whole):
             r = [tau["reward"] for tau in taus if tau["instruction"] == active[j]]
             history.setdefault(active[j], []).append(sum(r) / len(r))
         w = {j: float(np.mean(history[j][-5:])) if j in history else 0.0 for j in active}
-        assert row["w"] == pytest.approx({str(j): x for j, x in w.items()}, abs=1e-4) and row[
-            "P"
-        ] == len(active)
+        assert row["w"] == pytest.approx({str(j): x for j, x in w.items()}, abs=1e-4)
         p = np.exp([w[j] / 0.2 for j in active])
         assert list(row["p"].values()) == pytest.approx(p / p.sum(), abs=1e-4)
         if (t, "prune") in events:
