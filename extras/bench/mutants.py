@@ -29,20 +29,21 @@ from extras.bench.harness import parser_of
 
 ROOMS = {  # files; names of tests/test_*.py
     "inspo": (["inspo.py"], "algorithm one_step"),
-    "rollout": (["rollout.py"], "rollout tokens functions"),
-    "grpo": (["grpo.py"], "terms grpo tokens"),
+    "rollout": (["rollout.py"], "rollout functions"),
+    "grpo": (["grpo.py"], "terms grpo"),
     "population": (["population.py"], "population algorithm"),
     "reflect": (["reflect.py"], "reflect optimizer config"),
     "tasks": (
-        ["tasks/__init__.py", "tasks/search_qa.py", "tasks/search_qa.py", "tasks/task.py"],
+        ["tasks/__init__.py", "tasks/search_qa.py", "tasks/task.py"],
         "questions seam functions start rollout",
     ),
     "tools": (
-        ["tasks/tools.py", "tasks/functions.py", "tasks/tools.py", "tasks/search_qa.py"],
+        ["tasks/tools.py", "tasks/functions.py", "tasks/search_qa.py"],
         "tools functions seam reflect rollout start",
     ),
     "engines": (["engines/torch_engine.py"], "engine rollout"),
     "run": (["run.py"], "run resume"),
+    "log": (["log.py"], "log resume"),
     "retrieval": (["retrieval_server.py"], "retrieval_server retrieval_dense"),
 }
 PLUMBING = {"main", "train", "describe", "how_to_resume"}  # arguments, and lines for a reader
