@@ -43,7 +43,6 @@ ROOMS = {  # files; names of tests/test_*.py
     ),
     "engines": (["engines/torch_engine.py"], "engine rollout"),
     "run": (["run.py"], "run resume"),
-    "log": (["log.py"], "log resume"),
     "retrieval": (["retrieval_server.py"], "retrieval_server retrieval_dense"),
 }
 PLUMBING = {"main", "train", "describe", "how_to_resume"}  # arguments, and lines for a reader
