@@ -177,7 +177,7 @@ def probe(model: Any, longest: int) -> str:
         if not (_close(small, wanted) and _close(large, factor * wanted)):
             return (
                 "its logits are not its hidden states times its head's weight, as the loss takes them:"
-                " they have a constant, a bias or a soft cap"
+                " they have a constant, a bias or a soft cap, or are not finite"
             )
 
     # packed
