@@ -79,9 +79,10 @@ def test_torch_computes_with_the_number_that_the_run_has(monkeypatch, tmp_path):
     before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", str(before + 1))
     try:
-        # by its model, before it costs anything
-        refused, _, _ = run_here("--lora_rank", 4096, "--out", tmp_path / "r")
-        assert "--lora_rank 4096" in refused and torch.get_num_threads() == before + 1
+        # by its search server, before it costs anything
+        flags = "--retriever", "http://127.0.0.1:9", "--out", tmp_path / "r"
+        refused, _, _ = run_here(*flags)
+        assert "127.0.0.1:9" in refused and torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
 
