@@ -83,20 +83,6 @@ def test_rows_become_questions_and_a_corpus_of_all_passages_each_once(tmp_path):
         '"Almaty"\nIt was Alma-Ata “until” 1993.',
     ]
     assert len({corpus[k]["id"] for k in range(3)}) == 3
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "corpus.jsonl",
-        "test.jsonl",
-        "train.jsonl",
-    ]
-
-
-def test_what_was_there_stays_until_all_is_written(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "train.jsonl").write_text("old")
-    other = written(tmp_path / "other.parquet", [{"id": "x", "question": "y"}])
-    with pytest.raises(KeyError, match="answer"):
-        hotpot.convert(tmp_path / "out", {"train": [other]})
-    assert (tmp_path / "out" / "train.jsonl").read_text() == "old"
 
 
 @pytest.mark.slow

@@ -15,15 +15,12 @@ from pathlib import Path
 
 import pytest
 import requests
-import torch
 from found_search import Found
 from hermes_like import chat_model
 from json_server import free_port
 from test_hermes import Chat, conversation, forecast, functions, play, prompt_of
 
-from engines.vllm_engine import VllmEngine
-from models.model import load_model, load_tokenizer, weights
-from plumbing.chat import turn_ends
+from models.model import load_tokenizer
 from tasks.functions import TypedFunction
 from tasks.tools import Calculator
 
@@ -95,26 +92,3 @@ def test_before_each_turn_the_ids_are_those_that_the_chat_endpoint_gives_its_mod
         assert answer.ok, answer.text
         assert tau.ids[:begin] == answer.json()["prompt_token_ids"], n
     assert len(begins) == 4
-
-
-def test_without_stop_strings_a_turn_ends_with_eos_or_is_cut_off(path):
-    tokenizer, model = load_tokenizer(path), load_model(path)
-    with torch.no_grad():
-        # all tokens are about as likely, EOS among them
-        model.get_output_embeddings().weight.mul_(0.01)
-    stop = Chat().make_format().stop_strings()
-    engine = VllmEngine(path, tokenizer, stop, max_len=500, dtype="float32", memory=0.08)
-    try:
-        engine.load(weights(model))
-        engine.reset(0)
-        contexts = {k: tokenizer(f"Who is it {k}?")["input_ids"] for k in range(40)}
-        ended = list(engine.generate(contexts, 60, 1.0))
-        while len(ended) < len(contexts):
-            ended += engine.generate({}, 60, 1.0)
-    finally:
-        engine.close()
-    ends = set(turn_ends(tokenizer))
-    assert tokenizer.eos_token_id in ends
-    assert all(ids[-1] in ends or len(ids) == 60 for _, ids, *_ in ended)
-    assert any(ids[-1] in ends for _, ids, *_ in ended)
-    assert not any(ends.intersection(ids[:-1]) for _, ids, *_ in ended)
