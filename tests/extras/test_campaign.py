@@ -136,12 +136,3 @@ def test_the_table_compares_inspo_with_each_arm():
     assert "| 0.90, 0.80, 0.85 | 0.85 [0.73, 0.97] |" in inspo  # t 4.303, se .0289
     assert f"| {0.85 - 1.4 / 3:+.2f} [{low:+.2f}, {high:+.2f}] | {2 * test.pvalue:.2g} |" in static
     assert f"{stats.ttest_ind(em['inspo'], em['guessing'], equal_var=False).pvalue:.2g}" in guessing
-
-
-def test_the_figure_is_drawn(tmp_path):
-    rows = [
-        {"arm": arm, "curves": {"reward": [0.1, x], "searches": [1.0, 2.0]}}
-        for arm, x in (("inspo", 0.3), ("inspo", 0.5), ("static", 0.2))
-    ]
-    campaign.draw(CAMPAIGNS["real"], rows, tmp_path / "real.png")
-    assert (tmp_path / "real.png").stat().st_size > 5000

@@ -135,17 +135,6 @@ def test_a_reply_that_was_filtered_ends_its_conversation(servers):
     engine.close()
 
 
-def test_replies_that_are_reasoning_alone_are_told_once(servers, capfd):
-    """vLLM's --reasoning-parser where the model does not think: content is null."""
-    hidden = {
-        "choices": [{"message": {"content": None, "reasoning": "A"}, "finish_reason": "stop"}]
-    }
-    engine, _ = chatting(servers, lambda body: hidden)
-    assert turns_of(engine, ["Who?"] * 3) == dict.fromkeys(range(3), ("", ""))
-    assert capfd.readouterr().out.count("qwen replies without a text") == 1
-    engine.close()
-
-
 @pytest.mark.parametrize("status", [400, 401])
 def test_a_server_that_refuses_everything_ends_the_evaluation(servers, status):
     engine, _ = chatting(servers, lambda body: (status, {}, "context length: 0 tokens"))
@@ -165,11 +154,3 @@ def test_a_model_that_a_server_does_not_list_is_tried(servers, models):
         if name or models is not MODELS:
             with pytest.raises(Fault, match="choose one, as http|start the server"):
                 chatting(servers, lambda body: (404, {}, "no such model"), name, models)
-
-
-def test_a_served_model_is_known_by_its_address_without_the_password(servers, retriever, tmp_path):
-    chat = servers(MODELS, said("<answer> x </answer>"))
-    url = chat.url.replace("//", "//user:password9@")
-    files = "--retriever", retriever, "--out", tmp_path / "o"
-    assert not run(url, *ENGINE, "--data", "world", "--n", 1, *files)[1]
-    assert "password9" not in (tmp_path / "o" / "summary.json").read_text()

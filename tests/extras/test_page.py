@@ -206,16 +206,12 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path):
 
 
 def test_runs_that_differ_by_their_seed_are_one_group():
-    def run(name, *steps, **config):
-        about = {"lr": 0.1, "mode": "inspo", "out": name} | config
-        return read.Run(Path(name), about, list(steps), [], [], {})
+    def run(name, **config):
+        return read.Run(Path(name), {"lr": 0.1, "mode": "inspo"} | config, [], [], [], {})
 
     runs = [run("a", seed=0), run("b", seed=1), run("c", mode="static"), run("d", lr=0.2)]
     groups = [(g["label"], g["runs"], g["unlike"]) for g in read.group_runs(runs)]
     assert groups == [("a (2 seeds)", [0, 1], []), ("c", [2], ["mode"]), ("d", [3], ["lr"])]
-    odd = run("x", {"t": 1, "reward": 1.0, "w": {}}, {"t": 2, "kl": float("inf")})
-    series = {"reward": [1.0, None]}
-    assert read.collect_curves(odd) == {"t": [1, 2], "series": series}
 
 
 # ---- the HTML

@@ -59,19 +59,14 @@ def test_a_part_that_has_left_nothing_is_named(tmp_path):
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_run_that_was_begun_is_resumed(tmp_path, monkeypatch, begun):
-    asked, out = [], tmp_path / "run"
+    asked = []
     child = SimpleNamespace(wait=lambda: 0)
     monkeypatch.setattr(real.subprocess, "Popen", lambda argv, cwd: asked.append(argv[1:]) or child)
-    (tmp_path / "done").touch()
-    out.mkdir()
+    command = ["inspo.py", "--out", str(tmp_path)]
     if begun:
-        (out / "config.json").touch()
-    real.play(Part("INSPO", ["inspo.py", "--out", str(out)], tmp_path / "done"))
-    real.play(Part("other", ["x.py", "--out", str(out)], tmp_path / "done"))
-    assert asked == [
-        ["inspo.py", "--out", str(out), *["--resume"] * begun],
-        ["x.py", "--out", str(out)],
-    ]
+        (tmp_path / "config.json").touch()
+    real.play(Part("INSPO", command, tmp_path))
+    assert asked == [[*command, *["--resume"] * begun]]
 
 
 def test_a_request_to_stop_reaches_the_part_and_ends_in_a_line(tmp_path):

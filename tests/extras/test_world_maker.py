@@ -21,7 +21,7 @@ from plumbing.replies import read_blocks as parse_reply
 from reflect import find_flaw, fold_words, reflection_prompt
 from tasks import Question
 from tasks.search_qa import em
-from tasks.tools import Action, explain_invalid_action, find_answer, find_lost_tag
+from tasks.tools import explain_invalid_action, find_answer, find_lost_tag
 from world.clauses import (
     BEST,
     CLAUSES,
@@ -156,13 +156,6 @@ def test_the_tokenizer_knows_every_text_of_the_world(tokenizer, full_world):
     assert tokenizer.decode(prompt).startswith("<|user|>") and tokenizer.decode(prompt).endswith(
         "<|assistant|>"
     )
-
-
-def test_demonstrations_show_results_exactly_as_a_run_does(tokenizer, full_world):
-    for passages in (full_world.search("director of the film"), full_world.passages[:1], []):
-        ids = tokenizer(observation(passages), add_special_tokens=False)["input_ids"]
-        search = Action("", tool=SEARCH)
-        assert ids == TASK.make_format(tokenizer).encode_result(search, passages, limit=10_000)
 
 
 def test_the_saved_tokenizer_is_current_and_survives_a_qwen2_config_and_being_saved_twice(

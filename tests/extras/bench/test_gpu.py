@@ -37,14 +37,6 @@ def test_micro_batches_are_measured_one_at_a_time():
     assert all(0 < row["wall_ms"] for row in rows)
 
 
-def test_the_parts_take_at_most_24_minutes():
-    limits = {part.name: part.limit for part in gpu.PARTS}
-    assert sum(limits.values()) <= 1440
-    assert sorted(name for names in gpu.STAGES.values() for name in names) == sorted(limits)
-    for names in gpu.STAGES.values():
-        assert sum(limits[name] for name in names) <= 540
-
-
 RESULT = "import json; print(json.dumps({'line': '7 ms', 'missed': %s}))"
 
 
@@ -87,7 +79,6 @@ LIGER = {"note": "", "ms": 60.0, "ratio": 1.2, "peak_gb": 4.0}
     [
         ({}, {}, "Liger fused takes 1.20 of that time and 4.00 GB", []),
         ({}, {"ms": 45.0, "ratio": 0.9}, "", ["as fast as Liger"]),
-        ({}, {"peak_gb": 3.9}, "", ["no more memory than Liger"]),
         ({"error": 0.03}, {"note": "not installed"}, "", ["errors below 0.02"]),
     ],
 )  # fmt: skip
