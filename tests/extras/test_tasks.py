@@ -28,7 +28,7 @@ from tasks.search_qa import f1
 ROOT = Path(__file__).parents[2]
 SMALL = "--optimizer_model any --T 2 --K_e 1 --T_e 2 --rounds 1 --N_P 3 --failures 2 --D_B 6 --eval_every 1".split()
 GAME = ["--task", "extras.tasks.guess:Guess", *SMALL]
-GAME += "--batch 4 --G 2 --eval_n 8 --max_response 8 --max_prompt 900 --max_observation 32 --max_turns 1".split()
+GAME += "--batch 8 --G 2 --eval_n 8 --max_response 8 --max_prompt 900 --max_observation 32 --max_turns 1".split()
 JUDGED = [
     "--task",
     "extras.tasks.judged:JudgedQA",
