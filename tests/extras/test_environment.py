@@ -186,6 +186,7 @@ def test_an_environment_of_trl_is_a_task(tiny, tmp_path):
     assert (a.reward, b.reward) == (0.5, 0.0)
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_an_environment_whose_reward_is_an_attribute(tmp_path, tiny_path):
     """It has no validation questions, and is evaluated in training."""
     cfg = task_of("Attributed", tmp_path / "rows.jsonl").cfg

@@ -173,14 +173,15 @@ def changed(argv, cards, engine="vllm"):
 
 
 @pytest.mark.parametrize("preset, cards", [
-    ("qwen2.5-1.5b --lora_rank 32", "rtx4090"), ("qwen2.5-7b", "8xh100"),
+    pytest.param("qwen2.5-1.5b --lora_rank 32", "rtx4090", marks=pytest.mark.slow), ("qwen2.5-7b", "8xh100"),
 ])  # fmt: skip
 def test_a_preset_has_the_flags_of_its_cards(preset, cards):
     assert changed(preset, cards) == {}
 
 
 @pytest.mark.parametrize("argv, cards, names", [  # as newcomers found them by trial
-    ("qwen2.5-3b", "1x24GB", "vllm_memory lora_rank"), ("qwen2.5-3b", "h100", "vllm_memory"),
+    pytest.param("qwen2.5-3b", "1x24GB", "vllm_memory lora_rank", marks=pytest.mark.slow),
+    ("qwen2.5-3b", "h100", "vllm_memory"),
 ])  # fmt: skip
 def test_what_does_not_fit_gets_less_for_vllm_and_then_adapters(argv, cards, names):
     how = {"recompute", "gather", "micro_tokens"}  # only time and memory

@@ -1,6 +1,7 @@
 """Tools of a real MCP server, over stdin and HTTP: calls, wrong arguments, a server that dies, one
 that lies."""
 
+import itertools
 import json
 import os
 import re
@@ -33,11 +34,15 @@ COMMAND = f"{sys.executable} {SERVER}"
 NAMES = {"add", "shout", "fail", "sleep", "end", "secret", "refuse", "show", "give", "names"}
 
 
-def tools(target):
-    """The tools of a server of its own, by name."""
-    tools_of.cache_clear()
+def tools(target=COMMAND):
+    """The tools of a server, by name: of one for all tests, unless the target is another's."""
     found = tools_of(target, f"--tools mcp:{target}")
     return {tool.name: tool for tool in found if not isinstance(tool, Fault)}
+
+
+def own(blanks=itertools.count(1)):  # noqa: B008
+    """Returns the command once more, for a server that a test may break."""
+    return COMMAND + " " * next(blanks)
 
 
 def answered(tool, argument):
@@ -78,9 +83,16 @@ CALLS = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def key():
+    """A secret of this process, which no server is given."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPENAI_API_KEY", "sk-secret")
+        yield
+
+
 @pytest.mark.parametrize("by", ["command", "url"])
-def test_calls_run_side_by_side_and_errors_are_replies_that_restart_nothing(by, http, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+def test_calls_run_side_by_side_and_errors_are_replies_that_restart_nothing(by, http):
     url, start = http
     if by == "url":
         start()
@@ -112,7 +124,7 @@ STRUCTURED = [  # parts (a text or another), data, what is read
 
 
 def test_structured_data_are_read_once():
-    found = tools(COMMAND)
+    found = tools()
     for parts, data, reply in STRUCTURED:
         content = [{"type": "text", "text": x} if isinstance(x, str) else x for x in parts]
         for failed in (False, True):
@@ -130,7 +142,7 @@ def test_structured_data_are_read_once():
 def test_a_server_that_dies_or_freezes_is_replaced_and_the_call_repeated(number, monkeypatch):
     monkeypatch.setattr(mcp, "PROBE", 3)
     before = {p.pid for p in children()}
-    found = tools(COMMAND)
+    found = tools(own())
     [mine] = [p for p in children() if p.pid not in before]
     mine.send_signal(number)
     found["add"].timeout = 3
@@ -139,7 +151,7 @@ def test_a_server_that_dies_or_freezes_is_replaced_and_the_call_repeated(number,
 
 @pytest.mark.slow
 def test_a_server_that_ends_during_a_call_is_started_again_once(tmp_path):
-    found = tools(COMMAND)
+    found = tools(own())
     assert answered(found["end"], str(tmp_path / "here")) == "still here"
     # every time
     assert answered(found["end"], "") == "end failed: the server ended during the call"
@@ -184,7 +196,7 @@ def test_a_server_by_http_that_is_away_for_a_while_is_waited_for(http, monkeypat
 
 
 def test_calls_that_all_take_too_long_are_counted_and_stop_the_run(monkeypatch):
-    found, begun = tools(COMMAND), mcp._begun
+    found, begun = tools(own()), mcp._begun
     found["sleep"].timeout, together = 0.1, threading.Barrier(2 * ROUNDS, timeout=60)
     with monkeypatch.context() as patch:  # side by side: one round
         patch.setattr(mcp, "_begun", lambda work: together.wait() >= 0 and begun(work))

@@ -343,6 +343,7 @@ def test_trl_s_own_rewards_score_as_in_trl(played, tmp_path, monkeypatch):
     assert scored.reward([tau, other]) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_trl_s_and_verl_s_forms(grades, tmp_path, capsys):
     spec = "grades_here:later,grades_here:awaited"
     small = dict(T=1, batch=2, G=2, eval_n=4, mode="static")
