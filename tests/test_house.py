@@ -184,7 +184,7 @@ MOST = {
     "engines": 5056,
     "evaluate.py": 3615,
     "export.py": 732,
-    "extras": 61110,
+    "extras": 61121,
     "grpo.py": 2784,
     "inspo.py": 2978,
     "kernels": 6169,
