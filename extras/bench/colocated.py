@@ -81,7 +81,7 @@ def start(config: Qwen2Config, tokenizer: Any, stop: Sequence[str], memory: floa
 
 def measure_memory(config: Qwen2Config, model: Any, cuda: bool) -> dict[str, Any]:
     """Returns what vLLM takes of the GPU, awake and asleep, and what was estimated."""
-    tokenizer = load_tokenizer(PRESETS["world"]["model"], ())
+    tokenizer = load_tokenizer(PRESETS["world"]["model"])
     total = torch.cuda.get_device_properties(0).total_memory / 1e9 if cuda else 24.0
     before = used(cuda)  # the weights, with the CUDA context
     memory = (total - before - SPARE / 1e9) / total if cuda else 0.05
@@ -116,7 +116,7 @@ def measure_memory(config: Qwen2Config, model: Any, cuda: bool) -> dict[str, Any
 def make_tokenizer(size: int) -> Qwen2Tokenizer:
     """Returns a byte-level BPE of `size` tokens, of one to three characters as random text has
     them."""
-    world = load_tokenizer(PRESETS["world"]["model"], ())
+    world = load_tokenizer(PRESETS["world"]["model"])
     special = list(dict.fromkeys(["<|endoftext|>", world.eos_token, "<|im_start|>", "<|im_end|>"]))
     printable = [chr(k) for k in range(33, 127)]
     random.Random(0).shuffle(printable)

@@ -98,7 +98,7 @@ STOP = TASK.make_format().stop_strings()
 @pytest.fixture(scope="module")
 def real():
     """(model, tokenizer)"""
-    return load_policy(str(SMOLLM), STOP)
+    return load_policy(str(SMOLLM))
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tm
         export.main([str(run), "--adapters", "--out", str(tmp_path / "adapters")])
         base = AutoModelForCausalLM.from_pretrained(SMOLLM, dtype=torch.float32)
         models.append(PeftModel.from_pretrained(base, tmp_path / "adapters"))
-    engine = TorchEngine(*load_policy(str(run / "policy"), STOP), STOP)
+    engine = TorchEngine(*load_policy(str(run / "policy")), STOP)
     known = {q.id: q for q in TASK.questions("test")}
     for row in stored(run, TRAINED):
         messages = TASK.prompt(INSTRUCTION, known[row["question"]])
