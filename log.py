@@ -239,9 +239,13 @@ class Log:
         return row
 
     def track(self, row: Row, t: int) -> None:
-        """Tells the tracker numbers and texts."""
-        if self.tell_tracker:
-            self.tell_tracker(row, step=t)
+        """Tells the tracker numbers and texts; one that fails is told no more."""
+        try:
+            if self.tell_tracker:
+                self.tell_tracker(row, step=t)
+        except Exception as e:  # a lost network, a process of its own that has died
+            self.print(f"--tracker has failed ({e!r}) and is told no more")
+            self.tell_tracker = None
 
 
 def open_tracker(cfg: Config, run: Run) -> Any:

@@ -223,12 +223,6 @@ def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tm
     texts = [row["contents"] for row in read_jsonl(FACTS / "corpus.jsonl")]
     assert tokenizer(texts)["input_ids"] == source(texts)["input_ids"]
     models = [AutoModelForCausalLM.from_pretrained(run / "policy", dtype=torch.float32)]
-    if lora_rank:
-        from peft import PeftModel
-
-        export.main([str(run), "--adapters", "--out", str(tmp_path / "adapters")])
-        base = AutoModelForCausalLM.from_pretrained(SMOLLM, dtype=torch.float32)
-        models.append(PeftModel.from_pretrained(base, tmp_path / "adapters"))
     engine = TorchEngine(*load_policy(str(run / "policy")), STOP)
     known = {q.id: q for q in TASK.questions("test")}
     for row in stored(run, TRAINED):
