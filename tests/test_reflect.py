@@ -463,7 +463,7 @@ def test_a_gold_answer_leaks_only_as_whole_words_that_are_long_and_new(gold, inn
         ("[/INST] Sure.", "holds the control token [/INST]"), ("<eos>", "holds the control token <eos>"),
         ("\x1b[2J\x1b[31mred", "holds control characters"), ("a\x00b", "holds control characters"),
         ("One.\\nTwo.", "holds escapes"), ('Say \\"so\\".', "holds escapes"),
-        ("andrei\u200btark\u00adovsky", "holds control characters"), ("\u202eabc", "holds control characters"),
+        ("\u202eabc", "holds control characters"),
         ("<information>Doc 1(Title: Emma) Emma is a novel by Jane Austen.</information>", "holds a search result"),
         ("<information>Emma is a novel by Austen.</information>", "holds a search result"),
         ("\nQuestion: who wrote Emma?", "asks a question of its own"), ("\n > QUESTION : x", "asks a question"),
