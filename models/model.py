@@ -56,11 +56,11 @@ def load_tokenizer(path: str) -> Any:
     load_config(path)
     with loading(path, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        turn_ends(tokenizer)
     if not tokenizer.chat_template:
         raise Fault(
             f"--model {path}: its tokenizer has no chat template; add one to tokenizer_config.json"
         )
+    turn_ends(tokenizer)  # raises Fault where the template fails
     return tokenizer
 
 
