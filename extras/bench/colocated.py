@@ -1,49 +1,28 @@
 """vLLM in this process, with a random policy of Qwen2.5-3B's shape: its memory against the
-estimate, or where the time of rollouts goes; JSON last.
+estimate; JSON last.
 
     python -m extras.bench.colocated
-    python -m extras.bench.colocated --rollouts
 
 vLLM starts, gets the weights, plays rows, sleeps, wakes with other weights, plays again. Each load
 is proven layer by layer. What vLLM takes of the GPU is compared with extras/fit.py's estimate;
 asleep, CUDA graphs only. Weights are bfloat16, drawn on the device. Without a GPU the model is a
 toy, and no memory is read.
-
---rollouts plays 32 groups of 5 trajectories: a prompt of 300 tokens, five turns of 120 sampled
-tokens, 500 tokens read after each but the last. First with vLLM alone, then with log-probs, a seed
-for each row (on a GPU: the CPU build crashes on seeds in chunked prefills) and vLLM's stop strings
-one after the other; last with our engine, which looks for them itself, in rollout.py's loop.
-
-us        microseconds of all rollouts / sampled tokens, that is, for a row and token step
-prefill   seconds of the forward passes that read more than a token of some row; decode: of the others
-wait      seconds in which vLLM waits for the device, of prefill and decode; the other columns are Python's:
-          schedule, forward, sample, collect (vLLM's scheduler and its passes), text (its frontend: tokens to text,
-          stop strings), add (new turns), ours (all outside vLLM, which includes what our engine does of that)
 """
 
-import argparse
 import json
-import random
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import Qwen2Config, Qwen2Tokenizer
+from transformers import Qwen2Config
 
 from config import PRESETS, Config
 from engines.vllm_engine import VllmEngine
 from extras.bench.harness import parser_of, play_turns, timed
-from extras.bench.update import PROMPT, READ, TOY, TURN, randomize
+from extras.bench.update import TOY, randomize
 from extras.fit import KNOWN, estimate
 from models.model import empty, load_tokenizer, weights
 from plumbing.faults import Fault, one_line
-from rollout import rollout
-from tasks import Job, Question, Task, Trajectory
-from tasks.tools import Action, Calculator, Tags
 
 SMALL = TOY | {"num_attention_heads": 2}  # 32 wide, the least that vLLM takes on a CPU
 ROWS, CONTEXT, NEW = 64, 512, 64  # tokens of the rows that show the memory
@@ -69,16 +48,6 @@ def find_missed(x: dict) -> list[str]:
     )
 
 
-def start(config: Qwen2Config, tokenizer: Any, stop: Sequence[str], memory: float, max_len: int):
-    """Returns an engine of a model of this shape."""
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        return VllmEngine(
-            folder, tokenizer, tuple(stop), max_len=max_len, dtype="bfloat16", memory=memory
-        )
-
-
 def measure_memory(config: Qwen2Config, model: Any, cuda: bool) -> dict[str, Any]:
     """Returns what vLLM takes of the GPU, awake and asleep, and what was estimated."""
     tokenizer = load_tokenizer(PRESETS["world"]["model"])
@@ -92,7 +61,10 @@ def measure_memory(config: Qwen2Config, model: Any, cuda: bool) -> dict[str, Any
         if part.name.startswith("vLLM")
     ]
     max_len = cfg.max_prompt + cfg.max_response if cuda else 1024
-    engine = start(config, tokenizer, (), memory, max_len)
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        engine = VllmEngine(folder, tokenizer, (), max_len=max_len, dtype="bfloat16", memory=memory)
     prompts = dict(enumerate(torch.randint(min(1000, config.vocab_size), (ROWS, CONTEXT)).tolist()))
     engine.load(weights(model))
     play_turns(engine, prompts, NEW, 1.0)
@@ -110,6 +82,7 @@ def measure_memory(config: Qwen2Config, model: Any, cuda: bool) -> dict[str, Any
     return x | {"missed": find_missed(x)}
 
 
+<<<<<<< HEAD
 # ---- where the time of rollouts goes
 
 
@@ -343,13 +316,11 @@ def measure_rollouts(
     return {"settings": rows}
 
 
+=======
+>>>>>>> main
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rollouts", action="store_true", help="where their time goes")
-    parser.add_argument("--groups", type=int, default=32, help="of 5 trajectories (--rollouts)")
-    parser.add_argument("--turns", type=int, default=5, help="of a trajectory (--rollouts)")
-    parser.add_argument("--sampled", type=int, help="tokens of a turn (--rollouts)")
     args = parser.parse_args()
     cuda = args.device == "cuda"
     if cuda and not torch.cuda.is_available():
@@ -359,10 +330,7 @@ def main() -> None:
     )
     model = empty(config, torch.bfloat16, "cuda" if cuda else "cpu")
     randomize(model, 0)
-    if args.rollouts:
-        print(json.dumps(measure_rollouts(config, model, cuda, args)))
-    else:
-        print(json.dumps(measure_memory(config, model, cuda)))
+    print(json.dumps(measure_memory(config, model, cuda)))
 
 
 if __name__ == "__main__":
