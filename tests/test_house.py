@@ -185,7 +185,7 @@ MOST = {
     "evaluate.py": 3609,
     "export.py": 647,
     "extras": 61004,
-    "grpo.py": 8202,
+    "grpo.py": 2734,
     "inspo.py": 2922,
     "kernels": 5910,
     "labs": 15782,
@@ -198,7 +198,7 @@ MOST = {
     "rollout.py": 1120,
     "run.py": 2154,
     "tasks": 10239,
-    "tests": 223229,
+    "tests": 218343,
     "training": 3686,
     "world": 2235,
 }
