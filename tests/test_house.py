@@ -184,7 +184,7 @@ MOST = {
     "engines": 4888,
     "evaluate.py": 3609,
     "export.py": 647,
-    "extras": 61004,
+    "extras": 61015,
     "grpo.py": 2734,
     "inspo.py": 2922,
     "kernels": 5910,
