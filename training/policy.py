@@ -61,9 +61,8 @@ CPU_TOKENS = 1024  # of a micro-batch on a CPU, unless --micro_tokens says other
 FILES = 7  # of a rank's share in a checkpoint: safetensors makes a file's bytes in memory
 # one process saves checkpoints without a group
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
-# what saves GPU memory in an update, and in a rollout
-UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens or more GPUs"
-ROLLOUT = "a smaller --vllm_memory, or --engine vllm"
+# what saves GPU memory
+SMALLER = "--recompute 1, --gather 0, a smaller --micro_tokens or --vllm_memory, or more GPUs"
 
 
 def on_all_ranks(
@@ -90,10 +89,9 @@ def on_all_ranks(
                 answer = method(self, *args, **kwargs)
             except torch.OutOfMemoryError as e:
                 # the other ranks may be inside a collective: nobody waits for them
-                smaller = ROLLOUT if method.__name__ == "rollout" else UPDATE
                 reason = str(e).partition(". ")[0]
                 raise Fault(
-                    f"\n{method.__name__}: {reason}; resume with {smaller} (docs/gpus.md)"
+                    f"\n{method.__name__}: {reason}; resume with {SMALLER} (docs/gpus.md)"
                 ) from None
             except (Fault, stop.Stopped) as e:  # after it all ranks can still work together
                 answer = e
