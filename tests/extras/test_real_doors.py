@@ -45,7 +45,7 @@ STOP = TASK.make_format().stop_strings()
 @pytest.fixture(scope="module")
 def real():
     """(model, tokenizer)"""
-    return load_policy(str(SMOLLM), STOP)
+    return load_policy(str(SMOLLM))
 
 
 def agree(model, context, mine, theirs):
