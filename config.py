@@ -92,7 +92,7 @@ class TaskKnobs:
     )
     retriever: str = knob(
         "",
-        "URL of a search server, or several with commas; empty, without --corpus: the one on port 8000",
+        "URL of a search server; empty, without --corpus: the one on port 8000",
     )
     tools: str = knob(
         "search",
