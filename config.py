@@ -92,8 +92,7 @@ class TaskKnobs:
         "", "passages, .jsonl: the run serves them with BM25 (unless --retriever is given)"
     )
     retriever: str = knob(
-        "",
-        "URL of a search server, or several with commas; empty, without --corpus: the one on port 8000",
+        "", "URL of a search server; empty, without --corpus: the one on port 8000"
     )
     tools: str = knob(
         "search",

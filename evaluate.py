@@ -73,7 +73,7 @@ class Agent(contextlib.AbstractContextManager["Agent"]):
     """
 
     knobs: Mapping[str, Any] = {}
-    where = ""  # it searches, in a line
+    where = ""  # where it searches, in a line
     close: Callable[[], None] = staticmethod(lambda: None)
     progress: Callable[[int], Any] = staticmethod(lambda ended: None)
 

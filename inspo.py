@@ -154,7 +154,7 @@ class Evolution:
         n = cfg.N_P - cfg.N_parent  # CHOICE-24
         self.t = t
         self.used = {fold_words(I.text) for I in P_parent}
-        # of places that stay empty, if all rounds are played
+        # why places stay empty if all rounds are played
         reason = "too few revisions verified" if cfg.gate else "too few well-formed revisions"
         for round in range(cfg.rounds):  # Alg.1 L18 CHOICE-6
             room = cfg.N_P - len(P_parent) - len(P_new)

@@ -277,8 +277,8 @@ class Policy:
         self, t: int, purpose: str, jobs: Sequence[Job], temperature: float | None = None
     ) -> dict[int, Trajectory]:
         """Plays this rank's share of the jobs; on rank 0 returns all trajectories, in the jobs' order.
-        `purpose` tells the random draws of one step apart; those to "evaluate" come back without
-        tokens, but for a sample.
+        `purpose` tells the random draws of one step apart. Trajectories of an "evaluate" come back
+        without tokens, except for a sample.
 
         A rank plays whole groups, which compute their prompt once.
         """
