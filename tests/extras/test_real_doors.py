@@ -29,6 +29,7 @@ from config import FACTS, PRESETS, SMOLLM, Config
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine, vllm_version
 from evaluate import main as evaluate
+from extras.batch import turn_lengths
 from extras.cold_start import encode_row
 from extras.page.sample import split_response
 from models.model import load_policy, weights
@@ -310,7 +311,7 @@ def test_what_is_sampled_is_what_is_read(real):
         starts = [k for k, m in enumerate(tau.mask) if m and not tau.mask[k - 1]]
         read = [
             tokenizer.decode(tau.ids[k : k + n])
-            for k, n in zip(starts, tau.turn_tokens, strict=True)
+            for k, n in zip(starts, turn_lengths(tau), strict=True)
         ]
         assert read == [turn.text for turn in tau.turns]
         assert [text for kind, text in split_response(tau.record()) if kind == "act"] == read
