@@ -49,15 +49,10 @@ def ask(args: argparse.Namespace) -> None:
 
         # a question after the other
         for text in [" ".join(args.question)] if args.question else read_questions():
-            try:
-                q = agent.find_question(text)
-            except Fault as e:
-                print(printable(f"  {e}"))
-                continue
-            [tau] = agent.play([q])
-            print(printable(f"\n  asked   {q.text}"))
+            tau = agent.ask(text)
+            print(printable(f"\n  asked   {tau.question.text}"))
             show(tau)
-            if q.source != "asked":
+            if tau.question.source != "asked":
                 [metrics] = agent.score([tau])
                 scores = ", ".join(f"{name} {x:.3g}" for name, x in metrics.items())
                 print(printable(f"  scored  {scores}"))

@@ -78,7 +78,7 @@ class Agent(contextlib.ExitStack):
         if temperature < 0 or seed < 0:
             raise Fault("--temperature and --seed: give numbers of at least 0")
         cfg, self.weights, run = find_model(str(what))
-        given = check_settings(Config, {"engine": "auto"} | settings)
+        given = check_settings(Config, settings)
         if run:
             check_origin(run, vars(cfg), given)
         cfg = dataclasses.replace(cfg, **{**given, **self.knobs})

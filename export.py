@@ -86,9 +86,10 @@ def choose_checkpoint(run: Any, step: int | None, best: bool) -> Path:
     steps = {step_of(path): path for path in run.checkpoints()}
     chosen = run.best() if best else steps.get(max(steps, default=0) if step is None else step)
     if not chosen:
-        which = "evaluated on --valid (--eval_every N)" if best else "of that step"
         there = ", ".join(map(str, steps)) or "none"
-        raise Fault(f"{run.path} has no checkpoint {which}; it has: {there}")
+        raise Fault(
+            f"{run.path} has no such checkpoint; it has: {there} (--eval_every N finds the best on --valid)"
+        )
     return chosen
 
 

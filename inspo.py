@@ -56,7 +56,7 @@ from tasks.task import (
 )
 
 PAGE = "extras.page"  # a guest, asked for where a run ends
-Trial = tuple[int | None, str]  # an instruction's id (None: it is not in P) and its text
+
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from grpo import Learner
@@ -173,11 +173,8 @@ class Evolution:
             I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
             tau_fail = B.failures(rng, cfg.failures, I_parent.id)
             D_B = [self.D[id] for id in B.questions(rng, cfg.D_B, tau_fail)]
-            if not tau_fail:
-                reason = "no failure to learn from"
-                break
-            if cfg.D_B and not D_B:
-                reason = "no question left to verify on"
+            if not tau_fail or (cfg.D_B and not D_B):
+                reason = "no failure to learn from, or no question left to verify on"
                 break
 
             # revisions of the parent, of which the best join
@@ -241,8 +238,8 @@ class Evolution:
     ) -> list[Candidate]:
         """Returns the revisions, the highest mean reward on D_B first, each with its parent's
         rewards on the same questions."""
-        trials: list[Trial] = [(I_parent.id, I_parent.text)]
-        trials += [(None, text) for text in I_new]
+        # an instruction's id (None: it is not in P) and its text
+        trials = [(I_parent.id, I_parent.text), *((None, text) for text in I_new)]
         taus = self.play(policy, f"verify {self.round}", trials, D_B)
         n = len(D_B)
         self.log.keep_verification(self.t, self.round, I_parent.id, taus, n)
@@ -257,7 +254,7 @@ class Evolution:
         return sorted(tested, key=lambda c: -c.r)
 
     def play(
-        self, policy: Policy, purpose: str, trials: list[Trial], D_B: list[Question]
+        self, policy: Policy, purpose: str, trials: list[Any], D_B: list[Question]
     ) -> list[Trajectory]:
         """Plays and rewards D_B under the first instruction, then under the next, and so on."""
         jobs = list[Job]()

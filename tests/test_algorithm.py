@@ -575,6 +575,7 @@ def test_the_task_s_reward_verifies():
 BOTH = {"a": 0.5, "b": 0.25}
 KNOWN = [(T_NOW, q, 0, 1.0) for q in VERIFIED.values()]
 LOST = [(T_NOW, q, 0, 0.0) for q in FAILED.values()]
+NOTHING = "no failure to learn from, or no question left to verify on"
 
 
 @pytest.mark.parametrize(
@@ -587,8 +588,8 @@ LOST = [(T_NOW, q, 0, 0.0) for q in FAILED.values()]
             1,
             0,
         ),
-        ([["new"]], dict(buffer=KNOWN), "no failure to learn from", 0, 0),
-        ([["new"]], dict(buffer=LOST), "no question left to verify on", 0, 0),
+        ([["new"]], dict(buffer=KNOWN), NOTHING, 0, 0),
+        ([["new"]], dict(buffer=LOST), NOTHING, 0, 0),
         # a parent's own text is no candidate
         ([["a"], ["A."]], dict(rounds=3), "", 3, 0),
         # below their parent
