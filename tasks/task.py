@@ -21,7 +21,7 @@ from functools import cache, partial
 from numbers import Real
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,9 +32,7 @@ from plumbing.outside import printable, without_secrets
 from plumbing.stop import leads, may_stop
 from tasks.tools import COLUMNS, WORDS, Failure, Function, Tags, Tool, check_words
 
-RECORDED = (
-    "instruction group stop reward failed advantage prediction invalid prompt_tokens response"
-).split()
+RECORDED = "instruction group stop reward failed advantage prediction invalid prompt_tokens response".split()
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,6 @@ class Trajectory:
 # ---- which questions are asked: the same for the same seed
 
 
-T = TypeVar("T")
 STORED = 24  # questions of an evaluation or a verification whose trajectories a run stores
 
 
@@ -162,10 +159,10 @@ def rng_of(seed: int, t: int, purpose: str) -> np.random.Generator:
     return np.random.default_rng([seed, t, zlib.crc32(purpose.encode())])
 
 
-def draw_questions(D: Mapping[Any, T], n: int, seed: int, t: int) -> list[T]:
+def draw_questions(D: Mapping[Any, Any], n: int, seed: int, t: int) -> list[Any]:
     """Returns the `n` questions of step t: epochs over D, each in its own order."""
     questions = list(D.values())
-    drawn = list[T]()
+    drawn = list[Any]()
     epoch, place = divmod((t - 1) * n, len(questions))
     while len(drawn) < n:
         order = rng_of(seed, epoch, "epoch").permutation(len(questions))
@@ -492,7 +489,6 @@ def load_task(cfg: Config, given: Any = None) -> Task:
     cfg = replace(cfg, tools=",".join(others) or "none")
 
     # an object of it, which reads its questions once
-    task: Task
     if isinstance(given, Task):
         task = copy.copy(given)
         task.__class__, task.cfg = kind, cfg  # `kind` may have the reward of --reward
