@@ -155,10 +155,9 @@ def find_model(what: str) -> tuple[Config, str, Path | None]:
     if what in PRESETS:
         return Config(**PRESETS[what]), PRESETS[what]["model"], None
     path = Path(what)
-    # a run, or a checkpoint in it?
-    run = path if (path / "checkpoints").is_dir() else path.parent
-    known = (run / "checkpoints").is_dir()
-    weights = str(path / "policy") if known and run == path else what
+    # itself, or the one that a checkpoint is in
+    run = next((p for p in (path, path.parent) if (p / "checkpoints").is_dir()), None)
+    weights = str(path / "policy") if run == path else what
     if path.is_dir() and not Path(weights, "config.json").is_file():
         raise Fault(
             f"{what} holds no finished run: wait, resume it, or give a directory that `python export.py {what}` has"
@@ -166,10 +165,10 @@ def find_model(what: str) -> tuple[Config, str, Path | None]:
         )
     if not path.is_dir() and "://" not in what:
         check_model(what)
-    cfg = read_config(run) if known else Config(model=what)
+    cfg = read_config(run) if run else Config(model=what)
     if (path / "I_star.txt").is_file():
         cfg = dataclasses.replace(cfg, instruction=str(path / "I_star.txt"))
-    return cfg, weights, run if known else None
+    return cfg, weights, run
 
 
 def load_agent(what: str | Path, **how: Any) -> Agent:

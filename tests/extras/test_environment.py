@@ -289,11 +289,7 @@ def test_an_environment_that_cannot_be_played_is_refused(tiny, tmp_path, name, s
     ],
 )  # fmt: skip
 def test_a_row_without_a_text_to_ask_is_one_line(tmp_path, row):
-    (tmp_path / "empty.jsonl").write_text("\n")
-    files = {"test": "rows.csv", "valid": str(tmp_path / "empty.jsonl")}
-    task = task_of("Vault", tmp_path / "rows.jsonl", [ROWS[0], row], **files)
-    with pytest.raises(Fault, match="--valid .*empty.jsonl: no question in it; give a file"):
-        task.questions("valid")
+    task = task_of("Vault", tmp_path / "rows.jsonl", [ROWS[0], row], test="rows.csv")
     with pytest.raises(Fault, match="rows.jsonl:2: nothing is asked that is text; fill `prompt`"):
         task.questions("train")
     with pytest.raises(Fault, match="--test rows.csv: no such file"):
