@@ -257,6 +257,7 @@ def evaluate(agent: Agent, sets: Mapping[str, list[Question]], out: Path, settin
                     for tau, metrics in zip(taus, measured, strict=True):
                         rows.append({"data": title} | make_row(agent.task, tau, metrics))
                         file.write(json.dumps(rows[-1]) + "\n")
+                    file.flush()
                 bar.update(len(taus))
             parts[title] = summarize(rows, list(metrics))
     main = next(iter(metrics))

@@ -18,7 +18,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
-from numbers import Real
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
@@ -50,10 +49,10 @@ class Question:
     data: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        # in a table ids may be numbers, and golds a list or an array
+        # in a table ids may be numbers, and golds a text, a list or an array
         object.__setattr__(self, "id", str(self.id))
-        if not isinstance(self.golds, str):
-            object.__setattr__(self, "golds", tuple(self.golds))
+        golds = [self.golds] if isinstance(self.golds, str) else self.golds
+        object.__setattr__(self, "golds", tuple(golds))
 
 
 @dataclass(frozen=True)
@@ -432,7 +431,10 @@ def compute_metrics(
 
 
 def is_finite(x: Any) -> bool:
-    return isinstance(x, Real) and math.isfinite(x)
+    try:
+        return math.isfinite(x)
+    except (TypeError, ValueError):
+        return False
 
 
 def average_by_source(
@@ -508,7 +510,7 @@ def add_tools(task: Task, spec: str) -> None:
     where, (word, _, rest) = f"--tools {spec}", spec.partition(":")
     plug = find_plug(f"--tools {word}")
     if plug:
-        found = plug(rest.strip(), where)
+        found = plug(rest, where)
     else:
         as_tool = import_named(where, "tasks.functions:TypedFunction", "class")
         found = [as_tool(import_named(where, spec, "function"), where)]

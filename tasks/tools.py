@@ -106,7 +106,7 @@ class Calculator(Function):
         # of several lines simpleeval would compute only the first
         one_line = " ".join(argument.split())
         x = simpleeval.SimpleEval(names={}, functions={}).eval(one_line)
-        return str(x) if isinstance(x, int) else f"{x:.12g}"
+        return str(x) if isinstance(x, int) else f"{float(x):.12g}"
 
 
 def check_words(where: str, tools: Sequence[Tool]) -> None:

@@ -123,29 +123,11 @@ def test_a_run_evaluates_the_questions_that_there_are_resumed_too(tmp_path, case
     assert metrics(run) == rows
 
 
-INTERRUPTED = """
-import os, signal, sys
-
-class Interrupts:
-    def find_spec(self, name, *args):
-        if name == "torch.nn.functional":
-            sys.meta_path.remove(self)
-            os.kill(os.getpid(), signal.SIGINT)
-
-sys.meta_path.insert(0, Interrupts())
-try:
-    exec(page)
-except KeyboardInterrupt:
-    print("interrupted:", os.listdir("."))
-exec(page)
-"""
-
-
 README = (ROOT / "README.md").read_text()
 [TASK] = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-def test_the_page_shows_what_runs_after_an_interrupt_while_torch_is_imported_too(tmp_path):
+def test_the_page_shows_what_runs(tmp_path):
     """As a script, in a folder of the user's, with the README's task; only the sizes are made
     smaller. Then as a notebook, where the class is defined above."""
     [page] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.S)
@@ -155,14 +137,13 @@ def test_the_page_shows_what_runs_after_an_interrupt_while_torch_is_imported_too
     notebook = TASK + page.removeprefix("from alliteration import Alliteration\n")
     env = ENV | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", f"page = {page!r}{INTERRUPTED}{notebook}"],
+        [sys.executable, "-c", page + notebook],
         cwd=tmp_path,
         env=env,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("interrupted: ['alliteration.py']\n")
     runs = sorted((tmp_path / "runs").iterdir())
     assert [json.loads((run / "config.json").read_text())["task"] for run in runs] == [
         "alliteration:Alliteration",
@@ -392,7 +373,7 @@ def test_a_class_of_a_function_is_trained_and_loaded_by_the_class_alone(tmp_path
         pass
 
     path = inspo.train(task=Local, **TINY, out=str(tmp_path / "r")).path
-    with pytest.raises(Fault, match="<locals>.Local is not a class in test_python "):
+    with pytest.raises(Fault, match="<locals>.Local is not a class in test_python"):
         load_agent(path)
     with load_agent(path, task=Local, temperature=0.5, max_turns=1) as agent:
         assert agent.task.cfg.max_turns == 1 and agent.instruction == Echo.instruction
