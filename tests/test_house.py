@@ -198,7 +198,7 @@ MOST = {
     "rollout.py": 1120,
     "run.py": 2237,
     "tasks": 8597,
-    "tests": 223585,
+    "tests": 218699,
     "training": 3844,
     "world": 2235,
 }
