@@ -26,13 +26,12 @@ from tqdm import tqdm
 from config import PRESETS, Config, check_settings, out_of_range, read_config
 from plumbing import stop
 from plumbing.faults import Fault, one_line
-from plumbing.files import Row, write_file, writing
+from plumbing.files import Row, commit, write_file, writing
 from plumbing.hub import check_model
 from plumbing.outside import clean, finite, map_texts, without_secrets
 from plumbing.servers import Servers
 from plumbing.threads import choose_threads, use_threads
 from plumbing.trust import check_origin
-from plumbing.versions import commit
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
 from tasks.search_qa import SearchQA, holds_gold, load_questions
@@ -188,13 +187,13 @@ def open_engine(weights: str, cfg: Config, ends: tuple[str, ...]) -> tuple[Any, 
     # here: torch takes seconds to import
     import torch
 
-    from engines.choose import choose_engine, device_of, explain_too_old
+    from engines.choose import choose_engine, device_of, is_too_old
     from engines.torch_engine import TorchEngine
     from models import model as models
 
     device = device_of(cfg)
-    model, tokenizer = models.load_policy(weights, ends, cfg.longest)
-    wide = device == "cpu" or cfg.dtype == "float32" or explain_too_old(device)
+    model, tokenizer = models.load_policy(weights, cfg.longest)
+    wide = device == "cpu" or cfg.dtype == "float32" or is_too_old(device)
     dtype = "float32" if wide else "bfloat16"
     if choose_engine(cfg, device) == "vllm":
         from engines.vllm_engine import VllmEngine

@@ -6,6 +6,7 @@ verl's parquet unchanged, or JSONL with the same fields; and the match of an ans
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import string
@@ -23,7 +24,7 @@ from plumbing.batches import Batches
 from plumbing.client import Client
 from plumbing.faults import Fault, Outage, ToolDown, first_line
 from plumbing.hub import fetch_file, find_on_disk
-from plumbing.outside import clean, contents_of, decoded, without_secrets
+from plumbing.outside import clean, contents_of, without_secrets
 from plumbing.stop import count_ranks
 from tasks.task import Question, Task, Trajectory, rng_of
 from tasks.tools import Calculator, Tool
@@ -74,7 +75,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
             if not raw.strip():
                 continue
             try:
-                yield line, decoded(raw)
+                yield line, json.loads(raw)
             except ValueError as e:
                 raise Fault(
                     f"{path}:{line}: invalid JSON ({e}); write one JSON object a line, in UTF-8"
@@ -146,7 +147,7 @@ def unpacked(value: object) -> Any:
     columns so."""
     if isinstance(value, str) and JSON_TEXT.match(value):
         with suppress(ValueError):
-            return decoded(value)
+            return json.loads(value)
     return value
 
 
