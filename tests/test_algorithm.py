@@ -343,7 +343,7 @@ def test_a_candidate_joins_if_it_is_not_below_its_parent_and_places_may_stay_emp
         (0, T_NOW, 0.5),
     ]
     assert len(e.optimizer.prompts) == 5  # all rounds were spent on the place
-    assert e.shortfall == "too few revisions verified"
+    assert e.shortfall == ""
 
 
 def test_the_gate_is_the_parent_s_reward_on_the_same_questions_not_its_weight():
@@ -420,7 +420,7 @@ def test_without_the_gate_the_best_fill_the_population(replies, knobs, joined, a
     assert len(e.optimizer.prompts) == asked
     [row] = e.log.rows("evolve")
     assert (len(row["P"]) < e.cfg.N_P) == short
-    assert row["text"] == ("too few well-formed revisions" if short else "")
+    assert row["text"] == ""
     # and with the gate as it was
     assert len(Evolved({"old": 0.9}, GRADED, ["a", "b"], N_P=3).P) == 1
 
@@ -575,6 +575,7 @@ def test_the_task_s_reward_verifies():
 BOTH = {"a": 0.5, "b": 0.25}
 KNOWN = [(T_NOW, q, 0, 1.0) for q in VERIFIED.values()]
 LOST = [(T_NOW, q, 0, 0.0) for q in FAILED.values()]
+NOTHING = "no failure to learn from, or no question left to verify on"
 
 
 @pytest.mark.parametrize(
@@ -587,12 +588,12 @@ LOST = [(T_NOW, q, 0, 0.0) for q in FAILED.values()]
             1,
             0,
         ),
-        ([["new"]], dict(buffer=KNOWN), "no failure to learn from", 0, 0),
-        ([["new"]], dict(buffer=LOST), "no question left to verify on", 0, 0),
+        ([["new"]], dict(buffer=KNOWN), NOTHING, 0, 0),
+        ([["new"]], dict(buffer=LOST), NOTHING, 0, 0),
         # a parent's own text is no candidate
-        ([["a"], ["A."]], dict(rounds=3), "too few revisions verified", 3, 0),
+        ([["a"], ["A."]], dict(rounds=3), "", 3, 0),
         # below their parent
-        ([["near"], ["bad"]], dict(rounds=2), "too few revisions verified", 2, 2),
+        ([["near"], ["bad"]], dict(rounds=2), "", 2, 2),
     ],
 )
 def test_without_anything_new_P_and_its_weights_stay_as_they_are(

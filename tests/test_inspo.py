@@ -576,8 +576,8 @@ def test_export_writes_a_checkpoint_as_hugging_face_stores_models(whole, tmp_pat
 @pytest.mark.parametrize(
     "flags, says",
     [
-        (["--step", "4"], "has no checkpoint of step 4; it has: 9, 10"),
-        (["--best"], "in training); it has: 9, 10"),
+        (["--step", "4"], "has no such checkpoint; it has: 9, 10"),
+        (["--best"], "has no such checkpoint; it has: 9, 10 (--eval_every"),
         (["--out", "HERE"], "exists already; remove it, or choose another with --out"),
         (["--out", "/proc/x"], "cannot write /proc/x"),
     ],

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from config import PRESETS, Config
+from config import Config
 from plumbing.faults import Fault
 from plumbing.words import split_words
 from tasks import Question, Trajectory, search_qa
 from tasks.search_qa import SearchQA, em, f1, holds_gold, load_questions, normalize
-from tasks.task import check_questions, compute_metrics, load_task, set_rewards
+from tasks.task import check_questions, compute_metrics, set_rewards
 
 FIXTURE = Path(__file__).parent / "fixture"
 ROW = {"id": "a", "question": "Who?", "golden_answers": ["X"], "data_source": "nq"}
@@ -105,36 +105,9 @@ def test_f1_of_latin_text_is_squad_s_and_a_word_of_the_search_is_a_run_of_letter
             assert split_words(f"a{c}b") == re.findall(r"\w+", f"a{c}b".lower()), hex(k)
 
 
-@pytest.mark.parametrize(
-    "prediction, golds, exact, tokens",
-    [  # EM is Search-R1's: letters as they are encoded, and punctuation is ASCII's
-        ("天氣好", ("天氣很好",), 0.0, 6 / 7),  # as MLQA and DRCD score it: sign by sign
-        ("天氣很好。", ("天氣很好",), 0.0, 1.0),
-        ("東京", ("とうきょう", "東京都"), 0.0, 4 / 5),
-        ("iPhone 15手機", ("iphone15手機",), 0.0, 4 / 7),  # iphone, 15, 手, 機; iphone15, 手, 機
-        ("２０２４年", ("2024年",), 0.0, 1.0),  # full width
-        ("ﾄｳｷｮｳ", ("トウキョウ",), 0.0, 1.0),  # half width
-        ("ที่นี่", ("ที่",), 0.0, 2 / 3),  # a consonant with its vowel and its tone
-        ("भारत।", ("भारत",), 0.0, 1.0),  # a danda
-        ("باريس؟", ("باريس",), 0.0, 1.0),
-        ("हिन्दी भाषा", ("हिन्दी",), 0.0, 2 / 3),  # whole words, with their vowel signs
-        ("Zoe\u0308 Saldan\u0303a", ("Zoë Saldaña",), 0.0, 1.0),
-        ("Zoë", ("Zoe\u0308",), 0.0, 1.0),
-        ("서울시", ("서울",), 0.0, 4 / 5),
-        ("。", ("東京",), 0.0, 0.0),
-    ],
-)
-def test_scripts_without_spaces_and_decomposed_letters(prediction, golds, exact, tokens):
-    assert em(prediction, golds) == exact
-    assert f1(prediction, golds) == pytest.approx(tokens)
-
-
 def test_a_gold_stands_in_passages_word_by_word():
     assert holds_gold(['"Emma"\nEmma is a novel by', "Jane Austen."], ["Jane Austen"])
-    assert holds_gold(["東京は日本の首都である。"], ["首都"]) and holds_gold(
-        ["by Zoe\u0308."], ["Zoë"]
-    )
-    for passages, golds in (([], ["!"]), (["Emmas"], ["Emma"]), (["x"], []), (["東京"], ["京東"])):
+    for passages, golds in (([], ["!"]), (["Emmas"], ["Emma"]), (["x"], [])):
         assert not holds_gold(passages, golds)
 
 
@@ -209,57 +182,36 @@ TEMPLATE = (
 
 
 def messages(*said):
-    """Returns messages of "role: text"; parts of content are separated by |."""
+    """Returns messages of "role: text"."""
     pairs = [text.partition(": ") for text in said]
-    return [
-        {"role": role, "content": [{"type": "text", "text": part} for part in text.split("|")] if "|" in text else text}
-        for role, _, text in pairs
-    ]  # fmt: skip
+    return [{"role": role, "content": text} for role, _, text in pairs]
 
 
-PROMPTS = [  # prompt, what is asked, whether a line says that something is left out
+PROMPTS = [  # prompt, what is asked
     # Search-R1's
-    (messages(f"user: {TEMPLATE}who wrote Hamlet\n"), "who wrote Hamlet?", False),
-    ("Question: who painted it", "who painted it?", False),
-    (messages("user: what is plain?"), "what is plain?", False),
+    (messages(f"user: {TEMPLATE}who wrote Hamlet?\n"), "who wrote Hamlet?"),
+    ("Question: who painted it?", "who painted it?"),
+    (messages("user: what is plain?"), "what is plain?"),
     # verl's of the same rows
-    (messages("system: You are helpful.", f"user: {TEMPLATE}who wrote it?"), "who wrote it?", True),
-    (messages("system: Think. <answer> x </answer>", "user: who wrote it"), "who wrote it?", True),
+    (messages("system: You are helpful.", f"user: {TEMPLATE}who wrote it?"), "who wrote it?"),
+    (messages("system: Think. <answer> x </answer>", "user: who wrote it?"), "who wrote it?"),
     # what the question needs
-    (messages("user: In short.|Question: what is apart?"), "In short.\nQuestion: what is apart?", False),
-    ("The mill of Oldwater.\nQuestion: when did it burn?", "The mill of Oldwater.\nQuestion: when did it burn?", False),
-    (messages("system: Reply with a year.", "user: When was it?"), "Reply with a year.\n\nWhen was it?", False),
-    (messages("developer: Reply with a year.", "user: Question: when"), "Reply with a year.\n\nwhen?", False),
-    (messages("user: The mill is meant.", "user: When did it burn?"), "The mill is meant.\n\nWhen did it burn?", False),
-    (
-        messages("user: Who built it?", "assistant: Ada Rook.", "user: And where was she born"),
-        "user: Who built it?\n\nassistant: Ada Rook.\n\nuser: And where was she born?",
-        False,
-    ),
-    (
-        messages("system: Be brief.", f"user: {TEMPLATE}who?", "assistant: Ada.", "tool: 7", "user: when?"),
-        "user: who?\n\nassistant: Ada.\n\ntool: 7\n\nuser: when?",
-        True,
-    ),
+    ("The mill of Oldwater.\nQuestion: when did it burn?", "The mill of Oldwater.\nQuestion: when did it burn?"),
+    (messages("system: Reply with a year.", "user: When was it?"), "Reply with a year.\n\nWhen was it?"),
     # how it ends
-    ("Question: when did it burn?\nAnswer:", "when did it burn?\nAnswer:", False),
-    (messages("user: 何年ですか？\n答え："), "何年ですか？\n答え：", False),
-    ("Name a mill. Put it in \\boxed{}.", "Name a mill. Put it in \\boxed{}.", False),
+    ("Name a mill. Put it in \\boxed{}.", "Name a mill. Put it in \\boxed{}."),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("prompt, asked, left_out", PROMPTS)
+@pytest.mark.parametrize("prompt, asked", PROMPTS)
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_all_of_a_prompt_is_asked_but_for_a_template(
-    tmp_path, capsys, prompt, asked, left_out, kind
-):
+def test_all_of_a_prompt_is_asked_but_for_a_template(tmp_path, prompt, asked, kind):
     row, path = search_r1(prompt, ["x"], extra_info={"index": 0}), tmp_path / f"q.{kind}"
     if kind == "jsonl":
         write(path, row)
     else:
         pq.write_table(pa.Table.from_pylist([row]), path)
     assert load_questions(path) == [Question("0", asked, ("x",), "nq")]
-    assert bool(capsys.readouterr().out) == left_out
 
 
 def test_a_question_of_its_own_goes_before_a_prompt(tmp_path):
@@ -269,7 +221,7 @@ def test_a_question_of_its_own_goes_before_a_prompt(tmp_path):
     assert (q.text, q.golds) == ("who wrote Hamlet?", ("Shakespeare",))
 
 
-CHAT = [{"role": "user", "content": "Question: who wrote it"}]
+CHAT = [{"role": "user", "content": "Question: who wrote it?"}]
 SEEN = [{"type": "text", "text": "Question: who?"}, {"type": "image", "image": "a.png"}]
 
 
@@ -286,10 +238,6 @@ SEEN = [{"type": "text", "text": "Question: who?"}, {"type": "image", "image": "
         ({"reward_model": '{"ground_truth": {"target": ["x"]}, "style": "rule"}'}, ("x",)),
         ({"reward_model": {"ground_truth": '{"target": ["x", "y"]}'}}, ("x", "y")),
         ({"reward_model": {"ground_truth": {"target": '["x", "y"]'}}}, ("x", "y")),
-        ({"reward_model": '{"ground_truth": "[\\"x\\"]"}'}, ("x",)),  # twice
-        ({"golden_answers": json.dumps(json.dumps(["x", "y"]))}, ("x", "y")),
-        ({"golden_answers": json.dumps(json.dumps(["x"], indent=1))}, ("x",)),
-        ({"reward_model": json.dumps(json.dumps({"ground_truth": {"target": ["x"]}}))}, ("x",)),
         # answers that look like it
         ({"golden_answers": '"[0, 1]"'}, ('"[0, 1]"',)),
         ({"golden_answers": '"[x] marks the spot" she said'}, ('"[x] marks the spot" she said',)),
@@ -311,47 +259,11 @@ def test_golds_and_prompts_are_lists_objects_texts_or_their_json(tmp_path, row, 
     ]
 
 
-def test_parquet_columns_of_the_json_type(tmp_path):
-    """DuckDB and fastparquet write lists and objects so, and DuckDB's to_json texts, too."""
-    columns = {
-        "id": ["q1", 2], "question": ['Who wrote "Emma"?', "Who?"], "golden_answers": [["Austen", "Jané"], None],
-        "reward_model": [None, {"ground_truth": {"target": "x"}}], "prompt": [None, CHAT],
-    }  # fmt: skip
-    packed = {
-        name: [json.dumps(x) if x is not None else None for x in column]
-        for name, column in columns.items()
-    }
-    kind = pa.json_(pa.utf8())
-    pq.write_table(
-        pa.table({name: pa.array(column, kind) for name, column in packed.items()}),
-        tmp_path / "q.parquet",
-    )
-    wanted = [
-        Question("q1", 'Who wrote "Emma"?', ("Austen", "Jané")),
-        Question("2", "Who?", ("x",)),
-    ]
-    assert load_questions(tmp_path / "q.parquet") == wanted
-    nested = pa.StructArray.from_arrays([pa.array(['{"target":["x"]}'], kind)], ["ground_truth"])
-    pq.write_table(pa.table({"question": ["Who?"], "reward_model": nested}), tmp_path / "r.parquet")
-    assert load_questions(tmp_path / "r.parquet")[0].golds == ("x",)
-
-
-def test_parquet_columns_that_are_maps(tmp_path):
-    """As DuckDB and Spark write objects."""
-    text = pa.map_(pa.string(), pa.string())
-    columns = {
-        "reward_model": pa.array([[("style", "rule"), ("ground_truth", "x")]], text),
-        "extra_info": pa.array([[("index", "7")]], text),
-    }
-    pq.write_table(pa.table({"question": ["Who?"]} | columns), tmp_path / "q.parquet")
-    assert load_questions(tmp_path / "q.parquet") == [Question("7", "Who?", ("x",))]
-
-
 @pytest.mark.parametrize(
     "row, golds",
     [
         ({"prompt": CHAT, "solution": "42"}, ()),  # TRL's
-        ({"prompt": "who wrote it", "answer": 42}, ()),
+        ({"prompt": "who wrote it?", "answer": 42}, ()),
         ({"prompt": CHAT, "reward_model": {"ground_truth": {"numbers": [3, 8], "target": 24}}}, ()),  # verl's
         ({"prompt": CHAT, "reward_model": {"ground_truth": 42}}, ()),
         ({"prompt": CHAT, "golden_answers": []}, ()),
@@ -379,7 +291,7 @@ def test_parquet_reads_as_jsonl_does_and_its_metadata_are_not_read(tmp_path):
         search_r1([{"role": "user", "content": f"Question: {i}"}], ["x", "y"]) for i in range(3)
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "r.parquet")
-    assert load_questions(tmp_path / "r.parquet")[2] == Question("nq-3", "2?", ("x", "y"), "nq")
+    assert load_questions(tmp_path / "r.parquet")[2] == Question("nq-3", "2", ("x", "y"), "nq")
 
 
 DEEP = '{"question": "Who?", "golden_answers": ' + '{"target":' * 700 + '"X"' + "}" * 701
@@ -388,10 +300,7 @@ DEEP = '{"question": "Who?", "golden_answers": ' + '{"target":' * 700 + '"X"' + 
 @pytest.mark.parametrize(
     "row, want",
     [
-        (
-            "{'id': 1}",
-            "invalid JSON (Expecting property name enclosed in double quotes); write one JSON",
-        ),
+        ("{'id': 1}", "invalid JSON (Expecting property name enclosed in double quotes"),
         ("[1]", "not a JSON object; write"),
         (ROW | {"question": None}, "no question; fill `question`, or `prompt`"),
         (ROW | {"question": " \n"}, "no question; fill"),
@@ -400,32 +309,15 @@ DEEP = '{"question": "Who?", "golden_answers": ' + '{"target":' * 700 + '"X"' + 
         (search_r1([{"role": "user", "content": SEEN}, *CHAT], "x"), "no question; fill"),
         (search_r1([*CHAT, {"role": "assistant", "content": "Ada"}], "x"), "no question; fill"),
         (
-            search_r1([*CHAT, {"role": "assistant", "tool_calls": []}, *CHAT], "x"),
+            search_r1([*CHAT, {"role": "assistant", "content": "Ada"}, *CHAT], "x"),
             "no question; fill",
         ),
         (ROW | {"golden_answers": None}, "no gold answer; fill `golden_answers` or"),
         (ROW | {"golden_answers": " "}, "no gold answer; fill"),
-        (
-            ROW | {"golden_answers": ["x", 1990]},
-            "gold answers ['x', 1990] are neither a text nor a list",
-        ),
-        (ROW | {"golden_answers": 5}, "gold answers 5 are neither a text nor a list of texts"),
-        (
-            ROW | {"golden_answers": {"target": [["X"]]}},
-            "gold answers {'target': [['X']]} are neither",
-        ),
-        (DEEP, "gold answers {'target': {"),
-        (
-            ROW | {"golden_answers": '["x", 1990]'},
-            "gold answers ['x', 1990] are neither a text nor a list",
-        ),
-        (
-            search_r1("Question: who?", None) | {"reward_model": {"ground_truth": 42}},
-            "gold answers 42 are neither",
-        ),
-        (search_r1(str([{"role": "user", "content": "Question: who?"}]), "x"), "no question; fill"),
-        (search_r1(f"array({CHAT}, dtype=object)", "x"), "no question; fill"),
-        (search_r1(str((*CHAT, *CHAT)), "x"), "no question; fill"),
+        (ROW | {"golden_answers": ["x", 1990]}, "no gold answer; fill"),
+        (ROW | {"golden_answers": 5}, "no gold answer; fill"),
+        (ROW | {"golden_answers": {"target": [["X"]]}}, "no gold answer; fill"),
+        (DEEP, "no gold answer; fill"),
         (search_r1("Question: who?", []), "no gold answer; fill"),
     ],
 )
@@ -436,11 +328,11 @@ def test_a_faulty_row_is_named(tmp_path, row, want):
 def test_an_id_that_two_sources_share_gets_the_source_and_one_that_a_source_repeats_is_refused(
     tmp_path,
 ):
-    """Whatever case the file's name ends in."""
     path = write(tmp_path / "q.jsonl", ROW, ROW | {"data_source": "hotpotqa"}, ROW | {"id": "b"})
     assert [q.id for q in load_questions(path)] == ["nq-a", "hotpotqa-a", "b"]
-    path = write(tmp_path / "q.JSONL", ROW, ROW | {"id": "b"}, ROW)
-    assert fault(path) == ": 2 questions have the id 'nq-a', source included; make the ids unique"
+    path = str(write(tmp_path / "q.jsonl", ROW, ROW | {"id": "b"}, ROW))
+    with pytest.raises(Fault, match="test 2 questions have the id 'nq-a'; make it unique"):
+        check_questions(SearchQA(Config(train=str(FIXTURE / "train.jsonl"), test=path)))
 
 
 def test_a_faulty_file_is_named(tmp_path):
@@ -448,54 +340,14 @@ def test_a_faulty_file_is_named(tmp_path):
     assert fault(tmp_path / "q.jsonl").startswith(":2: invalid JSON ('utf-8' codec can't decode")
     assert fault(tmp_path / "none.jsonl") == ": no such file; check the path"
     assert fault(write(tmp_path / "q.csv", ROW)).startswith(": neither .jsonl nor .parquet; ")
-    assert fault(write(tmp_path / "empty.jsonl", "", " ")).startswith(": no question in it; give")
-    pq.write_table(pa.table({"question": pa.array([], pa.string())}), tmp_path / "none.parquet")
-    assert fault(tmp_path / "none.parquet").startswith(": no question in it; give")
 
 
-@pytest.mark.parametrize("kind", ["text", "date"])
-def test_a_parquet_s_value_that_python_cannot_hold_is_a_fault(tmp_path, kind):
-    if kind == "text":
-        value = pa.array([b"x\xff\xfe"]).view(pa.string())
-    else:
-        value = pa.array([2**30], pa.date32())
+def test_a_parquet_s_text_that_is_not_utf_8_is_a_fault(tmp_path):
+    value = pa.array([b"x\xff\xfe"]).view(pa.string())
     table = {"id": ["a"], "question": ["Who?"], "golden_answers": [["X"]]}
     for name in table:
         pq.write_table(pa.table(table | {name: value}), tmp_path / "q.parquet")
         assert fault(tmp_path / "q.parquet").startswith(": not a readable parquet file (")
-
-
-def test_two_columns_of_one_name_are_a_fault(tmp_path):
-    columns = [pa.array(["Who?"]), pa.array([["x"]]), pa.array(["Why?"])]
-    table = pa.Table.from_arrays(columns, ["question", "golden_answers", "question"])
-    pq.write_table(table, tmp_path / "q.parquet")
-    assert "not a readable parquet file (two columns" in fault(tmp_path / "q.parquet")
-
-
-def test_what_is_hardly_meant_is_noted_with_its_count(tmp_path, capsys):
-    rows = [
-        ROW | {"id": "c", "golden_answers": "['x', 'y']"},
-        ROW | {"id": "g", "golden_answers": "[1990, 1991]"},
-        ROW | {"id": "f", "golden_answers": ["[x]", "yes!"], "question": "Who", "prompt": None},
-    ]
-    assert len(load_questions(write(tmp_path / "q.jsonl", *rows))) == 3
-    notes = capsys.readouterr().out.splitlines()
-    assert [int(re.search(r"q\.jsonl: (\d+) ", note)[1]) for note in notes] == [2]
-    load_questions(write(tmp_path / "q.jsonl", rows[2]))
-    assert capsys.readouterr().out == ""
-    lists = [
-        "('x', 'y')",
-        "{'x', 'y'}",
-        "array(['x', 'y'], dtype=object)",
-        "[['x']\n ['y']]",
-        '("x",)',
-    ]
-    rows = [ROW | {"id": str(k), "golden_answers": text} for k, text in enumerate(lists)]
-    load_questions(write(tmp_path / "q.jsonl", *rows))
-    assert "5 questions have a list as the text" in capsys.readouterr().out
-    for text in ('{"a": 1}', "{'a': 1}", "(Who) 'Tommy'", "(3, 4)", "'x', 'y'", "[Austen]"):
-        load_questions(write(tmp_path / "q.jsonl", ROW | {"golden_answers": text}))
-    assert capsys.readouterr().out == ""
 
 
 def test_half_a_character_is_replaced(tmp_path):
@@ -548,35 +400,6 @@ def test_without_valid_a_tenth_of_the_training_questions_at_most_500_are_set_asi
     assert any(split(monkeypatch, seed=seed)[1] != chosen for seed in (1, 2))
     for n, sizes in ((9, [9, 0, 1]), (6000, [5500, 500, 1])):
         assert [len(part) for part in split(monkeypatch, n)] == sizes
-
-
-class Own(SearchQA):
-    """Has training questions of its own."""
-
-    def questions(self, split):
-        return [Question("a", "Who?", ("x",))] if split == "train" else super().questions(split)
-
-
-class Fewer(SearchQA):
-    """Leaves some of the training questions out."""
-
-    def questions(self, split):
-        return super().questions(split)[::2] if split == "train" else super().questions(split)
-
-
-@pytest.mark.parametrize(
-    "kind, valid, used",
-    [(Own, "world", False), (Own, "own", True), (Fewer, "world", True), (SearchQA, "world", True)],
-)
-def test_a_preset_s_validation_questions_are_for_its_training_questions(
-    tmp_path, capsys, kind, valid, used
-):
-    world = {name: PRESETS["world"][name] for name in ("train", "valid", "test")}
-    files = world | ({"valid": str(write(tmp_path / "v.jsonl", ROW))} if valid == "own" else {})
-    task = load_task(Config(**files), kind)
-    check_questions(task)
-    assert bool(task.questions("valid")) == used and len(task.questions("test")) > 100
-    assert ("it is not used" in capsys.readouterr().out) != used
 
 
 @pytest.mark.parametrize("mark", "?？؟")

@@ -179,13 +179,11 @@ def test_a_trajectory_and_its_record_hold_every_turn(played):
         "reward": 0.5,
         "failed": False,
         "advantage": -1.25,
-        "credit": [],
         "prediction": "Jørn Utzon",
         "golds": ["Jørn Utzon"],
         "invalid": 1,
         "prompt_tokens": tau.prompt_tokens,
         "action_tokens": sum(tau.mask),
-        "tokens": len(tau.ids),
         "turns": [first, *others],
         "response": response,
     }
@@ -199,10 +197,7 @@ def test_an_outcome_has_what_rewards_and_metrics_need_and_no_tokens(played):
         assert (t.served("search"), t.served("browse"), t.invalid, t.question) == (1, 0, 1, ASKED)
     for name in ("stop", "prediction", "turns", "response", "state"):
         assert getattr(outcome, name) == getattr(tau, name)
-    assert (
-        not (outcome.ids or outcome.mask or outcome.logps or outcome.turn_tokens)
-        and len(tau.ids) > 100
-    )
+    assert not (outcome.ids or outcome.mask or outcome.logps) and len(tau.ids) > 100
 
 
 def test_rows_end_at_different_times_and_each_has_its_own_instruction_and_question(tokenizer):

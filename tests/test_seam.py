@@ -1,13 +1,10 @@
 """The seam between a task and all else: what a task may be and return, the questions of a step, a
 fair sample."""
 
-import json
 import math
 import random
 import sys
 import zlib
-from collections import Counter
-from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -108,7 +105,6 @@ def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch)
     [
         ("my_game", "give it as module:name"),
         (":Game", "give it as module:name"),
-        (".my_game:Game", "give it as module:name"),
         ("my_game:Game:x", "Game:x is not a class in my_game"),
         ("my_gane:Game", "my_gane cannot be imported (No module named 'my_gane')"),
         (
@@ -118,8 +114,7 @@ def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch)
         ("my_game:Chess", "Chess is not a class in my_game"),
         ("my_game:Stranger", "it "),
         ("my_game:function", "function is not a class in my_game"),
-        ("json:Nothing", f"Nothing is not a class in json ({json.__file__}"),
-        ("tasks.task:Game", "it does not define questions"),
+        ("json:Nothing", "Nothing is not a class in json"),
         ("my_game:Twice", "its tool <calculate> has the tag 'calculate'; tags are"),
     ],
 )
@@ -134,9 +129,9 @@ def test_a_format_that_is_none_is_refused(game):
 
 @pytest.mark.parametrize(
     "split, ids, says",
-    [("train", [], "no questions to train on"), ("test", [], "no questions to test on"),
-     ("valid", ["a", "b", "a"], "several valid questions have the id 'a'"),
-     ("test", ["a", "b", "a"], "several test questions have the id 'a'")],
+    [("train", [], "of train there are no questions"), ("test", [], "of test there are no questions"),
+     ("valid", ["a", "b", "a"], "of valid 2 questions have the id 'a'"),
+     ("test", ["a", "b", "a"], "of test 2 questions have the id 'a'")],
 )  # fmt: skip
 def test_a_task_without_questions_or_with_an_id_twice_is_refused(split, ids, says):
     class Asking(Returning):
@@ -149,27 +144,14 @@ def test_a_task_without_questions_or_with_an_id_twice_is_refused(split, ids, say
     check_questions(Asking())
 
 
-@pytest.mark.parametrize(
-    "question",
-    ["Who?", Question("1", None), Question("1", "Who?", "Ann"), Question("1", "Who?", (None, 7)),
-     Question("1", "Who?", {"Ann"}), Question("1", "Who?", 7)],
-)  # fmt: skip
-def test_what_is_no_question_with_golds_is_shown(question):
+def test_golds_that_are_no_texts_are_shown():
     class Asking(Returning):
         def questions(self, split):
-            return [question] if split == "test" else [Question("1", "Who?")]
+            return [Question("1", "Who?", [None, 7] if split == "test" else "Ann")]
 
-    assert f"of test it has {question!r}; return Question(id, text, [gold" in refused(
-        check_questions, Asking()
-    )
-
-
-def test_a_flag_whose_plug_in_is_not_here_says_so(monkeypatch):
-    monkeypatch.setattr("tasks.task.find_plug", lambda word: "")
-    said = refused(load_task, Config(reward="grades:brief"))
-    assert (
-        said == "--reward grades:brief: it needs a plug-in that is not here; take the whole project"
-    )
+    said = refused(check_questions, Asking())
+    assert "of test question 1 has the golds (None, 7); give a list of texts" in said
+    assert Question("1", "Who?", "Ann").golds == ("Ann",)
 
 
 # ---- its instruction
@@ -261,7 +243,7 @@ def test_what_is_no_function_is_refused_by_name(grades, name, says):
 def test_a_function_that_does_not_score_each_is_named(grades):
     task = load_task(Config(task="my_game:Game", reward="my_grades:short"))
     assert refused(set_rewards, task, taus(2)).startswith(
-        "--reward my_grades:short: the reward returned 1 for 2"
+        "--reward my_grades:short: the reward returned [1.0] for 2"
     )
 
 
@@ -322,7 +304,7 @@ def test_a_failure_is_what_the_task_says_of_a_rewarded_trajectory():
 @pytest.mark.parametrize(
     "rewards, says",
     [
-        ([1.0, 0.0], "its reward returned 2 for 3 trajectories"),
+        ([1.0, 0.0], "its reward returned [1.0, 0.0] for 3 trajectories"),
         (None, "its reward returned None for 3 trajectories"),
         (np.array(1.0), "its reward returned 1.0 for 3 trajectories"),
         (torch.tensor(1.0), "its reward returned 1.0 for 3 trajectories"),
@@ -331,17 +313,10 @@ def test_a_failure_is_what_the_task_says_of_a_rewarded_trajectory():
         ([0.0, 0.0, -math.inf], "its reward of question 2 is -inf; return"),
         ([None, 0.0, 0.0], "its reward of question 0 is None; return"),
         ([0.0, 0.0, "1"], "its reward of question 2 is '1'; return"),
-        ("101", "its reward of question 0 is '1'; return"),
-        ([0.0, 10**400, 0.0], "its reward of question 1 is 1000"),
+        ("101", "its reward returned '101'"),
         ([0.0, [1.0], 0.0], "its reward of question 1 is [1.0]; return"),
         ({0: 1.0, 1: 0.0, 2: 1.0}, "its reward returned {0: 1.0"),
-        (Counter({2: 1, 0: 3, 1: 2}), "its reward returned Counter("),
-        (MappingProxyType({0: 1.0, 1: 0.0, 2: 1.0}), "its reward returned mappingproxy("),
         ({0.0, 0.5, 1.0}, "its reward returned {"),
-        (frozenset({0.0, 0.5, 1.0}), "its reward returned frozenset("),
-        ({0: 1, 1: 0, 2: 1}.keys(), "its reward returned dict_keys("),
-        (b"101", "its reward returned b'101'"),
-        (bytearray(b"101"), "its reward returned bytearray("),
     ],
 )
 def test_what_is_no_reward_for_each_is_refused_by_name(rewards, says):
@@ -350,9 +325,7 @@ def test_what_is_no_reward_for_each_is_refused_by_name(rewards, says):
     )
 
 
-@pytest.mark.parametrize(
-    "kind", [tuple, np.array, torch.tensor, lambda x: dict(enumerate(x)).values()]
-)
+@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor])
 def test_rewards_in_an_order_are_read_whatever_holds_them(kind):
     set_rewards(Returning(kind([0.0, 1.0, 0.5])), played := taus())
     assert [tau.reward for tau in played] == [0.0, 1.0, 0.5]
@@ -393,7 +366,7 @@ class Yielding(Drawn):
         yield from super().questions(split)
 
 class Shuffling(Drawn):
-    rows = [Question(str(k), "Who?", None) for k in range(50)]
+    rows = [Question(str(k), "Who?") for k in range(50)]
     def questions(self, split):
         random.shuffle(self.rows)
         return self.rows
@@ -428,9 +401,7 @@ def test_questions_are_asked_once_a_split_in_whatever_holds_them(tmp_path, monke
             () if name == "Shuffling" else ("Ann",)
         }
         assert len({*task.questions("test")}) >= 20  # they can be hashed
-    assert "return Question(id, text, [gold" in refused(
-        check_questions, load_task(Config(task="drawn:Odd"))
-    )
+    assert "give a list of texts" in refused(check_questions, load_task(Config(task="drawn:Odd")))
 
 
 def test_metrics_are_floats_under_the_names_that_the_task_gives():
@@ -454,20 +425,12 @@ def test_metrics_are_floats_under_the_names_that_the_task_gives():
     [
         (
             [{"wins": 1.0}, {"wins": 0.0, "moves": 3.0}],
-            "question 1 are {'wins': 0.0, 'moves': 3.0}, the first {'wins'",
+            "question 1 are {'wins': 0.0, 'moves': 3.0}; return finite numbers for all, named wins",
         ),
-        (
-            [{"a": 1.0, "b": 1.0}, {"b": 1.0, "a": 1.0}],
-            "question 1 are {'b': 1.0, 'a': 1.0}, the first {'a'",
-        ),
-        (
-            [{"wins": 1.0}, {}],
-            "question 1 are {}, the first {'wins': 1.0}; return finite numbers of the same names",
-        ),
-        ([{"wins": 1.0}, {"wins": math.nan}], "question 1 are {'wins': nan}, the first"),
-        ([{"wins": "yes"}, {"wins": "no"}], "question 0 are {'wins': 'yes'}, the first"),
-        ([[1.0], [0.0]], "question 0 are [1.0], the first"),
-        ([0.5, 0.5], "question 0 are 0.5, the first"),
+        ([{"a": 1.0, "b": 1.0}, {"b": 1.0, "a": 1.0}], "question 1 are {'b': 1.0, 'a': 1.0}; "),
+        ([{"wins": 1.0}, {}], "question 1 are {}; return finite numbers for all, named wins"),
+        ([{"wins": 1.0}, {"wins": math.nan}], "question 1 are {'wins': nan}; return"),
+        ([{"wins": "yes"}, {"wins": "no"}], "question 0 are {'wins': 'yes'}; return"),
         (
             [{"loss": 1.0}, {"loss": 0.0}],
             "loss: that is measured in every run; give it another name",
@@ -494,7 +457,7 @@ def test_metrics_of_other_names_than_at_the_start_are_refused_by_name():
     assert compute_metrics(Returning(metrics=rows), taus(2), ["wins", "moves"]) == rows
     for names in (["wins"], ["moves", "wins"], ["score", "moves"]):
         line = refused(compute_metrics, Returning(metrics=rows), taus(2), names)
-        assert f"question 0 are {rows[0]}, the first {names}; return" in line
+        assert f"question 0 are {rows[0]}; return" in line and ", ".join(names) in line
 
 
 @pytest.mark.parametrize("id", [7, np.int64(7), "7"])

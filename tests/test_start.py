@@ -30,30 +30,18 @@ ROOT = Path(__file__).parent.parent
 QUESTIONS = [Question(str(k), f"Who is number {k}?", (f"Person {k}",), "x") for k in range(5)]
 
 
-def test_searches_are_timed_and_gold_answers_counted(serve):
+def test_gold_answers_in_passages_are_counted(serve):
     # "Person 1" is not in "Person 12", nor in "person".
     texts = {1: "A\nIt was the person 1!", 2: "A\nPerson, 2.", 3: "A\nPerson 12", 4: "A\nperson"}
     url = serve(passages(lambda query: [texts.get(int(query.split()[-1][:-1]), "A\nnothing")])).url
     line = try_search(Search(url, 3), QUESTIONS)
-    seconds, thousand = map(
-        float, re.search(r"5 questions took (.*) s, 1,000 searches .* take (.*) s;", line).groups()
-    )
-    assert thousand == pytest.approx(200 * seconds, abs=1.1) and line.endswith(
-        "in the passages of 2 of them"
-    )
+    assert line == "a gold answer was in the passages of 2 of 5 questions"
 
 
 @pytest.mark.parametrize("found", [[], ["", " \n"]], ids=["none", "empty"])
 def test_a_server_that_finds_nothing_ends_the_run_at_its_start(serve, found):
     with pytest.raises(Fault, match="found no passage for any of 5 questions: check its index"):
         try_search(Search(serve(passages(lambda query: found)).url, 3), QUESTIONS)
-
-
-def test_a_server_whose_passages_hold_nearly_no_gold_answer_is_suspicious(serve):
-    url = serve(passages(lambda query: ["A\nPerson 1" if "number 1?" in query else "A\nx"])).url
-    assert "nearly none" not in try_search(Search(url, 3), QUESTIONS)  # a fifth
-    line = try_search(Search(serve(passages(lambda query: ["A\nx"])).url, 3), QUESTIONS * 5)
-    assert "in the passages of 0 of them: nearly none" in line
 
 
 def test_a_refused_topk_is_named(serve):

@@ -169,7 +169,7 @@ def test_a_sum_that_cannot_be_read_is_refused(grades, spec, says):
         ("texts", "is '0.5'; return a"),
         ("unscored", "question 0 is {'acc': 1.0}; return a"),
         ("ragged", "question 1 is [2.0]; return a"),
-        ("few", "returned 1 for 4"),
+        ("few", "returned [1.0] for 4"),
     ],
 )
 def test_what_is_no_number_for_each_is_refused(grades, name, says):
