@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from config import PRESETS, Config, TaskKnobs, check_settings, out_of_range, read_config
+from config import PRESETS, Config, TaskKnobs, check_settings, list_docs, read_config
 from engines import Engine
 from plumbing import stop
 from plumbing.faults import Fault, one_line
@@ -198,7 +198,7 @@ def configure(what: str, kind: type["Agent"], settings: Row) -> tuple[Subject, T
     if found.run:
         check_origin(found.run, {name: getattr(found.cfg, name) for name in KNOBS}, given)
     cfg = dataclasses.replace(found.cfg, **{**given, **kind.knobs})
-    fault = out_of_range(cfg, given) or TaskKnobs.find_fault(cfg)
+    fault = TaskKnobs.find_fault(cfg)
     if fault:
         raise Fault(fault)
     return found, load_task(cfg, settings.get("task"))
@@ -421,12 +421,9 @@ def add_player_flags(parser: argparse.ArgumentParser, knobs: Sequence[str] = KNO
     parser.add_argument("--seed", type=int, default=0, help="of what is sampled")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     group = parser.add_argument_group("settings, by default those of the run or preset")
-    fields = {f.name: f for f in dataclasses.fields(Config)}
+    docs = list_docs(Config)
     for name in knobs:
-        text = fields[name].metadata["doc"].replace("%", "%%")
-        group.add_argument(
-            f"--{name}", type=fields[name].type, default=argparse.SUPPRESS, help=text
-        )
+        group.add_argument(f"--{name}", default=argparse.SUPPRESS, help=docs[name])
 
 
 def read_player_flags(args: argparse.Namespace, knobs: Sequence[str] = KNOBS) -> Row:

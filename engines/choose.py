@@ -1,5 +1,7 @@
 """On which device a run works, in which precision, and which engine it samples with."""
 
+from typing import Literal
+
 import torch
 
 from config import Config, EngineKnobs
@@ -37,7 +39,7 @@ def explain_too_old(device: str) -> str:
     return f"this GPU's compute capability is {major}.{minor}, 8.0 is needed" if major < 8 else ""
 
 
-def dtype_of(cfg: Config, device: str) -> str:
+def dtype_of(cfg: Config, device: str) -> Literal["bfloat16", "float32"]:
     """Returns "bfloat16" or "float32", in which blocks are computed.
 
     GPUs compute in bfloat16 unless they are too old for it. CPUs with AMX multiply bfloat16 several

@@ -19,8 +19,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pydantic.dataclasses import dataclass
 
-from config import Config, knob, parse_flags, read_config
+from config import Config, parse_flags, read_config
 from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
 from plumbing.files import new_directory
 from population import Population, ReplayBuffer
@@ -205,7 +206,7 @@ def test_of_a_link_to_a_directory_the_link_alone_is_removed(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", '{"T": 3', "[]", "7", {"T": "3"}, {"T": True}, "\xff", {"lr": None}], ids=str
+    "content", ["", '{"T": 3', "[]", "7", {"T": "many"}, {"T": 0}, "\xff", {"lr": None}], ids=str
 )
 def test_a_damaged_config_is_one_line(run, content):
     path = run.path / "config.json"
@@ -213,16 +214,17 @@ def test_a_damaged_config_is_one_line(run, content):
         content if isinstance(content, str) else json.dumps(json.loads(path.read_text()) | content)
     )
     path.write_bytes(content.encode("latin1"))
-    with pytest.raises(Fault, match=r"config.json is damaged \(.*: restore it") as e:
+    with pytest.raises(Fault, match=f"^{path}.*(damaged|--T|--lr)") as e:
         read_config(run.path)
     assert "\n" not in str(e.value)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Guest(Config):
     """another program"""
 
-    own: int = knob(3, "a knob of its own")
+    own: int = 3
+    """a knob of its own"""
 
 
 @pytest.mark.parametrize("first, second", [(Guest, Config), (Config, Guest)])
