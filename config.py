@@ -315,7 +315,8 @@ HELP = """
 INSPO: train a search agent while its instruction evolves (arXiv 2512.01945).
 Without flags: the embedded world. [default; the paper's, where the world's differs]
 --preset NAME: the preset whose other settings apply to a --model of another name or folder."""
-PARTS = ("learner", "population", "evolution")  # what else train() takes by name
+PARTS = ("preset", "learner", "population", "evolution")  # what else train() takes by name
+OTHERS_SAY = {"learning_rate": "lr", "epsilon": "eps"}
 C = TypeVar("C", bound=Config)
 
 DATA = ("valid", "test", "corpus", "instruction")  # what goes with a preset's --train
@@ -401,52 +402,45 @@ def parse_flags(argv: list[str] | None = None, kind: type[C] = Config, **changes
 
 
 def read_flags(words: list[str], kind: type[Config]) -> Settings:
-    """Returns the values, as texts, of `--flag value` and `--flag=value`. A flag that is true or
-    false may stand alone."""
+    """Returns the values of `--flag value` and `--flag=value`. A flag that is true or false may
+    stand alone; None: another does."""
     given: Settings = {}
-    left = [*words]
-    while left:
-        flag, equals, value = left.pop(0).partition("=")
-        name = flag.removeprefix("--")
-        if name == flag:
-            raise Fault(f"{flag}: flags begin with -- (--help lists them)")
-        if not equals:
-            if left and not left[0].startswith("--"):
-                value = left.pop(0)
-            elif isinstance(getattr(kind, name, True), bool):  # or there is no such flag
-                value = "1"
-            else:
-                raise Fault(f"{flag}: give it a value")
-        given[name] = value
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            is_switch = isinstance(getattr(kind, name, None), bool)
+            given[name] = value if equals else is_switch or None
+        elif given and not isinstance(given[name], str):
+            given[name] = word
+        else:
+            raise Fault(f"{word}: which flag is it for? (--help lists them)")
     return given
 
 
-def list_docs(kind: type[Config]) -> dict[str, str]:
-    """Returns each knob's docstring, which stands in the class that defines it, as its help."""
-    docs = {}
+def list_docs(kind: type[Config]) -> dict[str, tuple[str, str]]:
+    """Returns the concern of each knob, and its help: the docstring in the class that defines
+    it."""
+    docs: dict[str, tuple[str, str]] = {}
     for concern in reversed(kind.__mro__):
         for name, field in vars(concern).get("__pydantic_fields__", {}).items():
             if field.description:
-                docs[name] = " ".join(field.description.split())
+                # a knob that a subclass defines anew stays in its place
+                title, _ = docs.get(name, (str(concern.__doc__), ""))
+                docs[name] = title, " ".join(field.description.split())
     return docs
 
 
 def show_help(kind: type[Config], shown: Settings) -> None:
     """Prints the flags by their concerns. `shown`: what applies where no flag is given."""
     print(f"{program_of(kind)} [--flag value ...]{HELP}")
-    docs = list_docs(kind)
-    for concern in reversed(kind.__mro__):
-        # a knob that a subclass defines anew stays in its first place
-        own = [name for name in vars(concern).get("__annotations__", ()) if name in docs]
-        if own:
-            print(f"\n{concern.__doc__}:")
-        for name in own:
-            paper = getattr(kind, name)
-            defaults = []
-            for value in dict.fromkeys([shown.get(name, paper), paper]):
-                if value != "":
-                    defaults.append(str(value).removeprefix(f"{HERE}/"))
-            print(f"  --{name:20} {docs.pop(name)} [{'; '.join(defaults)}]".removesuffix(" []"))
+    last = ""
+    for name, (title, doc) in list_docs(kind).items():
+        if title != last:
+            print(f"\n{title}:")
+        last, paper = title, getattr(kind, name)
+        defaults = dict.fromkeys([str(shown.get(name, paper)), str(paper)])
+        text = "; ".join(filter(None, defaults)).replace(f"{HERE}/", "")
+        print(f"  --{name:20} {doc} [{text}]".removesuffix(" []"))
 
 
 def configure(
@@ -504,8 +498,9 @@ def check_settings(kind: type[Config], given: Settings) -> Settings:
         if name in REMOVED:
             raise Fault(f"--{name} {REMOVED[name]}")
         if name not in kind.__dataclass_fields__:
-            nearest = find_nearest(kind, name)
-            raise Fault(f"--{name}: there is no such setting; the nearest is {nearest}")
+            known = {n.lower(): n for n in (*kind.__dataclass_fields__, *PARTS)} | OTHERS_SAY
+            [alike] = difflib.get_close_matches(name.lower(), known, 1, cutoff=0)
+            raise Fault(f"--{name}: there is no such setting; the nearest is {known[alike]}")
         if isinstance(value, os.PathLike):
             settings[name] = os.fspath(value)
         elif name == "task" and not isinstance(value, str):
@@ -513,16 +508,6 @@ def check_settings(kind: type[Config], given: Settings) -> Settings:
             settings[name] = f"{owner.__module__}:{owner.__qualname__}"
     cfg = build(kind, settings)
     return {name: getattr(cfg, name) for name in given}
-
-
-def find_nearest(kind: type[Config], name: str) -> str:
-    """Returns the setting whose name is alike, or whose help has these words."""
-    docs, words = list_docs(kind), f" {name.replace('_', ' ')} "
-    said = [other for other, doc in docs.items() if words in f" {doc} "]
-    known = {other.lower(): other for other in (*docs, "preset", *PARTS)}
-    least = 0.65 if said else 0.0  # a name as close as that counts more than a text
-    alike = difflib.get_close_matches(name.lower(), known, 1, cutoff=least)
-    return known[alike[0]] if alike else said[0]
 
 
 def build(kind: type[C], settings: Settings, place: str = "") -> C:
@@ -554,18 +539,21 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
         content = {**decoded(path.read_bytes())}
     except (OSError, ValueError, TypeError) as e:
         raise Fault(f"{path} is damaged ({e}): restore it from a copy") from None
-    program, commit, *_ = (content.pop(name, default) for name, default in ABOUT.items())
-    own = program_of(kind)
-    if resume and program != own:
-        raise Fault(f"--resume: {run} was started by {program}, not {own}: resume it with that")
-    names = list(kind.__dataclass_fields__)
-    known = names if resume else [*names, *REMOVED]
-    differing = [name for name in content if name not in known and program == own]
-    differing += [name for name in names if name not in content]
-    if differing:
+    about, own = ABOUT | content, program_of(kind)
+    if resume and about["program"] != own:
         raise Fault(
-            f"{path} is of another version of {program} (commit {commit}; only one of the two has --{differing[0]}):"
-            " use that one"
+            f"--resume: {run} was started by {about['program']}, not {own}: resume it with that"
+        )
+    names = kind.__dataclass_fields__
+    differing = {*names, *ABOUT} ^ about.keys()
+    if about["program"] != own:
+        differing &= {*names}
+    elif not resume:
+        differing -= {*REMOVED}
+    for name in sorted(differing):
+        raise Fault(
+            f"{path} is of another version of {about['program']} (commit {about['commit']}; only one of the two has"
+            f" --{name}): use that one"
         )
     return build(kind, {name: content[name] for name in names}, f"{path}: ")
 

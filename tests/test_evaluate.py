@@ -340,7 +340,7 @@ def test_each_fault_is_one_line_that_says_what_to_do(
         ([policy], "--test is missing"),
         (["world", "--corpus", tmp_path / "gone"], "--corpus"),
         (["world", "--instruction", tmp_path / "gone"], "--instruction"),
-        (["world", "--topk", 0], "--topk 0: must be at least 1"),
+        (["world", "--topk", 0], "--topk 0: should be greater"),
         (["world", "--task", "nothing"], "--task nothing: give it as module:"),
         ([tmp_path / "nothing"], "nothing is no directory; as a model of the hub: --model "),
         (["runs/nothere"], "runs/nothere is no directory; as a model of the hub: --model "),
@@ -357,7 +357,7 @@ def test_each_fault_is_one_line_that_says_what_to_do(
         (["runs/nothere", "x"], "--run runs/nothere: no such directory"),
         ([finished, "x", "--temperature", "nan"], "--temperature and --seed: give finite numbers"),
         ([finished, "x", "--seed", -1], "--temperature and --seed: give finite numbers"),
-        ([finished, "x", "--topk", 0], "--topk 0: must be at least 1"),
+        ([finished, "x", "--topk", 0], "--topk 0: should be greater"),
         ([finished, "x", "--corpus", tmp_path / "gone"], "--corpus"),
     ):
         _, fault = run("--run", *flags, main=ask.main)

@@ -249,7 +249,7 @@ OLDER = {"rank": "reward", "gate": "not_worse", "groups": "", "objective": "grpo
 @pytest.mark.parametrize("changed, knob", [
     ({"T": None}, "T"), ({"task": None}, "task"), ({"newer": 3}, "newer"),
     ({"lora_rank": 8, "dither": None}, "dither"),  # its adapters are laid out as peft's
-    (OLDER | {"task": None, "program": None, "commit": None, "id": None}, "rank"),
+    (OLDER | {"task": None, "program": None, "commit": None, "id": None}, "groups"),
 ])  # fmt: skip
 def test_a_config_of_another_version_is_one_line_that_names_a_knob(run, changed, knob):
     path = run.path / "config.json"
