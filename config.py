@@ -9,6 +9,7 @@ of names.
 import difflib
 import importlib.util
 import inspect
+import json
 import os
 import sys
 import time
@@ -21,7 +22,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from plumbing.faults import Fault, tell_torchrun
-from plumbing.outside import decoded, without_secrets
+from plumbing.outside import without_secrets
 from plumbing.stop import count_ranks, leads
 from plumbing.threads import choose_threads, use_threads
 from plumbing.trust import check_origin
@@ -287,12 +288,6 @@ class Config(
         class has its own part of it."""
         if self.engine != "torch" and self.temperature > 2:
             return f"--temperature {self.temperature}: vLLM takes 2 at most (--engine torch any)"
-        if not leads():
-            return ""  # only rank 0 reads files; other nodes may lack them
-        if self.instruction and not Path(self.instruction).is_file():
-            return f"--instruction {self.instruction}: no such file"
-        if self.out and not self.resume and Path(self.out, "config.json").exists():
-            return holds_a_run(self.out)
         return ""
 
 
@@ -476,7 +471,7 @@ def configure(
         run = Path(given["out"])
         settings = asdict(read_config(run, kind, resume=True))
         check_origin(run, settings, given)
-    cfg = build(kind, settings | given)
+    cfg = kind(**settings | given)
     if "mini_batch" not in given:  # a preset's is for a preset's step
         cfg = replace(cfg, mini_batch=min(cfg.mini_batch, cfg.batch * cfg.G))
     if evolves(cfg) and not cfg.optimizer_model and not os.environ.get("OPENAI_BASE_URL"):
@@ -535,10 +530,7 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
     path = run / "config.json"
     if not path.is_file():
         raise Fault(f"{run} holds no run (no config.json)")
-    try:
-        content = {**decoded(path.read_bytes())}
-    except (OSError, ValueError, TypeError) as e:
-        raise Fault(f"{path} is damaged ({e}): restore it from a copy") from None
+    content = json.loads(path.read_bytes())
     about, own = ABOUT | content, program_of(kind)
     if resume and about["program"] != own:
         raise Fault(
@@ -556,10 +548,6 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
             f" --{name}): use that one"
         )
     return build(kind, {name: content[name] for name in names}, f"{path}: ")
-
-
-def holds_a_run(path: str) -> str:
-    return f"{path} holds a run already: continue it with --resume, or choose another --out"
 
 
 def validate(cfg: Config) -> None:

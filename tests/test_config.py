@@ -313,6 +313,7 @@ OWN = ["--valid", "", "--test", "T", "--corpus", "T", "--instruction", ""]
             "--train nosuch.jsonl",
         ),
         (["--test", "."], 1, "--test ."),
+        (["--instruction", "/nowhere/i.txt"], 1, "--instruction /nowhere/i.txt"),
         (["--valid", "no.parquet"], 1, "--valid no.parquet"),
         (["--corpus", "nosuch.jsonl"], 1, "--corpus nosuch.jsonl: no such file"),
         (
@@ -373,7 +374,7 @@ REFUSED = """
 --temperature 0|--tau_s 0|--eps 0|--beta -0.1|--beta nan|--warmup 1|--warmup nan|--vllm_memory 1
 --vllm_memory nan|--lora_rank -1|--lora_alpha 0
 --max_observation 31|--top_n 0
---rounds 0|--keep 0|--patience 0|--temperature 2.1|--instruction /nowhere/i.txt
+--rounds 0|--keep 0|--patience 0|--temperature 2.1
 --micro_tokens 0|--dither 2
 """
 
@@ -477,13 +478,6 @@ def test_one_rank_speaks_for_all_and_others_let_it_speak_first(monkeypatch, caps
             and ("--G 1" in err) is speaks
             and (sum(waited) > 10) is not speaks
         )
-
-
-def test_only_rank_0_needs_files(refuses, monkeypatch):
-    argv = ["--model", "x", "--instruction", "/no/i.txt"]
-    assert "--instruction /no/i.txt" in refuses(*argv)
-    monkeypatch.setenv("RANK", "1")
-    assert parse_flags(argv).instruction == "/no/i.txt"  # another node need not have it
 
 
 def test_an_optimizer_is_an_endpoint_and_a_model_s_name_or_openai_s_key(monkeypatch):

@@ -205,16 +205,11 @@ def test_of_a_link_to_a_directory_the_link_alone_is_removed(run, tmp_path):
     assert (elsewhere / "step-000003" / "state.pt").exists()
 
 
-@pytest.mark.parametrize(
-    "content", ["", '{"T": 3', "[]", "7", {"T": "many"}, {"T": 0}, "\xff", {"lr": None}], ids=str
-)
-def test_a_damaged_config_is_one_line(run, content):
+@pytest.mark.parametrize("changed", [{"T": "many"}, {"T": 0}, {"lr": None}], ids=str)
+def test_a_config_with_an_impossible_value_is_one_line(run, changed):
     path = run.path / "config.json"
-    content = (
-        content if isinstance(content, str) else json.dumps(json.loads(path.read_text()) | content)
-    )
-    path.write_bytes(content.encode("latin1"))
-    with pytest.raises(Fault, match=f"^{path}.*(damaged|--T|--lr)") as e:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(Fault, match=f"^{path}: --{[*changed][0]} ") as e:
         read_config(run.path)
     assert "\n" not in str(e.value)
 
