@@ -412,30 +412,30 @@ def read_flags(words: list[str], kind: type[Config]) -> Settings:
     return given
 
 
-def list_docs(kind: type[Config]) -> dict[str, tuple[str, str]]:
-    """Returns the concern of each knob, and its help: the docstring in the class that defines
-    it."""
-    docs: dict[str, tuple[str, str]] = {}
+def list_docs(kind: type[Config]) -> dict[str, str]:
+    """Returns the help of each knob: its docstring, which only the class that defines it knows."""
+    docs = {}
     for concern in reversed(kind.__mro__):
         for name, field in vars(concern).get("__pydantic_fields__", {}).items():
             if field.description:
-                # a knob that a subclass defines anew stays in its place
-                title, _ = docs.get(name, (str(concern.__doc__), ""))
-                docs[name] = title, " ".join(field.description.split())
+                docs[name] = " ".join(field.description.split())
     return docs
 
 
 def show_help(kind: type[Config], shown: Settings) -> None:
     """Prints the flags by their concerns. `shown`: what applies where no flag is given."""
     print(f"{program_of(kind)} [--flag value ...]{HELP}")
-    last = ""
-    for name, (title, doc) in list_docs(kind).items():
-        if title != last:
-            print(f"\n{title}:")
-        last, paper = title, getattr(kind, name)
-        defaults = dict.fromkeys([str(shown.get(name, paper)), str(paper)])
-        text = "; ".join(filter(None, defaults)).replace(f"{HERE}/", "")
-        print(f"  --{name:20} {doc} [{text}]".removesuffix(" []"))
+    docs = list_docs(kind)
+    for concern in reversed(kind.__mro__):
+        # a knob that a subclass defines anew stays in its first place
+        own = [name for name in vars(concern).get("__annotations__", ()) if name in docs]
+        if own:
+            print(f"\n{concern.__doc__}:")
+        for name in own:
+            paper = getattr(kind, name)
+            defaults = dict.fromkeys([str(shown.get(name, paper)), str(paper)])
+            text = "; ".join(filter(None, defaults)).replace(f"{HERE}/", "")
+            print(f"  --{name:20} {docs.pop(name)} [{text}]".removesuffix(" []"))
 
 
 def configure(

@@ -423,7 +423,7 @@ def add_player_flags(parser: argparse.ArgumentParser, knobs: Sequence[str] = KNO
     group = parser.add_argument_group("settings, by default those of the run or preset")
     docs = list_docs(Config)
     for name in knobs:
-        group.add_argument(f"--{name}", default=argparse.SUPPRESS, help=docs[name][1])
+        group.add_argument(f"--{name}", default=argparse.SUPPRESS, help=docs[name])
 
 
 def read_player_flags(args: argparse.Namespace, knobs: Sequence[str] = KNOBS) -> Row:

@@ -271,7 +271,7 @@ def test_help_has_every_flag_once(capsys):
 def test_help_shows_the_defaults_of_the_world_and_where_they_differ_the_paper_s(capsys):
     shown, docs = help_of(capsys, "--help"), list_docs(Config)
     for f in FIELDS:
-        line, (_, doc) = line_of(shown, f.name), docs[f.name]
+        line, doc = line_of(shown, f.name), docs[f.name]
         assert len(doc) > 5 and line.startswith(doc), line
         world = "world" if f.name == "model" else PRESETS["world"].get(f.name, f.default)
         if world == "":
