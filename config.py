@@ -217,7 +217,7 @@ class ReflectionKnobs(Knobs):
     buffer: Count = 10240
     """trajectories in the replay buffer"""
     max_instruction: Count = 1500
-    """tokens (o200k_base) of a candidate instruction"""
+    """tokens, 4 characters each, of a candidate instruction"""
     max_optimizer_tokens: Natural = 0
     """tokens to and from the optimizer after which it is not called; 0: no limit"""
 
