@@ -228,7 +228,7 @@ class EngineKnobs(Knobs):
 
     device: Literal["", "cpu", "cuda"] = ""
     """cpu or cuda; empty: cuda if there is one"""
-    dtype: Literal["", "float32", "bfloat16"] = ""
+    dtype: Annotated[str, Field(pattern="^(float32|bfloat16|)$")] = ""
     """precision of the policy's computation; weights and sums stay float32. Empty: bfloat16
     where it is faster"""
     threads: Natural = 0

@@ -1,7 +1,5 @@
 """On which device a run works, in which precision, and which engine it samples with."""
 
-from typing import Literal
-
 import torch
 
 from config import Config, EngineKnobs
@@ -27,7 +25,7 @@ def is_too_old(device: str) -> bool:
     return device == "cuda" and torch.cuda.get_device_capability() < (8, 0)
 
 
-def dtype_of(cfg: Config, device: str) -> Literal["bfloat16", "float32"]:
+def dtype_of(cfg: Config, device: str) -> str:
     """Returns "bfloat16" or "float32", in which blocks are computed.
 
     GPUs compute in bfloat16 unless they are too old for it. CPUs with AMX multiply bfloat16 several
