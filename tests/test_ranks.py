@@ -518,7 +518,7 @@ def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
 @pytest.mark.parametrize(
     "flags, says",
     [
-        (["--no_such_flag", "1"], "unrecognized arguments: --no_such_flag"),
+        (["--no_such_flag", "1"], "--no_such_flag: there is no such setting"),
         (["--batch", "1", "--G", "2"], "4 ranks for --mini_batch 2: "),
         # only rank 0 looks
         (["--train", "/no.jsonl"], "--train /no.jsonl: no such file"),

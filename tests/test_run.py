@@ -18,8 +18,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pydantic.dataclasses import dataclass
 
-from config import Config, knob, parse_flags, read_config
+from config import Config, parse_flags, read_config
 from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
 from plumbing.files import new_directory
 from population import Population, ReplayBuffer
@@ -203,25 +204,21 @@ def test_of_a_link_to_a_directory_the_link_alone_is_removed(run, tmp_path):
     assert (elsewhere / "step-000003" / "state.pt").exists()
 
 
-@pytest.mark.parametrize(
-    "content", ["", '{"T": 3', "[]", "7", {"T": "3"}, {"T": True}, "\xff", {"lr": None}], ids=str
-)
-def test_a_damaged_config_is_one_line(run, content):
+@pytest.mark.parametrize("changed", [{"T": "many"}, {"T": 0}, {"lr": None}], ids=str)
+def test_a_config_with_an_impossible_value_is_one_line(run, changed):
     path = run.path / "config.json"
-    content = (
-        content if isinstance(content, str) else json.dumps(json.loads(path.read_text()) | content)
-    )
-    path.write_bytes(content.encode("latin1"))
-    with pytest.raises(Fault, match=r"config.json is damaged \(.*: restore it") as e:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(Fault, match=f"^{path}: --{[*changed][0]} ") as e:
         read_config(run.path)
     assert "\n" not in str(e.value)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Guest(Config):
     """another program"""
 
-    own: int = knob(3, "a knob of its own")
+    own: int = 3
+    """a knob of its own"""
 
 
 @pytest.mark.parametrize("first, second", [(Guest, Config), (Config, Guest)])
@@ -246,7 +243,7 @@ OLDER = {"rank": "reward", "gate": "not_worse", "groups": "", "objective": "grpo
 @pytest.mark.parametrize("changed, knob", [
     ({"T": None}, "T"), ({"task": None}, "task"), ({"newer": 3}, "newer"),
     ({"lora_rank": 8, "dither": None}, "dither"),  # its adapters are laid out as peft's
-    (OLDER | {"task": None, "program": None, "commit": None, "id": None}, "rank"),
+    (OLDER | {"task": None, "program": None, "commit": None, "id": None}, "groups"),
 ])  # fmt: skip
 def test_a_config_of_another_version_is_one_line_that_names_a_knob(run, changed, knob):
     path = run.path / "config.json"

@@ -173,16 +173,15 @@ def test_a_signal_at_any_moment_is_resumed_to_the_bit(whole, tmp_path, moment):
 HURRIED = """
 import contextlib, io, os, sys
 import engines, inspo
-for flags in (["--help"], ["--tracker", "wandb"], ["--out", "/nowhere", "--resume"], ["--out", sys.argv[1]]):
+for flags in (["--help"], ["--tracker", "wandb"], ["--out", "/nowhere", "--resume"]):
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         inspo.main(flags)
 print({"torch", "scipy.stats"} & set(sys.modules))
 """
 
 
-def test_bad_flags_do_not_wait_for_torch(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    command = [sys.executable, "-c", HURRIED, str(tmp_path)]
+def test_bad_flags_do_not_wait_for_torch():
+    command = [sys.executable, "-c", HURRIED]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "set()\n"
-    assert done.stderr.count("inspo.py: ") == 3 and "holds a run already" in done.stderr
+    assert done.stderr.count("inspo.py: ") == 2
