@@ -334,16 +334,40 @@ def test_long_observations_of_the_task_s_own_tools_are_cut_in_the_prompt(monkeyp
 # --------------------------------------------------------------------------------
 
 
-def test_a_candidate_joins_if_it_is_not_below_its_parent_and_places_may_stay_empty():
-    right = {"old": 5, "above": 6, "equal": 5, "below": 4}
-    e = Evolved({"old": 0.5}, right, ["below", "equal", "above"], N_P=4)
-    assert e.joined == [["above", "equal"]] and e.texts == ["old", "above", "equal"]
-    assert [(I.parent, I.born, I.verified) for I in e.P.active[1:]] == [
-        (0, T_NOW, 0.6),
-        (0, T_NOW, 0.5),
-    ]
-    assert len(e.optimizer.prompts) == 5  # all rounds were spent on the place
-    assert e.shortfall == "too few revisions verified"
+RIGHT = {"old": 5, "a": 5, "b": 6, "c": 7, "d": 5, "e": 4, "f": 0}
+VERIFIED_FEW, FORMED_FEW = "too few revisions verified", "too few well-formed revisions"
+
+
+@pytest.mark.parametrize(
+    "replies, knobs, joined, asked, short",
+    [
+        # the best first, equals in the order of the reply, none below the parent; places may stay
+        # empty after all rounds
+        (["eacbd"], dict(N_P=6), ["cbad"], 5, VERIFIED_FEW),
+        (["e", "f"], dict(rounds=2), ["", ""], 2, VERIFIED_FEW),
+        # top_n a round, never more than N_P
+        (["abc", "de"], dict(N_P=4, top_n=2), ["cb", "d"], 2, ""),
+        (["a", "bcd"], dict(N_P=3), ["a", "c"], 2, ""),
+        # no more than `rounds`, and one without a candidate counts
+        (["a", "b", "c"], dict(N_P=7, rounds=2), ["a", "b"], 2, VERIFIED_FEW),
+        (["", "a", "b"], dict(N_P=7, rounds=2), ["a"], 2, VERIFIED_FEW),
+        # without verification in the order of the reply
+        (["fb"], dict(N_P=3, D_B=0), ["fb"], 1, ""),
+        # without the gate the best of a round, however much worse than their parent
+        (["efa"], dict(N_P=4, top_n=2, rounds=1, gate=0), ["ae"], 1, FORMED_FEW),
+        (["aa", "", "f"], dict(N_P=5, rounds=3, gate=0), ["a", "f"], 3, FORMED_FEW),
+    ],
+)
+def test_who_joins(replies, knobs, joined, asked, short):
+    e = Evolved({"old": 0.9}, RIGHT, *map(list, replies), **knobs)
+    assert e.joined == list(map(list, joined)) and e.texts == ["old", *"".join(joined)]
+    calls = [(row["t"], row["round"]) for row in e.log.rows("call")]
+    assert calls == [(T_NOW, k) for k in range(asked)] and len(e.optimizer.prompts) == asked
+    assert e.shortfall == short
+    of = {I.text: (I.parent, I.born, I.verified) for I in e.P.active[1:]}
+    D_B = knobs.get("D_B", 10)
+    assert of == {text: (0, T_NOW, RIGHT[text] / 10 if D_B else 0) for text in "".join(joined)}
+    assert all(bool(jobs) == bool(D_B) for *_, jobs, _ in e.policy.rollouts)
 
 
 def test_the_gate_is_the_parent_s_reward_on_the_same_questions_not_its_weight():
@@ -353,85 +377,9 @@ def test_the_gate_is_the_parent_s_reward_on_the_same_questions_not_its_weight():
     assert e.joined == [[]] and e.texts == ["old"]
 
 
-def test_the_best_candidates_join_first_and_equals_in_the_order_of_the_reply():
-    right = {"old": 1, "c3": 3, "c7": 7, "c5": 5, "d5": 5}
-    e = Evolved({"old": 0.1}, right, ["c3", "c5", "c7", "d5"], N_P=5)
-    assert e.texts == ["old", "c7", "c5", "d5", "c3"]
-    e = Evolved({"old": 0.1}, right, ["c5"], ["c3", "c7", "d5"], N_P=4)
-    assert e.texts == ["old", "c5", "c7", "d5"]
-
-
-SIX = dict.fromkeys(["old", "a", "b", "c", "d", "e"], 5)
-
-
-@pytest.mark.parametrize(
-    "replies, knobs, joined",
-    [
-        # top_n a round
-        ([["a", "b", "c"], ["d", "e"]], dict(N_P=5, top_n=2), [["a", "b"], ["d", "e"]]),
-        ([["a"], ["b", "c", "d", "e"]], dict(N_P=3), [["a"], ["b"]]),  # never more than N_P
-        # rounds until it is full
-        ([["a"], ["b"], ["c"], ["d"]], dict(N_P=4), [["a"], ["b"], ["c"]]),
-        # and no more of them than `rounds`
-        ([["a"], ["b"], ["c"]], dict(N_P=7, rounds=2), [["a"], ["b"]]),
-        ([[], ["a"], ["b"]], dict(N_P=7, rounds=2), [["a"]]),  # a round without a candidate counts
-    ],
-)
-def test_rounds_and_places_are_limited(replies, knobs, joined):
-    e = Evolved({"old": 0.5}, SIX, *replies, **knobs)
-    assert e.joined == joined and e.texts == ["old", *sum(joined, [])]
-    asked = [(row["t"], row["round"]) for row in e.log.rows("call")]
-    assert asked == [(9, k) for k in range(len(e.optimizer.prompts))]
-    assert len(e.optimizer.prompts) == len(joined) + replies.count([])
-
-
 def test_where_the_parents_fill_the_population_nobody_is_asked():
     e = Evolved({"a": 0.5, "b": 0.4}, {}, N_P=2, N_parent=2)
     assert not e.optimizer.prompts and e.P.probabilities()[0] > 0.5
-    assert len(e.log.rows("evolve")[0]["P"]) == 2
-
-
-def test_without_verification_every_candidate_joins_in_the_order_of_the_reply_and_nobody_is_asked():
-    e = Evolved({"old": 0.5}, {"old": 5, "bad": 0, "good": 9}, ["bad", "good"], N_P=3, D_B=0)
-    assert e.texts == ["old", "bad", "good"]
-    assert all(not jobs for *_, jobs, _ in e.policy.rollouts)
-
-
-GRADED = {"old": 9, "a": 1, "b": 4, "c": 0, "d": 9}
-
-
-@pytest.mark.parametrize(
-    "replies, knobs, joined, asked, short",
-    [
-        # the best of a round, however much worse than their parent
-        ([["a", "b", "c"]], dict(N_P=3), [["b", "a"]], 1, False),
-        ([["a", "b", "c"], ["d"]], dict(N_P=4, top_n=2), [["b", "a"], ["d"]], 2, False),
-        # too few that are well formed: every round is played, and places stay empty
-        ([["a", "a"], [], ["b"]], dict(N_P=5, rounds=3), [["a"], ["b"]], 3, True),
-        ([[]], dict(N_P=5, rounds=2), [], 2, True),
-        # unverified ones in the order of the reply
-        ([["a", "b"]], dict(N_P=3, D_B=0), [["a", "b"]], 1, False),
-        ([["a"]], dict(N_P=3, D_B=0, rounds=1), [["a"]], 1, True),
-    ],
-)
-def test_without_the_gate_the_best_fill_the_population(replies, knobs, joined, asked, short):
-    e = Evolved({"old": 0.9}, GRADED, *replies, gate=0, **knobs)
-    assert e.joined == joined and e.texts == ["old", *sum(joined, [])]
-    assert len(e.optimizer.prompts) == asked
-    [row] = e.log.rows("evolve")
-    assert (len(row["P"]) < e.cfg.N_P) == short
-    assert row["text"] == ("too few well-formed revisions" if short else "")
-    # and with the gate as it was
-    assert len(Evolved({"old": 0.9}, GRADED, ["a", "b"], N_P=3).P) == 1
-
-
-def test_another_rule_of_who_joins_is_a_method_of_a_population():
-    class Worst(Population):
-        def select_top(self, verified, room):
-            return verified[-1:]
-
-    e = Evolved({"old": 0.5}, SIX | {"low": 1}, ["low", "a"], N_P=3, rounds=1, population=Worst)
-    assert e.texts == ["old", "low"]
 
 
 # --- parents and what they are revised by (L17, L19, L20)
@@ -469,19 +417,16 @@ def test_every_round_draws_one_of_the_parents_to_revise():
 
 
 def test_no_text_is_proposed_twice_whoever_its_parent_is():
-    """Neither a parent's own text nor a candidate of an earlier round, however it is punctuated."""
-    right = dict.fromkeys(["strong", "weak", "new", "other"], 5)
+    """Neither a parent's own text nor a candidate of an earlier round, however it is punctuated;
+    one that leaves may come back."""
+    right = dict.fromkeys(["strong", "weak", "gone", "new", "other"], 5)
     seed = seed_that_draws(0, 1, of=2)
-    replies = ["WEAK!", "Strong.", "new"], ["new.", "other"]
-    e = Evolved({"strong": 0.8, "weak": 0.3}, right, *replies, N_parent=2, N_P=4, seed=seed)
-    assert e.texts == ["strong", "weak", "new", "other"]
+    replies = ["WEAK!", "Strong.", "new"], ["new.", "gone"]
+    weights = {"strong": 0.8, "weak": 0.3, "gone": 0.1}
+    e = Evolved(weights, right, *replies, N_parent=2, N_P=4, seed=seed)
+    assert e.texts == ["strong", "weak", "new", "gone"] and e.P.ids == [0, 1, 3, 4]
     rejected = [[c["k"] for c in row["rejected"]] for row in e.log.rows("accepted")]
     assert rejected == [[1, 2], [1]]
-
-
-def test_a_pruned_or_replaced_instruction_may_be_proposed_again():
-    e = Evolved({"a": 0.5, "b": 0.1}, {"a": 5, "b": 6}, ["b"], N_P=2)
-    assert e.texts == ["a", "b"] and [I.id for I in e.P.active] == [0, 2]
 
 
 def test_the_optimizer_is_asked_for_a_full_generation_after_the_failures():
@@ -503,20 +448,12 @@ def test_the_parent_s_own_failures_are_shown_first():
 
 def test_a_candidate_that_gives_an_answer_away_is_rejected():
     e = Evolved({"old": 0.5}, {"old": 5, "new": 5}, ["the answer is gold f1", "new"], N_P=3)
-    assert e.texts == ["old", "new"]
-    row = e.log.rows("accepted")[0]
-    assert (
-        row["accepted"] == [2]
-        and row["rejected"][0]["reason"] == "contains the gold answer 'gold f1'"
-    )
+    assert e.texts == ["old", "new"] and e.log.rows("accepted")[0]["accepted"] == [2]
 
 
 def test_no_more_candidates_are_verified_than_were_asked_for():
     many = [f"new {k}" for k in range(500)]
-    e = Evolved({"old": 0.5}, {"old": 5} | dict.fromkeys(many, 4), many, N_P=4, rounds=1, D_B=10)
-    [row] = e.log.rows("accepted")
-    assert row["accepted"] == [1, 2, 3]
-    assert [(c["k"], c["reason"][:18]) for c in row["rejected"]] == [(4, "3 were asked for: ")]
+    e = Evolved({"old": 0.5}, {"old": 5} | dict.fromkeys(many, 4), many, N_P=4, rounds=1)
     [row] = e.log.rows("verified")
     assert len(row["verified"]) == 3 and row["rollouts"] == (1 + 3) * 10
     assert len(e.policy.rollouts[0][2]) == (1 + 3) * 10
@@ -526,47 +463,19 @@ def test_no_more_candidates_are_verified_than_were_asked_for():
 # ------------------------------------------------------------------------------------
 
 
-def test_parent_and_candidates_answer_the_same_questions_once_each_at_the_run_s_temperature():
-    e = Evolved({"old": 0.5}, dict.fromkeys(["old", "a", "b"], 5), ["a", "b"], N_P=3)
+@pytest.mark.parametrize("D_B", [3, 12])
+def test_parent_and_candidates_answer_the_same_questions_once_each_none_of_the_failures(D_B):
+    e = Evolved({"old": 0.5}, RIGHT, ["a", "b"], N_P=3, D_B=D_B, failures=2)
     [(t, purpose, jobs, temperature)] = e.policy.rollouts
     assert (t, purpose, temperature) == (T_NOW, "verify 0", None)
+    [row] = e.log.rows("verified")
+    left = set(FAILED | VERIFIED) - set(e.shown())
+    assert len(left) == 12 and len(row["D_B"]) == D_B and set(row["D_B"]) <= left
     asked = sorted((job.instruction, job.question.id) for job in jobs)
-    assert asked == sorted((text, v) for text in ("old", "a", "b") for v in VERIFIED)
+    assert asked == sorted((text, v) for text in ("old", "a", "b") for v in row["D_B"])
     assert len({job.group for job in jobs}) == len(jobs)  # none of them is a repetition of another
     # candidates are in no P
     assert {job.instruction: job.instruction_id for job in jobs} == {"old": 0, "a": None, "b": None}
-
-
-def test_the_questions_of_the_failures_shown_are_not_verified_on():
-    e = Evolved(
-        {"old": 0.5}, dict.fromkeys(["old", "a", "b"], 5), ["a"], ["b"], failures=2, D_B=12, N_P=3
-    )
-    for k in (0, 1):
-        verified_on = {job.question.id for job in e.policy.rollouts[k][2]}
-        assert len(e.shown(k)) == 2 and len(verified_on) == 12
-        assert verified_on == set(FAILED | VERIFIED) - set(e.shown(k))
-
-
-def test_D_B_limits_the_questions_verified_on():
-    e = Evolved({"old": 0.5}, dict.fromkeys(["old", "a"], 10), ["a"], D_B=3, N_P=2)
-    [row] = e.log.rows("verified")
-    asked = {job.question.id for job in e.policy.rollouts[0][2]}
-    assert len(row["D_B"]) == 3 and asked == set(row["D_B"])
-    assert row["verified"] == [{"text": "a", "r": 1.0, "r_parent": 1.0, "joined": True}]
-
-
-def test_the_task_s_reward_verifies():
-    class Marked(Exam):
-        def reward(self, taus):
-            return [0.5, 1.0, -2.0, 1.5][: len(taus)]
-
-    e = Evolved({"old": 0.5}, {"old": 0, "new": 0}, ["new"], N_P=2, D_B=2, task=Marked, rounds=1)
-    [row] = e.log.rows("verified")
-    # the means of -2 and 1.5, and of 0.5 and 1
-    refused = {"text": "new", "r": -0.25, "r_parent": 0.75, "joined": False}
-    assert row["verified"] == [refused] and row["parent"] == 0
-    [(_, _, jobs, _)] = e.policy.rollouts
-    assert [job.group for job in jobs] == [0, 1, 2, 3]
 
 
 # --- nothing new
@@ -638,38 +547,26 @@ def first(optimizer, N_P=4, **knobs):
     return evolution.P, log
 
 
-def test_the_first_population_is_the_first_instruction_and_its_paraphrases():
-    optimizer = TableOptimizer([f"{k} {TAGS}" for k in "abcde"])
-    P, log = first(optimizer)
-    assert [I.text for I in P.active] == [FIRST, *(f"{k} {TAGS}" for k in "abc")]
-    assert [(I.parent, I.born, I.w) for I in P.active] == [(None, 0, 0.0)] + [(0, 0, 0.0)] * 3
-    [prompt] = optimizer.prompts
-    assert (
-        "Improve the above prompt.\nGive 3 different candidates." in prompt
-        and "wrong" not in prompt
-    )
-    [start], [call] = log.rows("start"), log.rows("call")
+@pytest.mark.parametrize(
+    "reply, knobs, joined",
+    [
+        ([f"{k} {TAGS}" for k in "abcde"], {}, "abc"),
+        ([f"{k} {TAGS}" for k in "abcde"], dict(N_parent=2), "abc"),  # however many there will be
+        ([f"{k} {TAGS}" for k in "ab"], dict(N_P=2), "a"),
+        # one must differ from the first instruction, and keep its tags
+        ([FIRST.upper(), "no tags", f"a {TAGS}", f"A! {TAGS}"], {}, "a"),
+    ],
+)
+def test_the_first_population_is_the_first_instruction_and_its_paraphrases(reply, knobs, joined):
+    P, log = first(optimizer := TableOptimizer(reply), **knobs)
+    assert [I.text for I in P.active] == [FIRST, *(f"{k} {TAGS}" for k in joined)]
+    assert [(I.parent, I.born, I.w) for I in P.active] == [
+        (None, 0, 0.0),
+        *[(0, 0, 0.0)] * len(joined),
+    ]
+    [prompt], [start], [call] = optimizer.prompts, log.rows("start"), log.rows("call")
+    assert f"Improve the above prompt.\nGive {P.cfg.N_P - 1} different candidates." in prompt
     assert [I["text"] for I in start["P"]] == [I.text for I in P.active] and call["t"] == 0
-    assert (P.cfg.tau_s, P.cfg.window) == (0.2, 5)  # App. B
-
-
-def test_a_paraphrase_must_differ_from_the_first_instruction_and_keep_its_tags():
-    P, _ = first(
-        TableOptimizer(
-            [FIRST.upper(), FIRST.replace(" ", "\n"), "no tags", f"a {TAGS}", f"A! {TAGS}"]
-        )
-    )
-    assert [I.text for I in P.active] == [FIRST, f"a {TAGS}"]
-
-
-def test_the_first_population_is_full_however_many_parents_there_will_be():
-    P, _ = first(TableOptimizer([f"{k} {TAGS}" for k in "abcde"]), N_parent=2)
-    assert [I.text for I in P.active] == [FIRST, *(f"{k} {TAGS}" for k in "abc")]
-
-
-def test_a_population_of_two_starts_with_one_paraphrase():
-    P, _ = first(TableOptimizer([f"a {TAGS}", f"b {TAGS}"]), N_P=2)
-    assert [I.text for I in P.active] == [FIRST, f"a {TAGS}"]
 
 
 def test_an_optimizer_that_does_not_answer_its_first_call_ends_the_run_at_its_start():
@@ -778,13 +675,6 @@ def test_every_question_is_played_G_times_under_one_instruction():
             )
 
 
-def test_the_update_gets_the_reward_of_every_prediction():
-    _, policy, _, _ = run({FIRST: 3}, static=True, N_P=1, T=1, batch=6)
-    [(_, taus, scored)] = policy.updates
-    known = [float(tau.question.id in ("q0", "q1", "q2")) for tau in taus]
-    assert [r for r, _ in scored] == known and sum(known) == 6 and len(taus) == 12
-
-
 def test_the_task_s_rewards_failures_and_words_reach_update_weights_and_buffer():
     class Judged(Exam):
         def reward(self, taus):
@@ -842,13 +732,10 @@ def test_evaluations_and_checkpoints_keep_theirs():
     assert first == (0, FIRST, "test")  # at T `compare` does
     assert others == [(t, FIRST, split) for t in (4, 8) for split in ("valid", "test")]
     assert [split for split, _ in log.of("add_evaluation")] == ["valid", "test"] * 2
-    assert steps_of(log, "save") == [4, 5, 8, 10, 12] and steps_of(log, "end_step") == list(
-        range(1, 13)
-    )
+    assert steps_of(log, "save") == [4, 5, 8, 10, 12]
+    assert steps_of(log, "end_step") == list(range(1, 13))
     _, _, log, _ = run({}, static=True, N_P=1, T=3, eval_every=0)
     assert not log.of("add_evaluation") and steps_of(log, "save") == [3]
-    _, policy, _, _ = run({}, static=True, N_P=1, T=3, eval_every=1)
-    assert [t for t, _, split in policy.evaluations if split == "valid"] == [1, 2]
 
 
 def test_both_policies_are_compared_under_both_instructions():
@@ -869,12 +756,6 @@ def test_both_policies_are_compared_under_both_instructions():
     assert [setting for setting, _ in log.of("add_result")] == settings
 
 
-def test_after_T_e_the_optimizer_is_not_asked():
-    _, _, log, _ = run({}, T=6, K_e=2, T_e=4)
-    first, *others = log.rows("call")
-    assert (first["t"], first["round"]) == (0, 0) and {row["t"] for row in others} == {2}
-
-
 def test_the_result_is_the_policy_and_the_instruction_of_greatest_weight():
     right = {"worst": 0, "best": 6, "middle": 3}
     (policy, I), made, log, _ = run(
@@ -886,10 +767,10 @@ def test_the_result_is_the_policy_and_the_instruction_of_greatest_weight():
 
 def test_static_mode_trains_one_instruction_and_never_evolves():
     calendar = {"start", "write_start", "add_rollouts", "add_update", "end_step", "save"}
-    for T_e in (0, 100):  # whatever T_e is
-        (_, I), policy, log, _ = run({}, static=True, N_P=1, N_parent=1, T=6, K_p=1, K_e=1, T_e=T_e)
-        assert I.text == FIRST and {name for name, *_ in log.events} == calendar
-        assert {purpose for _, purpose, *_ in policy.rollouts} == {"rollout"}
+    (_, I), policy, log, _ = run({}, static=True, N_P=1, T=6, K_p=1, K_e=1, buffer=5)
+    assert I.text == FIRST and {name for name, *_ in log.events} == calendar
+    assert {purpose for _, purpose, *_ in policy.rollouts} == {"rollout"}
+    assert len(log.B.items) == 5
 
 
 def test_a_restored_run_continues_with_its_own_population_and_buffer():
@@ -905,8 +786,3 @@ def test_a_restored_run_continues_with_its_own_population_and_buffer():
     }
     _, _, log, _ = run({"a": 0}, restored=restored("a"), at=3, T=4)
     assert steps_of(log, "add_rollouts") == [3, 4]
-
-
-def test_a_new_run_starts_with_an_empty_buffer_of_its_capacity():
-    _, _, log, _ = run({}, static=True, N_P=1, T=3, buffer=5)
-    assert log.B.capacity == 5 and len(log.B.items) == 5

@@ -138,25 +138,10 @@ def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
         ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__")
     )
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    command = [
-        sys.executable,
-        "-m",
-        "kernels.bench",
-        "--tokens",
-        "16",
-        "--shapes",
-        "32x512",
-        "--masked",
-        "0",
-        "50",
-    ]
+    flags = "--tokens 16 --shapes 32x512 --masked 0 50 --seconds 0.01 --json --csv head.csv --plot head.png"
+    command = [sys.executable, "-m", "kernels.bench", *flags.split()]
     done = subprocess.run(
-        [*command, "--seconds", "0.01", "--json", "--csv", "head.csv", "--plot", "head.png"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
@@ -177,11 +162,8 @@ def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
     "flags",
     [
         ["--shapes", "2048"],
-        ["--shapes", "0x16"],
-        ["--tokens", "7"],
         ["--tokens", "0"],
         ["--masked", "100"],
-        ["--masked", "nan"],
         ["--peers", "nobody"],
         ["--csv", "/nowhere/head.csv"],
     ],
@@ -191,26 +173,3 @@ def test_what_the_benchmark_cannot_measure_is_one_line(flags, monkeypatch, capsy
     with pytest.raises(SystemExit) as ended:
         bench.main()
     assert ended.value.code == 2 and "bench: error: " in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_the_benchmark_measures_the_peers_that_are_named_alone():
-    command = [
-        sys.executable,
-        "-m",
-        "kernels.bench",
-        "--tokens",
-        "16",
-        "--shapes",
-        "32x512",
-        "--masked",
-        "0",
-    ]
-    done = subprocess.run(
-        [*command, "--seconds", "0.01", "--json", "--peers", "TRL", "torch,"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    names = [row["name"] for row in json.loads(done.stdout.splitlines()[-1])["rows"]]
-    assert names == ["TRL", "TRL, one tile", "torch, forward only"]
