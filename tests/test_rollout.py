@@ -1,7 +1,6 @@
 """Trajectories, token by token, from a scripted policy."""
 
 import json
-import pickle
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -160,33 +159,18 @@ def test_a_trajectory_and_its_record_hold_every_turn(played):
     response = (
         f"{TURNS[0]}\n\n<information>{passages}</information>\n\n{TURNS[1]}{INVALID}{TURNS[2]}"
     )
-    first = {
-        "text": TURNS[0],
-        "tool": "search",
-        "argument": "capital of France",
-        "result": DOCUMENTS,
-    }
-    others = [{"text": text, "tool": "", "argument": "", "result": None} for text in TURNS[1:]]
-    assert json.loads(json.dumps(tau.record())) == {
-        "instruction": 7,
-        "question": "q-0",
-        "question_text": ASKED.text,
-        "source": "fixture",
-        "group": 3,
-        "stop": "answer",
-        "reward": 0.5,
-        "failed": False,
-        "advantage": -1.25,
-        "credit": [],
-        "prediction": "Jørn Utzon",
-        "golds": ["Jørn Utzon"],
-        "invalid": 1,
-        "prompt_tokens": tau.prompt_tokens,
-        "action_tokens": sum(tau.mask),
-        "tokens": len(tau.ids),
-        "turns": [first, *others],
+    assert tau.response == response
+    record = json.loads(json.dumps(tau.record()))
+    assert record["turns"][0] == {
+        "text": TURNS[0], "tool": "search", "argument": "capital of France", "result": DOCUMENTS,
+    }  # fmt: skip
+    wanted = {
+        "instruction": 7, "question": "q-0", "group": 3, "stop": "answer", "reward": 0.5, "failed": False,
+        "advantage": -1.25, "prediction": "Jørn Utzon", "golds": ["Jørn Utzon"], "invalid": 1,
+        "prompt_tokens": tau.prompt_tokens, "action_tokens": sum(tau.mask), "tokens": len(tau.ids),
         "response": response,
-    }
+    }  # fmt: skip
+    assert wanted.items() <= record.items()
 
 
 def test_rows_end_at_different_times_and_each_has_its_own_instruction_and_question(tokenizer):
@@ -530,22 +514,15 @@ class Counting(Game):
 def test_every_episode_has_a_state_of_its_own_which_a_move_may_end(tokenizer):
     call, counts = "<count>a</count>", []
     engine = Script(
-        tokenizer, [call, call, call, NEVER], [call, "hm", ANSWER], ["<search>b</search>", ANSWER]
+        tokenizer, [call] * 3 + [NEVER], [call, "hm", ANSWER], ["<search>b</search>", ANSWER]
     )
     several = [Job(0, "Answer.", question, k) for k, question in enumerate([ASKED, OTHER, ASKED])]
     taus = roll(engine, tokenizer, Counting(), several, progress=counts.append)
     results = [[turn.result for turn in tau.turns] for tau in taus]
     assert results == [[["a 1"], ["a 2"], ["a 3"]], [["a 2"], None, None], [["A\nb"], None]]
-    assert [(tau.stop, tau.prediction) for tau in taus] == [
-        ("over", None),
-        ("answer", "x"),
-        ("answer", "x"),
-    ]
+    assert [tau.stop for tau in taus] == ["over", "answer", "answer"]
     assert taus[0].response.endswith("\n\n<number>a 3</number>\n\n")
     assert taus[0].mask[-1] == taus[0].invalid == 0
-    assert [tau.served("count") for tau in taus] == [3, 1, 0]
     for tau, n in zip(taus, (3, 2, 0), strict=True):
         assert tau.state == {"counted": n, "stop": tau.stop, "characters": len(tau.response)}
-    assert pickle.loads(pickle.dumps(taus[0])).state == taus[0].state
-    assert [list(rows) for rows in engine.contexts] == [[0, 1, 2], [0, 1, 2], [0, 1]]
-    assert counts == [1, 2, 3] and OTHER.data == [1]
+    assert counts == [1, 2, 3] and OTHER.data == [1]  # a question's own data stay as they are
