@@ -507,20 +507,6 @@ def test_a_stale_engine_shows_in_the_gap(world, sampled):
 # ---- resuming
 
 
-def test_a_learner_restored_from_its_state_continues_bit_by_bit(world):
-    taus = batch_of(2)
-    through = learner_of(world[0], world[0])
-    through.update(1, [taus])
-    saved = copy.deepcopy((through.model, through.state_dict()))
-    through.update(2, [taus])
-    resumed = learner_of(saved[0], world[0])
-    for name, x in resumed.state_dict().items():
-        x.copy_(saved[1][name])
-    resumed.update(2, [taus])
-    for p, q in zip(through.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
 def test_a_checkpoint_is_whole_though_a_parameter_never_had_a_gradient(world, tmp_path):
     """As an expert that no token was sent to; another process cannot know which these were."""
 

@@ -453,6 +453,3 @@ def test_refusals():
         grpo_head(*args, **kw, delta=3.0)
     with pytest.raises(ValueError, match="ref_logp"):
         grpo_head(*args, **kw | {"ref_logp": None}, beta=0.04)
-
-
-# ---- a peer, FSDP2

@@ -1,5 +1,4 @@
-"""docs/one_step.md has the run's numbers and the sources' lines, and each relation that it states
-holds."""
+"""docs/one_step.md has the numbers of the run and the lines of the sources."""
 
 import copy
 import dataclasses

@@ -1,5 +1,4 @@
-"""Eq. 3's advantages and Eq. 2's averages on numbers computed by hand, without a model
-(test_grpo.py has one)."""
+"""Eq. 3's advantages by hand, without a model (test_grpo.py has one)."""
 
 import numpy as np
 import pytest
@@ -8,8 +7,6 @@ from grpo import Learner, group_advantages
 from tasks import Question, Trajectory
 
 QUESTION = Question("q", "Who?")
-
-# ---- Eq. 3
 
 
 def rewarded(*pairs):
@@ -48,6 +45,3 @@ def test_groups_may_come_in_any_order():
         alone = advantages(*[(0, r) for r in rewards])
         assert [a for a, (g, _) in zip(got, pairs, strict=True) if g == group] == alone
     assert got[0] > 0 > got[2] and got[4] > 0 > got[1] and got[3] == 0
-
-
-# ---- the average of Eq. 2

@@ -1,4 +1,5 @@
-"""The Triton kernels of the GRPO head: against rows_torch, as compiled code, and on a GPU."""
+"""The Triton kernels of the GRPO head as compiled code and on a GPU, and the benchmark; test_kernels.py
+has their results."""
 
 import csv
 import json
