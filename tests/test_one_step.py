@@ -27,7 +27,7 @@ def section(page: str, n: int) -> str:
 
 def rows(section: str) -> list[dict[str, str]]:
     """The table of a section, a dictionary a line."""
-    head, _, *lines = [
+    head, *lines = [
         [cell.strip(" *") for cell in line.split("|")[1:-1]]
         for line in section.splitlines()
         if line[:2] == "| "
@@ -96,11 +96,10 @@ def test_the_numbers_are_those_of_the_run(page, tmp_path):
     assert tau.question.text in page and f"drew **number {tau.instruction}**" in page
     for row, p in zip(rows(section(page, 1)), before.probabilities(), strict=True):
         told += [(row["w"], before.family[int(row["instruction"])].w), (row["p"], p)]
-    for row, other in zip(rows(section(page, 4)), group, strict=True):
-        told += [(row["reward"], other.reward), (row["A of the run"], other.advantage)]
-    assert [row["prediction"] for row in rows(section(page, 3))] == [
-        other.prediction for other in group
-    ]
+    advantages = {row["reward"]: row["A"] for row in rows(section(page, 4))}
+    for row, other in zip(rows(section(page, 3)), group, strict=True):
+        assert row["prediction"] == other.prediction
+        told += [(row["reward"], other.reward), (advantages[row["reward"]], other.advantage)]
     engine = [lp for lp, m in zip(tau.logps, tau.mask, strict=True) if m]
     old, now, later = seen["logps"]
     columns = {"engine": engine, "pi_old": old, "pi": now, "pi later": later, "pi_ref": seen["ref"]}
