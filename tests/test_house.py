@@ -135,9 +135,9 @@ MOST = {
     "engines": 5056,
     "evaluate.py": 3615,
     "export.py": 732,
-    "extras": 61102,
+    "extras": 61110,
     "grpo.py": 2784,
-    "inspo.py": 2973,
+    "inspo.py": 2978,
     "kernels": 6169,
     "labs": 15789,
     "log.py": 2551,
@@ -149,7 +149,11 @@ MOST = {
     "rollout.py": 1120,
     "run.py": 2237,
     "tasks": 10244,
+<<<<<<< HEAD
     "tests": 201692,
+=======
+    "tests": 222291,
+>>>>>>> main
     "training": 3844,
     "world": 2235,
 }
