@@ -149,11 +149,7 @@ MOST = {
     "rollout.py": 1120,
     "run.py": 2237,
     "tasks": 10244,
-<<<<<<< HEAD
-    "tests": 201692,
-=======
-    "tests": 222291,
->>>>>>> main
+    "tests": 207574,
     "training": 3844,
     "world": 2235,
 }
