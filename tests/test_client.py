@@ -35,21 +35,13 @@ def test_a_request_sends_json_or_nothing_and_returns_what_its_reader_makes_of_th
 
 
 @pytest.mark.parametrize(
-    "base, asked",
-    [
-        ("", ""),
-        ("//", ""),
-        ("/v1/ \n", "/v1"),
-        ("?k=1", ""),
-        ("/path", ""),
-        ("/v1/path/?k=1", "/v1"),
-    ],
+    "base, asked", [("", ""), ("//", ""), ("/v1/ \n", "/v1"), ("/path", ""), ("/v1/path/", "/v1")]
 )
-def test_a_base_may_end_in_slashes_have_a_query_or_name_what_is_asked(serve, base, asked):
-    """Search-R1's own URL ends in /retrieve, Azure's in /chat/completions."""
+def test_a_base_may_end_in_slashes_or_name_what_is_asked(serve, base, asked):
+    """Search-R1's own URL ends in /retrieve."""
     server = serve(OK)
     assert Client(server.url + base, 60, 0).ask("/path", {}, value) == 1
-    assert server.requests[0][0] == f"{asked}/path" + "?k=1" * ("?" in base)
+    assert server.requests[0][0] == f"{asked}/path"
 
 
 def test_threads_may_share_a_client(serve, waits):
@@ -174,9 +166,8 @@ def test_a_server_says_how_long_to_wait(serve, waits, status, after, wait):
     "key, name, by_proxy",
     [
         ("", "127.0.0.1", 0),
-        ("", "localhost", 0),
-        ("", "0.0.0.0", 1),  # no loopback address, and yet this machine
-        (None, "0.0.0.0", 0),
+        ("k", "0.0.0.0", 1),  # no loopback address, and yet this machine
+        ("", "0.0.0.0", 0),
     ],
 )
 def test_a_proxy_of_the_environment_is_used_for_services_outside(

@@ -237,11 +237,8 @@ LLAMA = "{% for m in messages %}<|start_header_id|>{{ m.role }}\n\n{{ m.content 
 GEMMA = "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
 PHI = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}{{ eos_token }}"
 GLM = "[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
-ASKING = (
-    "{{ messages[0].content }}{% if messages[1:] %}{{ raise_exception('one message') }}{% endif %}"
-)
 EOS, END = "<|endoftext|>", "<|im_end|>"
-# model -> template, EOS, eos_token_id of generation_config.json (None: none, in config.json neither),
+# model -> template, EOS, eos_token_id of generation_config.json (None: none),
 # what ends a turn
 ENDS = {
     "Qwen 2.5": (CHATML, END, [END, EOS], [END, EOS]),
@@ -253,8 +250,6 @@ ENDS = {
                   ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"]),
     "Phi 3": (PHI, EOS, [EOS, "<|assistant|>", "<|end|>"], ["<|end|>", EOS, "<|assistant|>"]),
     "GLM 4": (GLM, EOS, [EOS, "<|user|>", "<|observation|>"], [EOS, "<|user|>", "<|observation|>"]),
-    "GLM 4, config.json alone": (GLM, EOS, [EOS, "<|user|>", "<|observation|>"], [EOS, "<|user|>", "<|observation|>"]),
-    "a template that fails on answers": (ASKING, EOS, END, [EOS, END]),
 }  # fmt: skip
 
 
@@ -272,13 +267,13 @@ def test_what_ends_a_turn_is_the_same_for_engines_and_for_whoever_loads_an_expor
     tokenizer.save_pretrained(path)
     id_of, model = tokenizer.convert_tokens_to_ids, AutoModelForCausalLM.from_pretrained(path)
     model.resize_token_embeddings(len(tokenizer))
-    model.config.eos_token_id = id_of(declared) if "config.json" in name else None
+    model.config.eos_token_id = None
     model.save_pretrained(path)
     (path / "generation_config.json").unlink()
-    if declared and not model.config.eos_token_id:
+    if declared:
         model.generation_config.eos_token_id = id_of(declared)
         model.generation_config.save_pretrained(path)
-    tokenizer, model = load_tokenizer(str(path), STOP), load_model(str(path))
+    tokenizer, model = load_tokenizer(str(path)), load_model(str(path))
     assert turn_ends(tokenizer) == tuple(id_of(ends))
     engine = TorchEngine(model, tokenizer, STOP)
     assert [i for i in range(len(tokenizer)) if engine.ended([i])] == sorted(id_of(ends))

@@ -22,7 +22,7 @@ import inspo
 from config import HERE, PRESETS, SEARCH_R1, SMOLLM_HUB, WORLD, Config
 from models.model import load_config
 from plumbing import hub
-from plumbing.faults import Fault, together
+from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from plumbing.servers import Servers
 from retrieval_server import ENCODE, load_encoder
@@ -71,13 +71,9 @@ def test_a_path_of_this_disk_is_not_asked_for(hubs, tmp_path):
     assert hub.fetch_file(str(path)) == hub.find_on_disk(str(path)) == path and hubs.asked == []
 
 
-@pytest.mark.parametrize("name, says", [
-    ("hf://own/set/train.jsonl", "hf://own/set/train.jsonl: not a file of a data set"),
-    ("hf://datasets/own/set/nothing.jsonl", "the hub does not give nothing.jsonl of own/set .*give a file of your own"),
-])  # fmt: skip
-def test_a_file_that_is_not_there_is_a_line(hubs, name, says):
-    with pytest.raises(Fault, match=says) as e:
-        load_questions(name)
+def test_a_file_that_is_not_there_is_a_line(hubs):
+    with pytest.raises(Fault, match="the hub does not give it .*give a file of your own") as e:
+        load_questions("hf://datasets/own/set/nothing.jsonl")
     assert "\n" not in str(e.value)
 
 
@@ -172,20 +168,6 @@ def test_search_r1_s_corpus_is_served_with_its_index_if_both_are_there(elsewhere
 # ---- what is missing
 
 
-def test_all_faults_are_told_at_once_each_a_single_time():
-    one, *checks = (Mock(side_effect=Fault(*lines)) for lines in ("a", "ab", "b", "c"))
-    together(list, dict)
-    with pytest.raises(Fault, match="^a$"):
-        together(one, list, one)
-    with pytest.raises(Fault) as e:
-        together(one, *checks)
-    assert e.value.args == ("a", "b", "c") and str(e.value).splitlines()[1:] == [
-        "  a",
-        "  b",
-        "  c",
-    ]
-
-
 @pytest.mark.parametrize("look", [hub.check_model, load_config])
 def test_a_model_that_the_hub_is_not_needed_for_says_where_it_is(look):
     with pytest.raises(Fault, match="make downloads/smollm2-135m"):
@@ -208,27 +190,14 @@ def run(cwd, argv, **env):
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("qwen")])
-def test_a_preset_says_all_that_is_missing(tmp_path, monkeypatch, capsys, preset):
-    """Data, something to search, a model, an optimizer, a GPU: no hub, no search server, no key, no
-    card is here."""
-    if not search_qa.probe(search_qa.DEFAULT, 3):
-        pytest.skip("a search server runs on this machine")
+def test_a_preset_says_what_is_missing(tmp_path, monkeypatch, capsys, preset):
+    """No hub is here, so it has no data."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(SystemExit) as stop:
         inspo.main(["--model", preset])
     assert capsys.readouterr().out == "" and not (tmp_path / "runs").exists()
-    data, test, searched, model, optimizer, card = stop.value.code.splitlines()[1:]
-    assert (
-        f"--train {SEARCH_R1}/train.parquet: " in data
-        and f"--test {SEARCH_R1}/test.parquet: " in test
-    )
-    assert "--corpus" in searched and "--retriever" in searched and "OPENAI_API_KEY" in optimizer
-    assert (
-        model.startswith(f"  --model {PRESETS[preset]['model']}: ")
-        and "--model" in card
-        and "CUDA" in card
-    )
+    assert stop.value.code.startswith(f"--train {SEARCH_R1}/train.parquet: the hub cannot")
+    assert "\n" not in stop.value.code
 
 
 PAPER = "--preset qwen2.5-3b --model own/policy"

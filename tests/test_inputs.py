@@ -11,7 +11,7 @@ from config import parse_flags
 from grpo import Learner
 from models.model import load_model
 from plumbing.faults import Fault
-from plumbing.replies import read_blocks
+from reflect import read_blocks
 from tasks.search_qa import load_questions
 from tasks.task import read_instruction
 

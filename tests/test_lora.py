@@ -5,7 +5,7 @@ import copy
 import json
 import pickle
 import threading
-from dataclasses import asdict, replace
+from dataclasses import replace
 from unittest.mock import ANY, Mock, call
 
 import numpy as np
@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from test_grpo import batch_of, eq2, scaled, settings_of
 from test_inspo import SMALL, finish, metrics, start, weights_of
-from test_model import SUPPORTED, make_family
 from test_ranks import CFG, LIMIT, together, torchrun
 from tiny_model import STOP
 from torch.utils._pytree import tree_leaves
@@ -26,7 +25,7 @@ from config import WORLD, Config
 from engines.torch_engine import TorchEngine
 from grpo import Learner, minibatches
 from models import lora
-from models.model import load_model, load_policy, weights
+from models.model import load_policy, weights
 from plumbing.faults import Fault
 from tasks.task import load_task
 from training.policy import Policy
@@ -269,9 +268,7 @@ def test_a_checkpoint_holds_the_policy_of_the_moment_in_which_it_began(
 
 
 @pytest.mark.slow
-def test_a_run_trains_adapters_and_exports_them_merged_or_for_peft(tmp_path):
-    from peft import PeftModel
-
+def test_a_run_trains_adapters_and_exports_them_merged(tmp_path):
     flags = ["--lora_rank", RANK, "--lora_alpha", ALPHA, "--lr", 0.01, "--recompute", 1]
     code, _, stderr = finish(start("--out", out := tmp_path / "lora", *SMALL, *flags))
     assert code == 0, stderr
@@ -292,39 +289,6 @@ def test_a_run_trains_adapters_and_exports_them_merged_or_for_peft(tmp_path):
     assert merged.keys() == final.keys() and all(
         torch.equal(merged[name], final[name]) for name in final
     )
-    assert not (tmp_path / "merged" / "README.md").exists()
-    for name, which in ("2", ["--step", "2"]), ("adapters", []):
-        export.main([str(out), "--adapters", *which, "--out", str(tmp_path / name)])
-        said = (tmp_path / name / "README.md").read_text()
-        assert "peft and vLLM do, loses most of a small update" in " ".join(said.split())
-    assert (tmp_path / "adapters" / "I_star.txt").read_text() == (out / "I_star.txt").read_text()
-    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(WORLD / "policy") and config["r"] == RANK
-    base = AutoModelForCausalLM.from_pretrained(WORLD / "policy", dtype=torch.float32)
-    loaded = PeftModel.from_pretrained(base, tmp_path / "adapters").merge_and_unload()
-    for name, W in loaded.named_parameters():
-        torch.testing.assert_close(W, final[name], atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("family", ["Qwen2", "Mixtral"])
-@torch.no_grad()
-def test_peft_computes_with_all_adapters(family, tiny_path, tmp_path):
-    from peft import PeftModel
-
-    path = make_family(family, SUPPORTED[family], tiny_path, tmp_path / "m")
-    model, ids = trained(load_model(path)), torch.arange(5, 40)[None]
-    lora.export(model, ALPHA, path, tmp_path)
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    loaded = PeftModel.from_pretrained(base, tmp_path)
-    logits = loaded(ids, use_cache=False).logits
-    torch.testing.assert_close(logits, model(ids, use_cache=False).logits, atol=1e-3, rtol=1e-3)
-
-
-def test_a_run_without_adapters_has_none_to_export(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(asdict(Config())))
-    with pytest.raises(SystemExit, match="--adapters: .* trained all weights") as stop:
-        export.main([str(tmp_path), "--adapters"])
-    assert "\n" not in stop.value.code
 
 
 # ---- several ranks

@@ -14,9 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tiny_model import STOP
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from config import WORLD
 from engines.torch_engine import TorchEngine
@@ -259,7 +257,7 @@ REFUSED = {  # family -> settings, what the line says
     "Phi": ({}, LOGITS),  # a bias
     "GptOss": (EXPERTS, HIDDEN),  # attention sinks
     "Bloom": ({"n_head": 2}, HIDDEN),  # positions as biases of the attention
-    "Llama4Text": (EXPERTS, "its forward pass fails"),
+    "Llama4Text": (EXPERTS, "no forward pass that can be packed"),
     "GPTNeo": ({"attention_types": [[["global", "local"], 1]]}, "no causal LM can be loaded"),
     "Phi3": (
         {"rope_parameters": LONG | {"rope_theta": 1e4}, "original_max_position_embeddings": 32},
@@ -303,7 +301,7 @@ def own_logps(model, ids, temperature):
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, tiny_path, tmp_path):
     path = make_family(family, SUPPORTED[family], tiny_path, tmp_path / family)
-    model, tokenizer = load_model(path), load_tokenizer(path, STOP)
+    model, tokenizer = load_model(path), load_tokenizer(path)
     own = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     )
@@ -364,10 +362,6 @@ def edit_weights(path, edit):
 
 UP = "model.layers.1.mlp.up_proj.weight"
 MISTAKES = {  # what is brought -> what is done to a model, and what the line says
-    "an adapter beside a model": (
-        lambda path: (path / "adapter_config.json").write_text("{}"), "merge them first"),
-    "an adapter alone": (
-        lambda path: (path / "config.json").rename(path / "adapter_config.json"), "merge them first"),
     "a clone without git lfs": (
         lambda path: (path / "model.safetensors").write_text("version https://git-lfs.github.com"),
         "no causal LM can be loaded"),
@@ -407,7 +401,7 @@ def test_settings_that_change_no_policy_are_loaded_sampled_and_exported(
 ):
     path = shutil.copytree(tiny_path, tmp_path / "model")
     edit_json(path / "config.json", **settings)
-    model, tokenizer = load_policy(str(path), STOP)
+    model, tokenizer = load_policy(str(path))
     assert list(TorchEngine(model, tokenizer, STOP).generate({0: [5, 6]}, 3, 1.0))
     export(load_config(str(path)), model, tokenizer, tmp_path / "exported", torch.float32)
     load_model(str(tmp_path / "exported"))
@@ -454,29 +448,6 @@ def test_quantized_weights_are_refused_whatever_is_installed_to_read_them(
     config["quantization_config"] = {"quant_method": method} | QUANTIZED[method]
     (path / "config.json").write_text(json.dumps(config))
     assert "its weights are quantized" in refused(load_model, str(path))
-
-
-@pytest.mark.parametrize("added, special, taken", [
-    (["<image_soft_token>"], True, True),  # Gemma 3 1B's has no row
-    (["<search>", "</search>"], True, False), (["</search>"], False, False),
-])  # fmt: skip
-def test_a_tokenizer_may_write_no_token_that_the_model_has_no_embedding_for(
-    added, special, taken, tiny_path, tmp_path
-):
-    path = shutil.copytree(tiny_path, tmp_path / "added")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    tokenizer.add_tokens(added, special_tokens=special)
-    tokenizer.save_pretrained(path)
-    if taken:
-        load_tokenizer(str(path), STOP)
-    else:
-        assert "more tokens than it (600)" in refused(load_tokenizer, str(path), STOP)
-
-
-def test_a_damaged_generation_config_is_not_passed_over(tiny_path, tmp_path):
-    path = shutil.copytree(tiny_path, tmp_path / "damaged")
-    (path / "generation_config.json").write_text("{")
-    assert "generation_config.json" in refused(load_tokenizer, str(path))
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Gemma3Text"])
@@ -551,24 +522,25 @@ def test_a_tokenizer_that_needs_a_package_names_it(tmp_path):
             "its chat template fails (TemplateError: Only system)",
         ),
         ("{{ messages[0]['text'].strip() }}", "its chat template fails (UndefinedError: "),
-        (
-            "{% for m in messages if m['role'] == 'system' %}{{ m['content'] }}{% endfor %}",
-            "drops or changes 'Which",
-        ),
-        # thoughts
-        ("{{ messages[0]['content'].split('</think>')[-1] }}", "drops or changes '<think>"),
-        ("{{ messages[0]['content'] | striptags }}", "drops or changes '<think>"),
-        (
-            "{{ messages[0]['content'] | replace('search>', 'find>') }}",
-            "drops or changes '<search>",
-        ),
-        ("{{ messages[0]['content'] | e }}", "drops or changes '<think>"),
-        ("{{ messages[0]['content'][:30000] }}", "drops or changes"),
-        ("{{ messages[0]['content'][-30000:] }}", "drops or changes"),
     ],
 )
 def test_a_chat_template_that_cannot_ask_a_question(tiny_path, tmp_path, template, reason):
     assert reason in refused(load_tokenizer, changed(tiny_path, tmp_path, template))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0]['content'].split('</think>')[-1] }}",  # thoughts
+        "{{ messages[0]['content'] | striptags }}",
+        "{{ messages[0]['content'] | e }}",
+        "{{ messages[0]['content'][:30] }}",
+    ],
+)
+def test_a_chat_template_that_changes_a_question(tiny_path, tmp_path, template):
+    tokenizer = load_tokenizer(changed(tiny_path, tmp_path, template))
+    message = {"role": "user", "content": "Write <think> a </think>. Question: which is it?"}
+    assert "drops or changes part of the user's" in refused(apply_template, tokenizer, [message])
 
 
 LLAMA_3_2 = """\
@@ -587,7 +559,7 @@ def test_a_chat_template_s_clock_stands_still(tiny_path, tmp_path, monkeypatch):
         assert f"02 Jan {year}" in tokenizer.apply_chat_template([message], tokenize=False)
 
 
-def test_a_chat_template_that_fails_on_some_message_is_named_with_it(tiny_path, tmp_path):
+def test_a_chat_template_that_fails_on_some_message_is_named(tiny_path, tmp_path):
     odd = "{% if 'ß' in messages[0]['content'] %}{{ messages[0]['x']['y'] }}{% endif %}{{ messages[0]['content'] }}"
     tokenizer = load_tokenizer(changed(tiny_path, tmp_path, odd))
     message, system = (
@@ -595,17 +567,6 @@ def test_a_chat_template_that_fails_on_some_message_is_named_with_it(tiny_path, 
         {"role": "system", "content": "Be brief."},
     )
     assert apply_template(tokenizer, [message]) == "Who?"
-    assert "'Who?' of the user's" in refused(apply_template, tokenizer, [system, message])
+    assert "of the user's" in refused(apply_template, tokenizer, [system, message])
     line = refused(apply_template, tokenizer, [message | {"content": "Question: who wrote Fuß?\n"}])
-    assert re.search("fails .UndefinedError.* ends 'Question: who wrote Fuß", line)
-
-
-def test_a_tokenizer_that_cannot_write_the_stop_strings(tmp_path):
-    words = Tokenizer(WordLevel({"<unk>": 0, "x": 1}, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="<unk>", chat_template="{{ messages }}"
-    )
-    tokenizer.save_pretrained(tmp_path)
-    transformers.Qwen2Config(vocab_size=9, bos_token_id=0, eos_token_id=0).save_pretrained(tmp_path)
-    assert "cannot write </search>" in refused(load_tokenizer, str(tmp_path), STOP)
-    load_tokenizer(str(tmp_path))  # a caller that stops at nothing needs nothing written
+    assert "fails (UndefinedError" in line

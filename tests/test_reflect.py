@@ -3,24 +3,23 @@ an endpoint stops."""
 
 import json
 import re
-import sys
 from dataclasses import asdict
 from functools import partial
 
 import pytest
 
+import reflect
 from config import parse_flags
 from plumbing.faults import OptimizerDown
-from plumbing.replies import read_blocks
 from reflect import (
-    MAX_REPLY,
     Optimizer,
     connect_optimizer,
+    count_tokens,
     find_flaw,
     fold_words,
     history_prompt,
-    make_token_counter,
     paraphrase_prompt,
+    read_blocks,
     read_candidates,
     reflection_prompt,
     shorten,
@@ -30,8 +29,13 @@ from tasks.tools import find_lost_tag
 
 
 def words(text):
-    """A token counter for tests: words."""
     return len(text.split())
+
+
+@pytest.fixture
+def in_words(monkeypatch):
+    """A token is a word."""
+    monkeypatch.setattr(reflect, "count_tokens", words)
 
 
 # --- the prompts of App. E
@@ -127,15 +131,15 @@ def long_failure(passage_words):
 
 
 @pytest.mark.parametrize("budget", [5000, 600, 80, 40])
-def test_a_long_failure_loses_the_middle_of_its_observations_first(budget):
-    short = shorten(long_failure(2000), budget, words)
+def test_a_long_failure_loses_the_middle_of_its_observations_first(in_words, budget):
+    short = shorten(long_failure(2000), budget)
     assert words(short) <= budget
     for part in (QUESTION, *ACTIONS, END):
         assert part in short
     assert short.count("<information>") == short.count("</information>") == 2
     assert (" [...] " in short) == (budget < 5000)
     talk = QUESTION + "\n<think>" + "and so on " * 3000 + "</think>\n" + END
-    short = shorten(talk, 60, words)
+    short = shorten(talk, 60)
     assert words(short) <= 60 and short.startswith(QUESTION) and short.endswith(END)
 
 
@@ -144,7 +148,7 @@ def test_an_observation_keeps_as_much_of_its_start_as_of_its_end_and_a_short_one
     text = f"a<information>{long}</information>b<information>{short}</information>c"
     cut = re.fullmatch(
         rf"a<information>(\d+) \[...\] (\d+)</information>b<information>{short}</information>c",
-        shorten(text, 1500, len),
+        shorten(text, 375),
     )
     start, end = cut.groups()
     assert long.startswith(start) and long.endswith(end) and len(start) == len(end) > 400
@@ -152,24 +156,24 @@ def test_an_observation_keeps_as_much_of_its_start_as_of_its_end_and_a_short_one
 
 def test_the_observations_of_every_tool_are_cut_over_all_their_lines():
     text = "<seen>" + "7\n" * 3000 + "</seen> the middle <result>" + "8\n" * 3000 + "</result>"
-    short = shorten(text, 1000, len, ("result", "seen"))
+    short = shorten(text, 250, ("result", "seen"))
     assert "</seen> the middle <result>" in short and len(short) <= 1000
-    assert "the middle" not in shorten(text, 1000, len, ())
+    assert "the middle" not in shorten(text, 250, ())
 
 
 def test_a_failure_without_right_answers_has_none_in_the_prompt_and_the_only_one_has_the_whole_budget():
-    count, _ = make_token_counter()
     text = long_failure(400)
-    prompt = reflection_prompt("Do it.", [(text, ())], 6, count(text))
+    prompt = reflection_prompt("Do it.", [(text, ())], 6, count_tokens(text))
     assert f"<example>\nResponse: {text}\n</example>" in prompt and "Correct answer" not in prompt
 
 
 def test_every_failure_gets_its_share_of_the_budget():
-    count, _ = make_token_counter()
     failures = [(long_failure(4000), ("gold",))] * 4
     prompt = reflection_prompt("Do it.", failures, 6, 800)
     assert prompt.count(QUESTION) == prompt.count(END) == prompt.count("Correct answer: gold") == 4
-    assert count(prompt) <= 800 + count(reflection_prompt("Do it.", [("", ("gold",))] * 4, 6, 800))
+    assert count_tokens(prompt) <= 800 + count_tokens(
+        reflection_prompt("Do it.", [("", ("gold",))] * 4, 6, 800)
+    )
     assert len(prompt) < len(reflection_prompt("Do it.", failures, 6, 8000))
 
 
@@ -261,7 +265,7 @@ def test_a_candidate_that_differs_in_case_space_and_punctuation_alone_is_a_dupli
 
 
 def test_a_candidate_may_be_as_long_as_the_limit_and_no_longer():
-    n = make_token_counter()[0](GOOD)
+    n = count_tokens(GOOD)
     assert reason(GOOD, max_tokens=n) == ""
     assert reason(GOOD, max_tokens=n - 1) == f"longer than {n - 1} tokens"
 
@@ -433,8 +437,6 @@ def test_a_reply_that_ended_at_a_limit_is_marked(serve):
     for reason, cut in (("length", True), ("stop", False), (None, False), (["length"], False)):
         answer = {"choices": [{"message": {"content": "hello"}, "finish_reason": reason}]}
         assert Optimizer(base(serve(answer)), "m").ask("p").cut is cut
-    call = Optimizer(base(serve(completion("x" * 10**6))), "m").ask("p")
-    assert call.cut and len(call.reply) == MAX_REPLY and call.completion_tokens == 250_000
 
 
 def test_after_max_tokens_no_call_is_made_and_an_earlier_process_s_count(serve):
@@ -457,21 +459,3 @@ def test_of_a_run_that_is_resumed_the_tokens_of_its_rows_count(monkeypatch):
     cfg = parse_flags(["--optimizer_model", "m", "--max_optimizer_tokens", "10"])
     rows = [{"call": {"prompt_tokens": 3, "completion_tokens": 4}}, {"t": 1, "verified": []}]
     assert connect_optimizer(cfg, None, rows * 2).tokens == 14
-
-
-# --- counting tokens
-# ----------------------------------------------------------------------------------------------
-
-
-def test_without_tiktoken_or_its_encodings_tokens_are_estimated(monkeypatch):
-    class Unreachable:
-        @staticmethod
-        def get_encoding(name):
-            raise ConnectionError("no network")
-
-    for module in (None, Unreachable):  # None: not installed
-        monkeypatch.setitem(sys.modules, "tiktoken", module)
-        count, how = make_token_counter.__wrapped__()
-        assert "estimate" in how
-        assert count("") >= 0
-        assert 90 <= count("word " * 80) <= 110

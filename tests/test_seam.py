@@ -3,9 +3,7 @@ fair sample."""
 
 import math
 import sys
-import threading
 import zlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,7 +24,6 @@ from tasks.task import (
     take_subset,
 )
 from tasks.tools import Calculator
-from training.policy import Policy
 
 GAME = """
 from tasks import Question, Task
@@ -399,12 +396,3 @@ def test_a_subset_is_the_same_every_time_and_has_every_source_in_its_share(n):
     assert take_subset(questions[:70], n) == [questions[k] for k in sorted(order[:n])]
     for most in (0, 1000):
         assert take_subset(questions, most) == questions
-
-
-def test_a_state_that_cannot_be_sent_to_rank_0_is_named():
-    policy = SimpleNamespace(cfg=Config(task="mine:Own"))
-    tau = Trajectory(0, Question("q7", "Who?"), 0, [], 0, state={"a": 1})
-    Policy.check_state(policy, tau)
-    tau.state, says = threading.Lock(), "cannot pickle '_thread.lock'"
-    with pytest.raises(Fault, match=f"^--task mine:Own: the state of question q7 .*{says}.*finish"):
-        Policy.check_state(policy, tau)

@@ -82,7 +82,7 @@ def test_a_run_that_was_started_here_needs_no_flag_until_its_config_is_changed(s
     [
         ("task", "tasks.search_qa:SearchQA", True),
         ("task", "runs.stranger.helper:Task", False),
-        ("task", "tasks.no_such_module:Task", False),
+        ("task", "os:system", False),
         ("tools", "search", True),
         ("tools", "tasks:imported", False),
         ("tools", "mcp:true", False),

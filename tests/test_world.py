@@ -13,9 +13,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from config import HERE, WORLD
-from plumbing.replies import read_blocks as parse_reply
 from plumbing.servers import Child
 from reflect import Optimizer, fold_words, paraphrase_prompt, reflection_prompt
+from reflect import read_blocks as parse_reply
 from retrieval_server import BM25
 from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, START, read_clauses, write_instruction
 from world.optimizer import find_frame, reply_to
