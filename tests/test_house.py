@@ -149,7 +149,7 @@ MOST = {
     "rollout.py": 1120,
     "run.py": 2154,
     "tasks": 10239,
-    "tests": 227968,
+    "tests": 200348,
     "training": 3686,
     "world": 2235,
 }
