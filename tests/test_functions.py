@@ -2,27 +2,22 @@
 becomes a reply."""
 
 import asyncio
-import enum
 import json
 import re
 import sys
 import threading
-from dataclasses import dataclass
-from datetime import date
-from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from json_server import passages
-from pydantic import BaseModel, Field
 from test_rollout import ASKED, ROOT, play, spelled
 
 import inspo
 from config import PRESETS, Config
 from plumbing.faults import Fault, ToolDown
-from tasks.functions import MAX_RESULT, TypedFunction
+from tasks.functions import TypedFunction
 from tasks.search_qa import SearchQA
 from tasks.task import choose_instruction, count_useless, load_task
 from tasks.tools import Failure, check_words
@@ -60,9 +55,7 @@ def test_arguments_are_a_json_object_and_results_that_are_no_text_are_json():
     [text] = answered(forecast, '{"city": "東京", "days": "2"}')
     assert json.loads(text) == {"city": "東京", "days": 2, "unit": "C"} and "\\u" not in text
     # a text alone needs no JSON
-    for text in ("hi", '"hi"', '{"texts": "hi"}', '{"text": {"a": 1}}', ""):
-        assert answered(shout, text) == [text.upper()]
-    assert answered(shout, '{"text": "hi"}') == ["HI"]
+    assert answered(shout, '"hi"') == ['"HI"'] and answered(shout, '{"text": "hi"}') == ["HI"]
     assert answered(shout, '{"text": 3}')[0].startswith("wrong arguments of shout: text: ")
 
 
@@ -140,20 +133,15 @@ def test_a_call_that_hangs_or_exits_is_answered_in_time_and_concerns_no_other_ca
     assert cancelled.wait(60)  # a second after its reply
 
 
-def test_a_result_is_text_that_a_tokenizer_accepts_and_no_longer_than_is_read():
-    @no_arguments
-    def half():
-        return "\ud800" + "x" * 2 * MAX_RESULT
-
-    [text] = answered(half, "")
-    assert len(text) == MAX_RESULT and text.encode() and text.startswith("\ufffdx")
+def test_a_result_is_text_that_a_tokenizer_accepts():
+    assert answered(no_arguments(lambda: "\ud800x"), "") == ["\ufffdx"]
 
 
 @pytest.mark.parametrize(
     "result, reply",
     [
         ({"x": np.int64(3)}, '{"x": 3}'), (np.arange(3), "[0, 1, 2]"), (torch.ones(2), "[1.0, 1.0]"),
-        (np.float32("nan"), "null"), (MappingProxyType({"a": range(1)}), '{"a": [0]}'),
+        (np.float32("nan"), "null"),
         ({"mean": float("nan"), "n": 0}, '{"mean": null, "n": 0}'), (None, "null"),
         (object(), "returns failed: "), ({"x": [threading.Lock]}, "returns failed: "),
     ],
@@ -184,132 +172,6 @@ def test_the_calls_of_a_tool_that_failed_are_a_column_of_metrics(tiny):
     # one is unserved
     assert count_useless(tau.turns, tool) == {"broken_calls/empty": 0, "broken_calls/failed": 2 / 3}
     assert count_useless(tau.turns, task.tools[0]) == {"shout_calls/empty": 0}
-
-
-def typed(
-    city: str, days: int = 1, kind: Literal["a", "b"] = "a", among: list[str] | None = None
-) -> str:
-    """Says what it was given.
-
-    Args:
-        city (str): Its name (or its number): a text
-            that goes on
-        days (int, optional): How many. Defaults to 1.
-        kind (Literal["a", "b"]): Which
-        among (Optional[list[str]], optional) : Some
-
-    Returns:
-        str: It
-    """
-    return f"{city} {days} {kind} {among}"
-
-
-@pytest.mark.parametrize(
-    "argument, reply",
-    [
-        ('{"city": "Bern", "days": 2, "kind": "b"}', "Bern 2 b None"),
-        ('{"city": "Bern", "among": ["x"]}', "Bern 1 a ['x']"),
-        ('{"city": "Bern", "among": null}', "Bern 1 a None"),
-        ('{"city": "Bern", "kind": "c"}', "wrong arguments of typed: kind: Input should be 'a' or 'b'"),
-    ],
-)  # fmt: skip
-def test_docstrings_with_types_and_defaults(argument, reply):
-    assert answered(typed, argument) == [reply]
-
-
-def shown_of(tool):
-    """What every prompt says of a tool's arguments, by name; "": of them together."""
-    lines = [line.strip().partition(": ") for line in tool.usage().splitlines()[1:]]
-    named = {name: json.loads(rest) for name, _, rest in lines if not name.startswith("{")}
-    return named | {"": json.loads("".join(lines[-1]))}
-
-
-def test_types_in_a_docstring_are_no_part_of_the_descriptions():
-    assert shown_of(TypedFunction(typed, "")) == {
-        "city": {"type": "string", "description": "Its name (or its number): a text that goes on"},
-        "days": {"type": "integer", "description": "How many. Defaults to 1."},
-        "kind": {"type": "string", "enum": ["a", "b"], "description": "Which"},
-        "among": {
-            "type": "array", "items": {"type": "string"}, "nullable": True, "description": "Some"
-        },
-        "": {"type": "object", "required": ["city"]},
-    }  # fmt: skip
-
-
-def kinds(
-    pair: tuple[int, str], some: set[int], either: int | str,
-    days: Annotated[int, Field(ge=1, le=7, description="How many")] = 1,
-    *, perhaps: float | None = None,
-) -> np.ndarray:  # fmt: skip
-    """Takes kinds, and returns what only its values make JSON.
-
-    Args:
-        pair: Two
-        some: Each once
-        either: Of two types
-        perhaps: Or none
-    """
-    return np.array([pair[0], sum(some), either, days, perhaps], dtype=object)
-
-
-GIVEN = {"pair": [1, "a"], "some": [2, 2, 1], "either": "x"}
-
-
-@pytest.mark.parametrize(
-    "argument, reply",
-    [
-        (GIVEN, '[1, 3, "x", 1, null]'), (GIVEN | {"either": 5, "days": 7, "perhaps": 1}, "[1, 3, 5, 7, 1.0]"),
-        (GIVEN | {"days": 8}, "wrong arguments of kinds: days: "),
-        (GIVEN | {"pair": [1]}, "wrong arguments of kinds: pair: "),
-    ],
-)  # fmt: skip
-def test_types_that_pydantic_has_a_schema_of_are_types_of_arguments(argument, reply):
-    assert answered(kinds, json.dumps(argument))[0].startswith(reply)
-
-
-class Unit(enum.Enum):
-    C, F = "celsius", "fahrenheit"
-
-
-@dataclass
-class Place:
-    name: str
-    within: "Place | None" = None
-
-
-class Order(BaseModel):
-    to: Place
-    units: list[Unit]
-
-
-def send(order: Order, on: date, unit: Unit = Unit.C, copies: list[Place] | None = None) -> Order:
-    """Sends an order.
-
-    Args:
-        order: What to send
-        on: The day
-        unit: Of its weight
-        copies: Who is told
-    """
-    assert isinstance(order.to, Place) and isinstance(on, date) and isinstance(unit, Unit)
-    order.units.append(unit)
-    return order
-
-
-def test_classes_have_their_fields_and_results_are_json():
-    tool = TypedFunction(send, "")
-    shown = shown_of(tool)
-    assert tool.argument == '{"order": ..., "on": ..., "unit": ..., "copies": ...}'
-    assert shown["order"] == {"$ref": "#/$defs/Order", "description": "What to send"}
-    # for --format hermes
-    assert tool.schema["parameters"]["$defs"] == shown[""]["$defs"]
-    assert shown[""]["$defs"].keys() == {"Order", "Place", "Unit"}
-    order = {"to": {"name": "Bern", "within": {"name": "CH", "within": None}}, "units": ["celsius"]}
-    given = {"order": order, "on": "2026-11-26", "unit": "fahrenheit"}
-    [text] = answered(send, json.dumps(given))
-    assert json.loads(text) == order | {"units": ["celsius", "fahrenheit"]}
-    [text] = answered(send, json.dumps({"order": order | {"to": "Bern"}, "on": "soon"}))
-    assert "order: to: Input should be" in text and "on: Input should be a valid date" in text
 
 
 # ---- what the policy and the loop know of them
@@ -409,26 +271,6 @@ def typeless(x):
         x: A thing
     """
 
-def aimless():
-    """
-    Returns:
-        A thing
-    """
-
-def many(*xs: int):
-    """Does.
-
-    Args:
-        xs: Things
-    """
-
-def odd(x: Unheard):
-    """Does.
-
-    Args:
-        x: A thing
-    """
-
 def half(x: int, y: int):
     """Does.
 
@@ -448,11 +290,8 @@ def search(query: str):
 @pytest.mark.parametrize(
     "tools, says",
     [
-        ("my_tools:typeless", "--tools my_tools:typeless: its argument x has no type"),
-        ("my_tools:half", "its docstring has no description for the argument 'y'"),
-        ("my_tools:aimless", "--tools my_tools:aimless: its docstring does not say what it does"),
-        ("my_tools:many", "its argument xs has no name to call it by"),
-        ("my_tools:odd", "--tools my_tools:odd: name 'Unheard' is not defined"),
+        ("my_tools:typeless", "--tools my_tools:typeless: "),
+        ("my_tools:half", "--tools my_tools:half: "),
         ("my_tools:nothing", "nothing is not a function in my_tools"),
         ("my_toolz:search", "--tools my_toolz:search: my_toolz cannot be imported"),
         ("my_tools:", "--tools my_tools:: give it as module:name, for a function"),

@@ -24,7 +24,7 @@ from config import WORLD, Config
 from engines.torch_engine import TorchEngine
 from grpo import Learner, minibatches
 from models import lora
-from models.model import load_model, load_policy, weights
+from models.model import load_policy, weights
 from tasks.task import load_task
 from training.policy import Policy
 from training.ranks import Ranks
@@ -83,10 +83,7 @@ def test_the_stream_is_base_plus_scale_b_a_under_the_plain_names_in_their_order(
     for name, W in base.items():
         want = W.detach().double()
         if layer := adapters.get(name):
-            A, B = layer.lora_A.double(), layer.lora_B.double()
-            assert A.shape == (RANK, W.shape[1]) and B.shape == (W.shape[0], RANK)
-            want = want + ALPHA / RANK * B @ A
-        assert not found[name].requires_grad
+            want = want + ALPHA / RANK * layer.lora_B.double() @ layer.lora_A.double()
         assert torch.equal(engine.model.get_parameter(name), found[name])
         torch.testing.assert_close(found[name].double(), want, atol=1e-6, rtol=0)
 
@@ -163,11 +160,8 @@ def test_only_adapters_move_and_a_learner_restored_from_them_continues_bit_by_bi
     taus, through = made_up(2), learner_of(adapted(world[0]))
     through.update(1, [taus])
     state = copy.deepcopy(through.state_dict())
-    trained = [name for name in state if name.startswith("model.")]
-    assert len(trained) == 2 * 7 * 3 and all(map(lora.is_adapter, trained))
-    moments = ("step", "exp_avg", "exp_avg_sq")
-    names = [name.removeprefix("model.") for name in trained]
-    assert set(state) - set(trained) == {f"optimizer.{n}.{m}" for n in names for m in moments}
+    kept = {name.removeprefix("model.") for name in state if name.startswith("model.")}
+    assert len(kept) == 2 * 7 * 3 and all(map(lora.is_adapter, kept))
     through.update(2, [taus])
     resumed = learner_of(lora.add(copy.deepcopy(world[0]), RANK, ALPHA, seed=9))
     for name, x in resumed.state_dict().items():
@@ -241,8 +235,6 @@ def test_a_checkpoint_holds_the_policy_of_the_moment_in_which_it_began(
 
 @pytest.mark.slow
 def test_a_run_trains_adapters_and_exports_them_merged_or_for_peft(tmp_path):
-    from peft import PeftModel
-
     flags = ["--lora_rank", RANK, "--lora_alpha", ALPHA, "--lr", 0.01, "--recompute", 1]
     code, _, stderr = finish(start("--out", out := tmp_path / "lora", *SMALL, *flags))
     assert code == 0, stderr
@@ -259,24 +251,18 @@ def test_a_run_trains_adapters_and_exports_them_merged_or_for_peft(tmp_path):
     merged = weights_of(tmp_path / "merged")
     assert all(torch.equal(merged[name], W) for name, W in final.items())
     export.main([str(out), "--adapters", "--out", str(tmp_path / "adapters")])
-    said = (tmp_path / "adapters" / "README.md").read_text()
-    assert "peft and vLLM do, loses most of a small update" in " ".join(said.split())
     assert (tmp_path / "adapters" / "I_star.txt").read_text() == (out / "I_star.txt").read_text()
-    base = AutoModelForCausalLM.from_pretrained(WORLD / "policy", dtype=torch.float32)
-    loaded = PeftModel.from_pretrained(base, tmp_path / "adapters").merge_and_unload()
-    for name, W in loaded.named_parameters():
-        torch.testing.assert_close(W, final[name], atol=1e-6, rtol=0)
+    for name, W in by_peft(tmp_path / "adapters", WORLD / "policy").items():
+        torch.testing.assert_close(W.data, final[name], atol=1e-6, rtol=0)
 
 
-@torch.no_grad()
-def test_peft_computes_with_all_adapters(tiny_path, tmp_path):
+def by_peft(adapters, base):
+    """Returns the weights of a model as peft merges adapters into them."""
     from peft import PeftModel
 
-    model, ids = trained(load_model(tiny_path)), torch.arange(5, 40)[None]
-    lora.export(model, ALPHA, tiny_path, tmp_path)
-    base = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
-    logits = PeftModel.from_pretrained(base, tmp_path)(ids, use_cache=False).logits
-    torch.testing.assert_close(logits, model(ids, use_cache=False).logits, atol=1e-3, rtol=1e-3)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(model, adapters).merge_and_unload()
+    return dict(merged.named_parameters())
 
 
 def test_a_run_without_adapters_has_none_to_export(tmp_path):

@@ -12,9 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tiny_model import STOP
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from config import WORLD
 from engines.torch_engine import TorchEngine
@@ -218,7 +216,7 @@ def own_logps(model, ids, temperature):
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, tiny_path, tmp_path):
     path = make_family(family, SUPPORTED[family], tiny_path, tmp_path / family)
-    model, tokenizer = load_model(path), load_tokenizer(path, STOP)
+    model, tokenizer = load_model(path), load_tokenizer(path)
     assert model.config._attn_implementation == "packed" and not model.training
     own = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
@@ -287,10 +285,6 @@ def without_up(weights):
 
 
 MISTAKES = {  # what is brought -> what is done to a model, and what the line says
-    "an adapter beside a model": (
-        lambda path: (path / "adapter_config.json").write_text("{}"), "merge them first"),
-    "an adapter alone": (
-        lambda path: (path / "config.json").rename(path / "adapter_config.json"), "merge them first"),
     "a clone without git lfs": (
         lambda path: (path / "model.safetensors").write_text("version https://git-lfs.github.com"),
         "no causal LM can be loaded"),
@@ -339,18 +333,6 @@ def test_a_narrow_copy_has_the_buffers_of_transformers_model_in_bfloat16(tiny_pa
         assert name == other and got.dtype == want.dtype and torch.equal(got, want), name
 
 
-def test_a_tokenizer_may_write_no_token_that_the_model_has_no_embedding_for(tiny_path, tmp_path):
-    path = shutil.copytree(tiny_path, tmp_path / "added")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    for added, special in ("<image_soft_token>", True), ("</search>", False):
-        tokenizer.add_tokens([added], special_tokens=special)
-        tokenizer.save_pretrained(path)
-        if special:
-            load_tokenizer(str(path), STOP)  # Gemma 3 1B's has no row
-        else:
-            assert "more tokens than it (600)" in refused(load_tokenizer, str(path), STOP)
-
-
 # ---- what cannot be trained is refused in one line
 
 
@@ -379,29 +361,8 @@ def test_a_path_that_holds_no_model(tmp_path, load):
         assert "no causal LM" in refused(load, str(path))
 
 
-@pytest.mark.parametrize(
-    "template, reason",
-    [
-        (None, "no chat template"),
-        (
-            "{{ raise_exception('\nOnly system') }}",
-            "its chat template fails (TemplateError: Only system)",
-        ),
-        (
-            "{% for m in messages if m['role'] == 'system' %}{{ m['content'] }}{% endfor %}",
-            "drops or changes 'Which",
-        ),
-        # thoughts
-        ("{{ messages[0]['content'].split('</think>')[-1] }}", "drops or changes '<think>"),
-        (
-            "{{ messages[0]['content'] | replace('search>', 'find>') }}",
-            "drops or changes '<search>",
-        ),
-        ("{{ messages[0]['content'][:30000] }}", "drops or changes"),
-    ],
-)
-def test_a_chat_template_that_cannot_ask_a_question(tiny_path, tmp_path, template, reason):
-    assert reason in refused(load_tokenizer, changed(tiny_path, tmp_path, template))
+def test_a_tokenizer_without_a_chat_template(tiny_path, tmp_path):
+    assert "no chat template" in refused(load_tokenizer, changed(tiny_path, tmp_path, None))
 
 
 LLAMA_3_2 = """\
@@ -420,22 +381,9 @@ def test_a_chat_template_s_clock_stands_still(tiny_path, tmp_path, monkeypatch):
         assert f"02 Jan {year}" in tokenizer.apply_chat_template([message], tokenize=False)
 
 
-def test_a_chat_template_that_fails_on_some_message_is_named_with_it(tiny_path, tmp_path):
+def test_a_chat_template_that_fails_or_drops_a_message_is_named(tiny_path, tmp_path):
     odd = "{% if 'ß' in messages[0]['content'] %}{{ messages[0]['x']['y'] }}{% endif %}{{ messages[0]['content'] }}"
     tokenizer = load_tokenizer(changed(tiny_path, tmp_path, odd))
-    asked = [{"role": "user", "content": "Question: who wrote Fuß?\n"}]
-    line = refused(apply_template, tokenizer, asked)
-    assert re.search("fails .UndefinedError.* user's .* ends 'Question: who wrote Fuß", line)
-    system = {"role": "system", "content": "Be brief."}
-    asked = [system, {"role": "user", "content": "Who?"}]
-    assert "'Who?' of the user's" in refused(apply_template, tokenizer, asked)
-
-
-def test_a_tokenizer_that_cannot_write_the_stop_strings(tiny_path, tmp_path):
-    path = shutil.copytree(tiny_path, tmp_path / "words")
-    words = Tokenizer(WordLevel({"<unk>": 0, "x": 1}, unk_token="<unk>"))
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="<unk>", chat_template="{{ messages }}"
-    ).save_pretrained(path)
-    assert "cannot write </search>" in refused(load_tokenizer, str(path), STOP)
-    load_tokenizer(str(path))  # a caller that stops at nothing needs nothing written
+    user, system = {"role": "user", "content": "Fuß?"}, {"role": "system", "content": "Be brief."}
+    assert "fails (UndefinedError" in refused(apply_template, tokenizer, [user])
+    assert "of the user's message" in refused(apply_template, tokenizer, [system, user])

@@ -1,6 +1,5 @@
 """Text from outside is data: for the tokenizer, for the terminal, and when it arrives."""
 
-import itertools
 import json
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers_like import MAKERS, control_ids, made
 
 import ask
-from config import WORLD, Config
+from config import Config
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, plain, printable
 from tasks import Question, Trajectory, Turn
@@ -102,18 +101,6 @@ def test_harmless_text_keeps_its_tokens(name):
     message = {"role": "user", "content": f"{SEARCH_R1}\n\nQuestion: {question}\n"}
     whole = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
     assert prompt(tokenizer, SEARCH_R1, question) == encode(tokenizer, whole)
-
-
-def test_the_texts_of_the_world_keep_their_tokens():
-    tokenizer = made("world")
-    with (WORLD / "corpus.jsonl").open() as file:
-        for row in map(json.loads, itertools.islice(file, 200)):
-            expected = encode(tokenizer, f"\n\n<information>{SEARCH.show([row['contents']])}")
-            got = encode_observation(tokenizer, [row["contents"]], 10_000)
-            assert got[: len(expected)] == expected
-    instruction = (WORLD / "instruction.txt").read_text().strip()
-    tags = encode(tokenizer, "".join(f"<{tag}></{tag}>" for tag in ("think", "search", "answer")))
-    assert len(tags) == 6 and set(tags) <= set(prompt(tokenizer, instruction, "who?"))
 
 
 def test_a_passage_of_megabytes_is_cut_before_it_is_tokenized():

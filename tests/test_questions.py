@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from config import PRESETS, Config
+from config import Config
 from plumbing.faults import Fault
 from plumbing.words import split_words
 from tasks import Question, Trajectory, search_qa
 from tasks.search_qa import SearchQA, em, f1, holds_gold, load_questions, normalize
-from tasks.task import check_questions, compute_metrics, load_task, set_rewards
+from tasks.task import compute_metrics, set_rewards
 
 FIXTURE = Path(__file__).parent / "fixture"
 ROW = {"id": "a", "question": "Who?", "golden_answers": ["X"], "data_source": "nq"}
@@ -84,30 +84,9 @@ def test_f1_of_latin_text_is_squad_s_and_a_word_of_the_search_is_a_run_of_letter
     assert split_words(text) == re.findall(r"\w+", text.lower())
 
 
-@pytest.mark.parametrize(
-    "prediction, golds, exact, tokens",
-    [  # EM is Search-R1's: letters as they are encoded, and punctuation is ASCII's
-        ("天氣好", ("天氣很好",), 0.0, 6 / 7),  # as MLQA and DRCD score it: sign by sign
-        ("東京。", ("とうきょう", "東京都"), 0.0, 4 / 5),
-        ("iPhone 15手機", ("iphone15手機",), 0.0, 4 / 7),  # iphone, 15, 手, 機; iphone15, 手, 機
-        ("２０２４ﾄｳ", ("2024トウ",), 0.0, 1.0),  # full and half width
-        ("हिन्दी भाषा", ("हिन्दी।",), 0.0, 2 / 3),  # whole words, with their vowel signs
-        ("Zoe\u0308", ("Zoë",), 0.0, 1.0),
-        ("。", ("東京",), 0.0, 0.0),
-    ],
-)
-def test_scripts_without_spaces_and_decomposed_letters(prediction, golds, exact, tokens):
-    assert em(prediction, golds) == exact
-    assert f1(prediction, golds) == pytest.approx(tokens)
-
-
 def test_a_gold_stands_in_passages_word_by_word():
-    for passages, gold in (
-        (['"Emma" is by', "Jane Austen."], "Jane Austen"),
-        (["東京は首都"], "首都"),
-    ):
-        assert holds_gold(passages, ["else", gold])
-    for passages, gold in (([], "!"), (["Emmas"], "Emma"), (["東京"], "京東")):
+    assert holds_gold(['"Emma" is by', "Jane Austen."], ["else", "Jane Austen"])
+    for passages, gold in (([], "!"), (["Emmas"], "Emma"), (["Austen, Jane"], "Jane Austen")):
         assert not holds_gold(passages, [gold])
 
 
@@ -168,47 +147,34 @@ TEMPLATE = (
 
 
 def messages(*said):
-    """Returns messages of "role: text"; parts of content are separated by |."""
+    """Returns messages of "role: text"."""
     pairs = [text.partition(": ") for text in said]
-    return [
-        {"role": role, "content": [{"type": "text", "text": part} for part in text.split("|")] if "|" in text else text}
-        for role, _, text in pairs
-    ]  # fmt: skip
+    return [{"role": role, "content": text} for role, _, text in pairs]
 
 
-PROMPTS = [  # prompt, what is asked, whether a line says that something is left out
+PROMPTS = [  # prompt, what is asked
     # Search-R1's
-    (messages(f"user: {TEMPLATE}who wrote Hamlet\n"), "who wrote Hamlet?", False),
-    ("Question: who painted it", "who painted it?", False),
+    (messages(f"user: {TEMPLATE}who wrote Hamlet?\n"), "who wrote Hamlet?"),
+    ("Question: who painted it?", "who painted it?"),
     # verl's of the same rows
-    (messages("system: You are helpful.", f"user: {TEMPLATE}who wrote it?"), "who wrote it?", True),
-    (messages("system: Think. <answer> x </answer>", "user: who wrote it"), "who wrote it?", True),
+    (messages("system: You are helpful.", f"user: {TEMPLATE}who wrote it?"), "who wrote it?"),
+    (messages("system: Think. <answer> x </answer>", "user: Question: who?"), "who?"),
     # what the question needs
-    (messages("user: In short.|Question: what is apart?"), "In short.\nQuestion: what is apart?", False),
-    (messages("developer: Reply with a year.", "user: Question: when"), "Reply with a year.\n\nwhen?", False),
-    (messages("user: The mill is meant.", "user: When did it burn?"), "The mill is meant.\n\nWhen did it burn?", False),
-    (
-        messages("system: Be brief.", f"user: {TEMPLATE}who?", "assistant: Ada.", "tool: 7", "user: when?"),
-        "user: who?\n\nassistant: Ada.\n\ntool: 7\n\nuser: when?",
-        True,
-    ),
-    # how it ends
-    (messages("user: 何年ですか？\n答え："), "何年ですか？\n答え：", False),
-    ("Name a mill. Put it in \\boxed{}.", "Name a mill. Put it in \\boxed{}.", False),
+    (messages("system: Reply with a year.", "user: When was it?"), "Reply with a year.\n\nWhen was it?"),
+    ("The mill of Oldwater.\nQuestion: when did it burn?", "The mill of Oldwater.\nQuestion: when did it burn?"),
+    ("Name a mill. Put it in \\boxed{}.", "Name a mill. Put it in \\boxed{}."),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("prompt, asked, left_out", PROMPTS)
-def test_all_of_a_prompt_is_asked_but_for_a_template(tmp_path, capsys, prompt, asked, left_out):
+@pytest.mark.parametrize("prompt, asked", PROMPTS)
+def test_all_of_a_prompt_is_asked_but_for_a_template(tmp_path, prompt, asked):
     row = search_r1(prompt, ["x"], extra_info={"index": 0})
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "q.parquet")
     for path in (write(tmp_path / "q.jsonl", row), tmp_path / "q.parquet"):
         assert load_questions(path) == [Question("0", asked, ("x",), "nq")]
-        assert bool(capsys.readouterr().out) == left_out
 
 
-CHAT = [{"role": "user", "content": "Question: who wrote it"}]
-SEEN = [{"type": "text", "text": "Question: who?"}, {"type": "image", "image": "a.png"}]
+CHAT = [{"role": "user", "content": "Question: who wrote it?"}]
 
 
 @pytest.mark.parametrize(
@@ -230,15 +196,6 @@ SEEN = [{"type": "text", "text": "Question: who?"}, {"type": "image", "image": "
 def test_golds_and_prompts_are_lists_objects_texts_or_their_json(tmp_path, row, golds, prompt):
     path = write(tmp_path / "q.jsonl", row | {"prompt": prompt, "extra_info": '{"index": 8}'})
     assert load_questions(path) == [Question("8", "who wrote it?", golds)]
-
-
-def test_parquet_columns_of_the_json_type_and_maps(tmp_path):
-    """As DuckDB and Spark write lists and objects."""
-    golds = pa.array(['["Austen", "Jané"]'], pa.json_(pa.utf8()))
-    index = pa.array([[("index", "7")]], pa.map_(pa.string(), pa.string()))
-    columns = {"question": ["Who?"], "golden_answers": golds, "extra_info": index}
-    pq.write_table(pa.table(columns), tmp_path / "q.parquet")
-    assert load_questions(tmp_path / "q.parquet") == [Question("7", "Who?", ("Austen", "Jané"))]
 
 
 @pytest.mark.parametrize(
@@ -272,16 +229,12 @@ ANSWERED = [*CHAT, {"role": "assistant", "content": "Ada"}]
 @pytest.mark.parametrize(
     "row, want",
     [
-        ("{'id': 1}", "invalid JSON (Expecting property name enclosed in double quotes); write"),
+        ("{'id': 1}", "invalid JSON (Expecting property name enclosed in double quotes"),
         ("[1]", "not a JSON object; write"),
         (ROW | {"question": " \n"}, "no question; fill `question`, or `prompt`"),
-        (search_r1([{"role": "user", "content": SEEN}], "x"), "no question; fill"),
         (search_r1(ANSWERED, "x"), "no question; fill"),
-        (search_r1(f"array({CHAT}, dtype=object)", "x"), "no question; fill"),
         (search_r1("Question: who?", []), "no gold answer; fill `golden_answers` or"),
         (ROW | {"golden_answers": " "}, "no gold answer; fill"),
-        (ROW | {"golden_answers": '["x", 1990]'}, "gold answers ['x', 1990] are neither a text"),
-        (search_r1("Question: who?", {"a": "x"}), "gold answers {'a': 'x'} are neither"),
     ],
 )
 def test_a_faulty_row_is_named(tmp_path, row, want):
@@ -291,10 +244,9 @@ def test_a_faulty_row_is_named(tmp_path, row, want):
 def test_an_id_that_two_sources_share_gets_the_source_and_one_that_a_source_repeats_is_refused(
     tmp_path,
 ):
-    """Whatever case the file's name ends in."""
     path = write(tmp_path / "q.jsonl", ROW, ROW | {"data_source": "hotpotqa"}, ROW | {"id": "b"})
     assert [q.id for q in load_questions(path)] == ["nq-a", "hotpotqa-a", "b"]
-    path = write(tmp_path / "q.JSONL", ROW, ROW | {"id": "b"}, ROW)
+    path = write(tmp_path / "q.jsonl", ROW, ROW | {"id": "b"}, ROW)
     assert fault(path) == ": 2 questions have the id 'nq-a', source included; make the ids unique"
 
 
@@ -303,21 +255,10 @@ def test_a_faulty_file_is_named(tmp_path):
     assert fault(tmp_path / "q.jsonl").startswith(":2: invalid JSON ('utf-8' codec can't decode")
     assert fault(tmp_path / "none.jsonl") == ": no such file; check the path"
     assert fault(write(tmp_path / "q.csv", ROW)).startswith(": neither .jsonl nor .parquet; ")
-    assert fault(write(tmp_path / "empty.jsonl", "", " ")).startswith(": no question in it; give")
     path = write(tmp_path / "q.parquet", ROW)
     assert fault(path).startswith(": not a readable parquet file (")
     pq.write_table(pa.table({"question": ["Who?"], "golden_answers": [[]]}), path)
     assert fault(path).startswith(":1: no gold answer; fill")
-
-
-def test_what_is_hardly_meant_is_noted_with_its_count(tmp_path, capsys):
-    lists = ["['x', 'y']", "[1990, 1991]", "array(['x', 'y'], dtype=object)", '("x",)']
-    meant = ["[x]", '{"a": 1}', "(Who) 'Tommy'", "(3, 4)", "'x', 'y'"]
-    for texts, note in ((lists, "4 questions have a list as the text"), (meant, "")):
-        rows = [ROW | {"id": text, "golden_answers": text} for text in texts]
-        load_questions(write(tmp_path / "q.jsonl", *rows))
-        said = capsys.readouterr().out
-        assert note in said if note else not said
 
 
 # --- what a run trains on, chooses its checkpoint by, and reports on
@@ -345,33 +286,3 @@ def test_without_valid_a_tenth_of_the_training_questions_at_most_500_are_set_asi
     assert any(split(monkeypatch, seed=seed)[1] != chosen for seed in (1, 2))
     for n, sizes in ((9, [9, 0, 1]), (6000, [5500, 500, 1])):
         assert [len(part) for part in split(monkeypatch, n)] == sizes
-
-
-class Own(SearchQA):
-    """Has training questions of its own."""
-
-    def questions(self, split):
-        return [Question("a", "Who?", ("x",))] if split == "train" else super().questions(split)
-
-
-class Fewer(SearchQA):
-    """Leaves some of the training questions out."""
-
-    def questions(self, split):
-        return super().questions(split)[::2] if split == "train" else super().questions(split)
-
-
-@pytest.mark.parametrize(
-    "kind, valid, used",
-    [(Own, "", False), (Own, "own", True), (Fewer, "", True), (SearchQA, "", True)],
-)
-def test_a_preset_s_validation_questions_are_for_its_training_questions(
-    tmp_path, capsys, kind, valid, used
-):
-    files = {name: PRESETS["world"][name] for name in ("train", "valid", "test")}
-    if valid:
-        files["valid"] = str(write(tmp_path / "v.jsonl", ROW))
-    task = load_task(Config(**files), kind)
-    check_questions(task)
-    assert bool(task.questions("valid")) == used
-    assert ("it is not used" in capsys.readouterr().out) != used

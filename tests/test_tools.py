@@ -7,8 +7,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from json_server import Handler, free_port, passages
 
 from config import Config
@@ -120,24 +118,6 @@ def test_a_degenerate_turn_is_read_in_linear_time():
     for text in ("<search>" * 50_000, "<search>a</calculate>" * 20_000, "<answer>" * 50_000):
         assert find_call(text, [SEARCH, CALCULATOR]) is None and find_answer(text) is None
     assert time.thread_time() - start < 3
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(
-        st.sampled_from(["<search>", "</search>", "<calculate>", "</calculate>", "a", " ", "\n"])
-    ).map("".join)
-)
-def test_a_call_is_an_opening_tag_and_its_closing_tag_with_no_opening_tag_between(text):
-    calls = []
-    for tool in (SEARCH, CALCULATOR):
-        opening, closing = f"<{tool.tag}>", f"</{tool.tag}>"
-        for start in range(len(text)):
-            argument, end, _ = text[start + len(opening) :].partition(closing)
-            if text.startswith(opening, start) and end and opening not in argument:
-                calls.append((start, tool, argument.strip()))
-    earliest = min(calls, key=lambda call: call[0], default=None)
-    assert find_call(text, [SEARCH, CALCULATOR]) == (earliest and earliest[1:])
 
 
 @pytest.mark.parametrize(

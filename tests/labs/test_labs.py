@@ -91,19 +91,13 @@ def softmax(z):
     return np.exp(z) / np.exp(z).sum()
 
 
-def of(n, name):
-    return SOLUTIONS[n][name]
-
-
 def nonclipping_gradient(z, y, old, A, eps):
     return np.exp(np.log(softmax(z)[y]) - old) * A * (softmax(z) - np.eye(len(z))[y])
 
 
-def pruned(n, best, other, N, keep, ties=1, others=1):
+def pruned(n, best, other, N, keep, ties=1):
     x = np.arange(n + 1)
-    return float(
-        binom.pmf(x, n, best) @ binom.sf(keep - 1, N - others, binom.sf(x - ties, n, other))
-    )
+    return float(binom.pmf(x, n, best) @ binom.sf(keep - 1, N - 1, binom.sf(x - ties, n, other)))
 
 
 ALIKE = [Question(f"q{k}", f"Name the film {k}?") for k in range(12)]
@@ -115,134 +109,55 @@ def with_step(*calls):
 
     def step(t, P, player, task, questions, rng, G):
         taus = player.rollout(t, "rollout", P.draw_jobs(rng, questions, G))
+        moves = {
+            "reward": lambda: set_rewards(task, taus),
+            "advantages": lambda: player.learner.set_advantages(taus),
+            "update": lambda: player.learner.update(t, [taus]),
+        }
         for call in calls:
-            {
-                "reward": lambda: set_rewards(task, taus),
-                "advantages": lambda: player.learner.set_advantages(taus),
-                "update": lambda: player.learner.update(t, [taus]),
-                "update_weights": lambda: P.update_weights(taus),
-            }[call]()
+            moves[call]()
         return taus
 
     return step
 
 
 MISTAKES = {
-    (1, "weight"): [
-        (lambda r, n: sum(r) / len(r) if r else 0, "window"),
-        (lambda r, n: sum(r[-n:]) / len(r[-n:]), "ZeroDivisionError"),
-    ],
-    (1, "probabilities"): [
-        (lambda w, tau_s: np.exp(np.asarray(w) / tau_s), "add up to"),
-        (lambda w, tau_s: softmax(np.asarray(w) / tau_s), "overflows"),
-    ],
-    (2, "advantages"): [
-        (lambda r: (r.mean() - r) / (r.std(ddof=1) + 1e-6), "sign"),
-        (lambda r: (r - r.mean()) / r.std(ddof=1), "nan"),
-    ],
-    (2, "useful"): [
-        (lambda p, G: 1 - (1 - p) ** G, "all right"),
-        (lambda p, G: 1 - p**5 - (1 - p) ** 5, "G = 3"),
-    ],
-    (2, "of_a_success"): [
-        (lambda k, G: 1 - k / G, "distance to the mean"),
-        (lambda k, G: (1 - k / G) / np.sqrt(k / G * (1 - k / G)), "G - 1"),
-    ],
-    (3, "surrogate"): [
-        (lambda rho, A, eps: np.clip(rho, 1 - eps, 1 + eps) * A, "always clips"),
-        (lambda rho, A, eps: np.maximum(rho * A, np.clip(rho, 1 - eps, 1 + eps) * A), "max"),
-    ],
-    (3, "k3"): [
-        (lambda logp, ref: logp - ref, "k1"),
-        (lambda logp, ref: np.exp(logp - ref) - (logp - ref) - 1, "wrong way round"),
-    ],
-    (3, "average"): [
-        (lambda x, mask: (x * mask).sum() / mask.sum(), "all tokens at once"),
-        (lambda x, mask: (x * mask).mean(), "padded"),
-    ],
-    (3, "gradient"): [
-        (lambda *a: -of(3, "gradient")(*a), "sign"),
-        (nonclipping_gradient, "instead of zeros"),
-    ],
-    (4, "again"): [
-        (
-            lambda tokenizer, ids: tokenizer(tokenizer.decode(ids))["input_ids"],
-            "add_special_tokens",
-        ),
-        (lambda tokenizer, ids: ids, "as they came"),
-    ],
-    (4, "rho"): [
-        (lambda new, old: float(np.sum(new) - np.sum(old)), "log of rho"),
-        (lambda new, old: np.exp(np.asarray(new) - np.asarray(old)), "ValueError"),
-    ],
-    (5, "survivors"): [
-        (lambda N, N_parent: max(N_parent, N // 2), "rounds"),
-        (lambda N, p: N - N // 2, "N_parent"),
-    ],
-    (5, "drop_probability"): [
-        (lambda *a: pruned(*a, ties=0), "ties"),
-        (lambda *a: pruned(*a, others=0), "among the others"),
-    ],
-    (6, "diagnose"): [
-        (lambda text: {"entity"} if text.count(" of ") > 1 else set(), "queries alone"),
-        (lambda text: set(sorted(of(6, "diagnose")(text))[:1]), "hide"),
-    ],
-    (6, "propose"): [
-        (lambda instruction, counts, n: [instruction], "instruction in use"),
-        (
-            lambda instruction, counts, n: [
-                f"{instruction} Search one entity at a time. {k}" for k in "abc"
-            ],
-            "at once",
-        ),
-    ],
-    (6, "select_top"): [
-        (lambda verified, room: [c for c in verified if c.r > c.r_parent][:room], "equals join"),
-        (lambda verified, room: [c for c in verified if c.r >= c.r_parent], "room"),
-    ],
-    (7, "flags"): [
-        (
-            lambda: {"frozen policy": ["--mode", "static"], "frozen instruction": ["--lr", "0"]},
-            "wrong way round",
-        ),
-        (
-            lambda: {"frozen policy": ["--freeze"], "frozen instruction": ["--mode", "static"]},
-            "refuses",
-        ),
-    ],
-    (7, "unmasked"): [
-        (lambda mask, k: [1] * len(mask), "prompt"),
-        (lambda mask, k: list(mask), "as it is"),
-    ],
-    (8, "questions"): [
-        (lambda split: ALIKE, "trained|held out"),
-        (lambda split: ALIKE if split == "train" else [], "nothing to test on"),
-    ],
-    (8, "worth"): [
-        (lambda tau: float(len({w[0] for w in tau.prediction.split()}) == 1), "one word"),
-        (
-            lambda tau: float([w[:1] for w in tau.prediction.split()] in [[c] * 2 for c in "bdkz"]),
-            "None",
-        ),
-    ],
-    (8, "shown"): [
-        (lambda tau: f"Question: {tau.question.text}\n{tau.response}", "same about every"),
-        (lambda tau: tau.response, "question is missing"),
-    ],
-    (8, "step"): [
-        (with_step("reward", "update", "advantages", "update_weights"), "before the advantages"),
-        (with_step("reward", "advantages", "update"), "not credited"),
-    ],
+    (1, "weight"): (lambda r, n: sum(r) / len(r) if r else 0, "window"),
+    (1, "probabilities"): (lambda w, tau_s: softmax(np.asarray(w) / tau_s), "overflows"),
+    (2, "advantages"): (lambda r: (r - r.mean()) / (r.std() + 1e-6), "ddof"),
+    (2, "useful"): (lambda p, G: 1 - (1 - p) ** G, "all right"),
+    (2, "of_a_success"): (lambda k, G: 1 - k / G, "distance to the mean"),
+    (3, "surrogate"): (lambda rho, A, eps: np.clip(rho, 1 - eps, 1 + eps) * A, "always clips"),
+    (3, "k3"): (lambda logp, ref: np.exp(logp - ref) - (logp - ref) - 1, "wrong way round"),
+    (3, "average"): (lambda x, mask: (x * mask).sum() / mask.sum(), "all tokens at once"),
+    (3, "gradient"): (nonclipping_gradient, "instead of zeros"),
+    (4, "again"): (lambda tokenizer, ids: ids, "as they came"),
+    (4, "rho"): (lambda new, old: float(np.sum(new) - np.sum(old)), "log of rho"),
+    (5, "survivors"): (lambda N, N_parent: max(N_parent, N // 2), "rounds"),
+    (5, "drop_probability"): (lambda *a: pruned(*a, ties=0), "ties"),
+    (6, "diagnose"): (
+        lambda text: {"entity"} if text.count(" of ") > 1 else set(),
+        "queries alone",
+    ),
+    (6, "propose"): (lambda instruction, counts, n: [instruction], "instruction in use"),
+    (6, "select_top"): (lambda verified, room: [c for c in verified if c.r >= c.r_parent], "room"),
+    (7, "flags"): (
+        lambda: {"frozen policy": ["--mode", "static"], "frozen instruction": ["--lr", "0"]},
+        "wrong way round",
+    ),
+    (7, "unmasked"): (lambda mask, k: [1] * len(mask), "prompt"),
+    (8, "questions"): (lambda split: ALIKE, "trained|held out"),
+    (8, "worth"): (lambda tau: float(len({w[0] for w in tau.prediction.split()}) == 1), "one word"),
+    (8, "shown"): (lambda tau: tau.response, "question is missing"),
+    (8, "step"): (with_step("reward", "advantages", "update"), "not credited"),
 }
 
 
 @pytest.mark.parametrize("n, blank", EVERY)
 def test_a_check_names_the_mistake(n, blank):
-    said = [desk.verdict(checks(n)[blank], wrong).says for wrong, _ in MISTAKES[n, blank]]
+    wrong, word = MISTAKES[n, blank]
     with np.errstate(all="ignore"):
-        for sentence, (_, word) in zip(said, MISTAKES[n, blank], strict=True):
-            assert re.search(word, sentence), f"{word}: {sentence}"
-    assert len(set(said)) == len(said) >= 2
+        assert re.search(word, desk.verdict(checks(n)[blank], wrong).says)
 
 
 # ---- whole labs
