@@ -260,17 +260,16 @@ def test_what_ends_a_turn_is_the_same_for_engines_and_for_whoever_loads_an_expor
 
 def test_a_turn_ends_with_the_first_token_that_completes_any_stop_string(tiny):
     tokenizer, draw, inside = tiny[1], random.Random(0), 0
-    texts = [tokenizer.decode([i]) for i in range(len(tokenizer))]
-    plain = [i for i, text in enumerate(texts) if text.isascii() and i > 2]
+    plain = [i for i in range(3, len(tokenizer)) if tokenizer.decode([i]).isascii()]
     for _ in range(100):
         ids = draw.choices(plain, k=40)
-        text = tokenizer.decode(ids)
-        at = draw.randrange(len(text) - 8)
-        stop = text[at : at + draw.randint(1, 8)]
+        texts = [tokenizer.decode(ids[:k]) for k in range(1, 41)]
+        at = draw.randrange(len(texts[-1]) - 8)
+        stop = texts[-1][at : at + draw.randint(1, 8)]
         ended = watch_ends(tokenizer, (stop, "never" * 3))
-        want = next(k for k in range(1, 41) if stop in tokenizer.decode(ids[:k]))
-        assert next(k for k in range(1, 41) if ended(ids[:k])) == want
-        inside += not tokenizer.decode(ids[:want]).endswith(stop)
+        want = [stop in text for text in texts].index(True)
+        assert [ended(ids[:k]) for k in range(1, want + 2)] == [False] * want + [True]
+        inside += not texts[want].endswith(stop)
     assert inside > 10  # a token often contains more than the end of the stop string
 
 

@@ -194,18 +194,12 @@ def test_a_query_brings_as_many_passages_as_were_asked_for_over_one_connection(s
 
 
 def test_queries_that_wait_leave_together_in_bounded_batches_and_a_duplicate_is_sent_once(serve):
-    began, gate = threading.Event(), threading.Event()
-
-    def first(handler):
-        began.set()
-        assert gate.wait(60)
-        return ECHO(handler)
-
-    server = serve(first, ECHO)
-    search = Search(server.url, topk=3)
-    queries = ["a", *"bcdcb", *(f"q{k}" for k in range(300))]
+    gate = threading.Event()
+    server = serve(lambda handler: gate.wait(60) and ECHO(handler), ECHO)
+    search, queries = Search(server.url, topk=3), ["a", *"bcdcb", *(f"q{k}" for k in range(300))]
     futures = [search.submit("a")]
-    assert began.wait(60)
+    while not server.requests:
+        time.sleep(0.01)
     futures += [search.submit(query) for query in queries[1:]]
     gate.set()
     assert [future.result(60) for future in futures] == [[f'"{query}"\nText.'] for query in queries]
