@@ -110,14 +110,13 @@ def test_weights_in_training_are_dithered_in_bfloat16(knobs, dtype, seed):
     assert choose_dither_seed(Config(seed=5, **knobs), SimpleNamespace(dtype=dtype)) == seed
 
 
-@pytest.mark.parametrize("path", ["tiny"], indirect=True)
 @pytest.mark.parametrize("rank, lr, batch", [(0, 5e-6, 6), (32, 1e-4, 24)])
 def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(
-    path, tmp_path, rank, lr, batch
+    tiny_path, tmp_path, rank, lr, batch
 ):
     """From a policy that is published in bfloat16, at a learning rate below the spacing of its
     weights."""
-    model, tokenizer = load_policy(path)
+    model, tokenizer = load_policy(tiny_path)
     model.bfloat16().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     knobs = dict(lr=lr, micro_tokens=10**6, batch=batch, mini_batch=3 * batch, G=4, beta=1e-3)
