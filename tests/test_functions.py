@@ -246,16 +246,16 @@ def test_the_first_instruction_fits_the_tools(tools, searches, given):
     assert ("<search>" in instruction) == searches and "<answer>" in instruction
 
 
-def test_a_run_with_the_function_of_the_page(tmp_path, monkeypatch, serve):
+def test_a_run_with_the_function_of_the_page(tmp_path, monkeypatch, tiny_path, serve):
     page = (ROOT / "docs" / "tasks.md").read_text()
     [code] = re.findall(r"```python\n(def forecast.*?)```", page, re.S)
     (tmp_path / "weather.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    search, tools = serve(passages(lambda query: ["A\nb"])), re.search(r"--tools (\S+)", page)[1]
-    few = dict(T=1, batch=2, G=2, eval_n=2, max_response=8)
-    summary = inspo.train(
-        preset="world", mode="static", retriever=search.url, tools=tools, **few
-    ).summary
+    settings = {name: str(FIXTURE / f"{name}.jsonl") for name in ("train", "test")}
+    settings |= dict(model=tiny_path, mode="static", T=1, batch=2, G=2, eval_n=2, max_prompt=1400)
+    settings |= dict(max_response=8, retriever=serve(passages(lambda query: ["A\nb"])).url)
+    settings |= dict(tools=re.search(r"inspo.py --tools (\S+)", page)[1])
+    summary = inspo.train(**settings).summary
     assert summary["tools"] == ["searches", "forecast_calls"] and "forecast_calls" in summary["end"]
 
 

@@ -270,7 +270,7 @@ def split(monkeypatch, n=40, **knobs):
     files = {name: [Question(k, "Who?") for k in ids[name]] for name in ids}
     monkeypatch.setattr(search_qa, "load_questions", files.get)
     task = SearchQA(Config(train="train", test="test", **knobs))
-    return [[q.id for q in task.questions(name)] for name in ids]
+    return [[int(q.id) for q in task.questions(name)] for name in ids]
 
 
 def test_validation_questions_are_those_of_valid(monkeypatch):
