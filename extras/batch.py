@@ -46,7 +46,7 @@ class Batch:
             score,
         )
         # Trajectories (n,). The reward stage shapes the first of these; Eq. 3 compares those of a
-        # group; length counts action tokens; a truncated one ended without an answer.
+        # group; length counts action tokens.
         self.n = len(taus)
         self.step = step or taus
         self.reward: Array = np.array([tau.reward for tau in taus], float)
@@ -54,7 +54,6 @@ class Batch:
         self.instruction = numbers(tau.instruction for tau in taus)
         self.question = numbers(tau.question.id for tau in taus)
         self.correct: Mask = np.array([not tau.failed for tau in taus], bool)
-        self.truncated: Mask = np.array([tau.stop != "answer" for tau in taus], bool)
         self.length: Ints = np.array([sum(tau.mask) for tau in taus], int)
 
     # ---- trajectories (n,)

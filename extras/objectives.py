@@ -1,4 +1,4 @@
-"""What the policy is trained towards: 33 published variants of GRPO, besides Eq. 2 and 3.
+"""What the policy is trained towards: 21 published variants of GRPO, besides Eq. 2 and 3.
 
     python extras/objectives.py --objective gspo      # and the flags of inspo.py; docs/objectives.md lists all
 
@@ -44,7 +44,7 @@ class Objective:
     select: Callable[[Batch], Mask] = lambda b: np.ones(len(b.tau), bool)
     weight: Callable[[Batch, Mask], Array] = v.trajectory_mean  # (N,)
     # None: --eps on both sides; (): the surrogate has no bounds
-    clip: Callable[[Batch], tuple[Array, Array]] | tuple[float, ...] | None = None
+    clip: tuple[float, ...] | None = None
     # token weights (N,) -> what else the surrogate reads, (N,) each
     columns: Callable[[Batch, Array], v.Columns] = lambda b, w: {}
     surrogate: Callable[..., torch.Tensor] = clipped_surrogate
@@ -70,31 +70,11 @@ OBJECTIVES = {
     "vespo": Objective(columns=v.whole_sequence, surrogate=v.vespo, clip=(), weight=v.token_mean),
     "tis": Objective(weight=v.truncated),
     "r2vpo": Objective(surrogate=v.r2vpo, clip=()),
-    "hapo": Objective(
-        advantage=v.token_weighted,
-        columns=v.heterogeneity,
-        surrogate=v.hapo,
-        clip=(),
-        weight=v.token_mean,
-    ),
-    "etr": Objective(clip=v.elastic),
-    "icpo": Objective(columns=v.by_context, surrogate=v.icpo),
-    "llds": Objective(columns=v.fallen, surrogate=v.llds),
-    "copo": Objective(advantage=v.consistency),
-    "riskpo": Objective(advantage=v.risk),
-    "adora": Objective(advantage=v.adora),
     "aspo": Objective(advantage=v.early_search),
     "consistent": Objective(advantage=v.over_paraphrases),
     "empo": Objective(reward=v.majority),
-    "hapo_history": Objective(reward=v.shorter_than_before),
-    "hbpo": Objective(reward=v.budgeted, advantage=v.across_budgets),
     "mt_grpo": Objective(credit=v.first_result),
     "gigpo": Objective(credit=v.anchored),
-    "eapo": Objective(
-        credit=v.discounted, columns=v.per_sequence, surrogate=v.gspo, clip=(3e-4, 4e-4)
-    ),
-    "rubricem": Objective(credit=v.stage_returns),
-    "d3s": Objective(select=v.diverse),
     "espl": Objective(
         advantage=v.centred,
         select=v.not_small,
@@ -152,9 +132,8 @@ class ObjectiveLearner(Learner):
         b = Batch(minibatch, self.limit, old=old, score=score, step=self.whole_step)
         w = o.weight(b, o.select(b))
         terms = super().terms(minibatch, old) | {"adv": b.A, "token_weight": w} | o.columns(b, w)
-        bounds = o.clip(b) if callable(o.clip) else o.clip
-        if bounds:
-            terms["eps_low"], terms["eps_high"] = bounds
+        if o.clip:
+            terms["eps_low"], terms["eps_high"] = o.clip
         return terms
 
 

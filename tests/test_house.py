@@ -184,7 +184,7 @@ MOST = {
     "engines": 5056,
     "evaluate.py": 3615,
     "export.py": 732,
-    "extras": 65511,
+    "extras": 61102,
     "grpo.py": 2784,
     "inspo.py": 2973,
     "kernels": 6169,
@@ -198,7 +198,7 @@ MOST = {
     "rollout.py": 1120,
     "run.py": 2237,
     "tasks": 10244,
-    "tests": 245323,
+    "tests": 227144,
     "training": 3844,
     "world": 2235,
 }

@@ -56,8 +56,6 @@ class ChatEngine(RemoteEngine):
     OPENAI_API_KEY. Raises Fault if the server has no such model, EngineFault when it stops answering.
     """
 
-    silent = False  # a reply had no text
-
     def __init__(self, cfg: Config, tokenizer: Any, stop: tuple[str, ...], retries: int = 4):
         if cfg.format != "tags":
             raise Fault(f"--format {cfg.format}: a chat endpoint renders its own template")
@@ -113,12 +111,6 @@ class ChatEngine(RemoteEngine):
             self.start(self.ask, key, body)
         for turn in self.finished():
             text = self.tokenizer.decode(turn.ids)
-            if not (text or turn.stop or self.silent):
-                self.silent = True
-                print(
-                    f"{self.name} replies without a text: its server takes all for reasoning, or --max_response"
-                    " ends it there"
-                )
             self.messages[turn.key].append({"role": "assistant", "content": text})
             self.sent[turn.key] += len(turn.ids)
             yield turn

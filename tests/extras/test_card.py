@@ -21,7 +21,7 @@ OTHER = "license: other\nlicense_name: mine\nlicense_link: "
     [
         ("license: apache-2.0", {"license": "apache-2.0"}),
         (f"{OTHER}https://x.org/l", {"license": "other", "license_name": "mine", "license_link": "https://x.org/l"}),
-        (f"{OTHER}LICENSE", {"license": "other", "license_name": "mine"}), ("tags: [x]", {}), ("license: [", {}),
+        (f"{OTHER}LICENSE", {"license": "other", "license_name": "mine"}), ("tags: [x]", {}),
     ],
 )  # fmt: skip
 def test_the_license_is_the_base_model_s(tmp_path, said, fields):

@@ -87,30 +87,12 @@ def chatting(servers, answer, name="qwen", models=MODELS, retries=0):
 
 
 LONG = "a very long question " * 20
-TOO_LONG = [
-    (
-        400,
-        "This model's maximum context length is 128 tokens. However, your prompt contains at least 129 input tokens",
-    ),
-    (
-        400,
-        "'max_tokens' or 'max_completion_tokens' is too large: 50. This model's maximum context length is 128",
-    ),
-    (413, "Payload Too Large"),
-    (500, "Context size has been exceeded."),
-]
-FILTERED = [
-    (
-        400,
-        "The response was filtered due to the prompt triggering Azure OpenAI's content management policy.",
-    ),
-    (403, "Your chosen model requires moderation and your input was flagged"),
-    (422, "the input cannot be processed: please stop"),
-]
+TOO_LONG = "This model's maximum context length is 128 tokens. However, your prompt contains 129"
+FILTERED = "The response was filtered due to the prompt triggering our content management policy."
 
 
-@pytest.mark.parametrize("status, words, stop", [(*row, "length") for row in TOO_LONG] + [
-    (*row, "refused") for row in FILTERED
+@pytest.mark.parametrize("status, words, stop", [
+    (400, TOO_LONG, "length"), (413, "Payload Too Large", "length"), (400, FILTERED, "refused"),
 ])  # fmt: skip
 def test_one_conversation_that_a_server_refuses_ends_and_the_others_go_on(
     servers, status, words, stop
@@ -135,8 +117,7 @@ def test_one_conversation_that_a_server_refuses_ends_and_the_others_go_on(
 
 
 @pytest.mark.parametrize("text, ended, turn", [
-    ("<search> who", "stop", "<search> who</search>"), ("<answer> x", "eos", "<answer> x</answer>"),
-    ("<search> who", "length", "<search> who"), ("<answer> x", "MAX_TOKENS", "<answer> x"),
+    ("<search> who", "stop", "<search> who</search>"), ("<search> who", "length", "<search> who"),
     ("<answer> x </answer> and", "length", "<answer> x </answer>"),
 ])  # fmt: skip
 def test_a_turn_that_was_cut_at_a_limit_neither_calls_nor_answers(servers, text, ended, turn):
@@ -146,32 +127,15 @@ def test_a_turn_that_was_cut_at_a_limit_neither_calls_nor_answers(servers, text,
     engine.close()
 
 
-@pytest.mark.parametrize(
-    "message", [{"content": "<answer> I"}, {"content": None, "refusal": "I cannot."}]
-)
-def test_a_reply_that_was_filtered_ends_its_conversation(servers, message):
-    ended = "stop" if message.get("refusal") else "content_filter"
-    filtered = {"choices": [{"message": message, "finish_reason": ended}]}
+def test_a_reply_that_was_filtered_ends_its_conversation(servers):
+    message = {"content": None, "refusal": "I cannot."}
+    filtered = {"choices": [{"message": message, "finish_reason": "stop"}]}
     engine, _ = chatting(servers, lambda body: filtered if "bad" in str(body) else said("A"))
-    assert turns_of(engine, ["bad", "good"]) == {
-        0: (message["content"] or "", "refused"),
-        1: ("A", ""),
-    }
+    assert turns_of(engine, ["bad", "good"]) == {0: ("", "refused"), 1: ("A", "")}
     engine.close()
 
 
-def test_replies_that_are_reasoning_alone_are_told_once(servers, capfd):
-    """vLLM's --reasoning-parser where the model does not think: content is null."""
-    hidden = {
-        "choices": [{"message": {"content": None, "reasoning": "A"}, "finish_reason": "stop"}]
-    }
-    engine, _ = chatting(servers, lambda body: hidden)
-    assert turns_of(engine, ["Who?"] * 3) == dict.fromkeys(range(3), ("", ""))
-    assert capfd.readouterr().out.count("qwen replies without a text") == 1
-    engine.close()
-
-
-@pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
+@pytest.mark.parametrize("status", [400, 401])
 def test_a_server_that_refuses_everything_ends_the_evaluation(servers, status):
     engine, _ = chatting(servers, lambda body: (status, {}, "context length: 0 tokens"))
     with pytest.raises(EngineFault, match=f"HTTP {status}: context length"):
@@ -179,56 +143,7 @@ def test_a_server_that_refuses_everything_ends_the_evaluation(servers, status):
     engine.close()
 
 
-def test_refused_conversations_are_counted(servers, retriever, tmp_path):
-    """One of four: its row is there, and it counts as wrong."""
-    write_jsonl(
-        tmp_path / "q.jsonl",
-        [
-            {
-                "id": str(k),
-                "question": f"Who is {LONG if k == 2 else 'it'}?",
-                "golden_answers": ["x"],
-            }
-            for k in range(4)
-        ],
-    )
-
-    def answer(handler):
-        if handler.command == "GET":
-            return MODELS
-        return (
-            (400, {}, "content policy")
-            if LONG[:40].encode() in handler.body
-            else said("<answer> x </answer>")
-        )
-
-    flags = [
-        servers(answer).url,
-        *ENGINE,
-        "--data",
-        tmp_path / "q.jsonl",
-        "--retriever",
-        retriever,
-        "--out",
-        tmp_path / "o",
-    ]
-    assert not run(*flags)[1]
-    rows = read_jsonl(tmp_path / "o" / "results.jsonl")
-    assert [(row["stop"], row["em"], row["answered"]) for row in rows] == [
-        ("refused", 0.0, 0.0) if row["id"] == "2" else ("answer", 1.0, 1.0) for row in rows
-    ] and len(rows) == 4
-
-
-@pytest.mark.parametrize(
-    "models",
-    [
-        {"object": "list", "data": []},
-        MODELS,
-        [{"id": "qwen"}],
-        (500, {}, "no cache"),
-        (404, {}, "no such"),
-    ],
-)
+@pytest.mark.parametrize("models", [{"object": "list", "data": []}, MODELS, (404, {}, "no such")])
 def test_a_model_that_a_server_does_not_list_is_tried(servers, models):
     """`transformers serve DIR` lists the hub's cache alone; others answer a bare list, or
     nothing."""
@@ -239,28 +154,3 @@ def test_a_model_that_a_server_does_not_list_is_tried(servers, models):
         if name or models is not MODELS:
             with pytest.raises(Fault, match="choose one, as http|start the server"):
                 chatting(servers, lambda body: (404, {}, "no such model"), name, models)
-
-
-def test_a_served_model_is_known_by_its_address_without_the_password(
-    servers, retriever, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-1\n")  # of a file
-    chat = servers(MODELS, said("<answer> x </answer>"))
-    url = chat.url.replace("//", "//user:password9@")
-    flags = [
-        url,
-        *ENGINE,
-        "--data",
-        "world",
-        "--n",
-        1,
-        "--retriever",
-        retriever,
-        "--out",
-        tmp_path / "o",
-    ]
-    assert not run(*flags)[1]
-    text = (tmp_path / "o" / "summary.json").read_text()
-    assert "password9" not in text and json.loads(
-        text, parse_constant=lambda x: pytest.fail(f"{x} is no JSON")
-    )

@@ -3,9 +3,7 @@ what is refused."""
 
 import asyncio
 import gc
-import itertools
 import json
-import sys
 import time
 
 import pyarrow as pa
@@ -15,7 +13,6 @@ from test_rollout import Script, roll
 
 import inspo
 from config import PRESETS, Config
-from extras.plugs.environment import Method
 from extras.plugs.environment import task_of as environments
 from plumbing.faults import Fault
 from tasks import Job
@@ -71,12 +68,6 @@ class Attributed(Unpaid):
     reward = 0.25
 
 
-class Forgetful(Vault):
-    def reset(self, **row):
-        super().reset(**row)
-        return str(time.perf_counter())
-
-
 class Later(Vault):
     """Begins and is scored by coroutines, and begins with content blocks."""
 
@@ -89,10 +80,6 @@ class Later(Vault):
 
     async def get_reward(self):
         return 0.75 * await self.count(0)
-
-    @property
-    def broken(self):
-        raise RuntimeError("a property is no tool")
 
 
 class Board:
@@ -116,12 +103,6 @@ class Board:
         return float(len("".join(self._board)))
 
 
-class Picture(Vault):
-    def reset(self, **row):
-        super().reset(**row)
-        return [{"type": "image", "image": "x.png"}]
-
-
 class Unsure(Vault):
     def get_reward(self):
         return "good"
@@ -137,27 +118,12 @@ class Idle:
         pass
 
 
-class Undocumented(Idle):
-    def poke(self, x: int):
-        return x
-
-
 class Safe(Vault):
     """Owns its data: a seed sets the code."""
 
     def reset(self, seed=None, **kwargs) -> str:
         self._code, self.tries = f"{seed % 1000:03d}", 0
         return f"Safe number {seed}."
-
-
-class Open(Vault):
-    def reset(self, **row):
-        super().reset(code="1")
-
-
-class Jammed(Vault):
-    def close(self):
-        raise OSError("the door jams")
 
 
 class Lone(Vault):
@@ -169,11 +135,9 @@ SYSTEM, USER = (
     {"role": "system", "content": "You crack safes."},
     {"role": "user", "content": "Open the vault."},
 )
-BLOCKS = [{"type": "text", "text": "Open"}, {"type": "text", "text": "it."}]
 ROWS = [
     {"prompt": [SYSTEM, USER], "code": "123"},
     {"question": "Open it.", "code": "441", "hint": "Two are the same."},
-    {"prompt": [USER | {"content": BLOCKS}], "code": "1"},
 ]
 
 
@@ -199,7 +163,7 @@ def play(tiny, task, *turns):
 def test_an_environment_of_trl_is_a_task(tiny, tmp_path):
     task = task_of("Vault", tmp_path / "rows.jsonl")
     check_questions(task)
-    first, second, third = task.questions("train")
+    first, second = task.questions("train")
     assert [tool.tag for tool in task.tools] == ["count", "dial"] and task.questions("valid") == []
     [message] = task.make_format().messages("Go.", second)
     assert message["content"].startswith("Go.\n\nTools, ")
@@ -210,7 +174,6 @@ def test_an_environment_of_trl_is_a_task(tiny, tmp_path):
         .messages("Go.", first)[0]["content"]
         .endswith("\n\nYou crack safes.\n\nOpen the vault.\n")
     )
-    assert third.text == "Open\nit."
 
     won = ["<dial>441</dial>", '<count>{"digit": 3, "below": true}</count>', "<dial>123</dial>", "<dial>123</dial>",
            "<answer>done</answer>"]  # fmt: skip
@@ -223,6 +186,7 @@ def test_an_environment_of_trl_is_a_task(tiny, tmp_path):
     assert (a.reward, b.reward) == (0.5, 0.0)
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_an_environment_whose_reward_is_an_attribute(tmp_path, tiny_path):
     """It has no validation questions, and is evaluated in training."""
     cfg = task_of("Attributed", tmp_path / "rows.jsonl").cfg
@@ -241,7 +205,7 @@ def test_a_run_trains_on_an_environment_whose_reward_is_an_attribute(tmp_path, t
 
 def test_resets_and_rewards_are_awaited_and_content_blocks_read(tiny, tmp_path):
     task = task_of("Later", tmp_path / "rows.jsonl")
-    first, second, _ = task.questions("train")
+    first, second = task.questions("train")
     assert task.prompt("Go.", first)[0]["content"] == "Go.\n\nYou crack safes.\n\nOpen the vault.\n"
     assert (
         task.prompt("Go.", second)[0]["content"] == "Go.\n\nOpen it.Two are the same.\nBe quick.\n"
@@ -251,27 +215,12 @@ def test_resets_and_rewards_are_awaited_and_content_blocks_read(tiny, tmp_path):
     assert [tool.tag for tool in task.tools] == ["count", "dial"]
 
 
-def test_a_coroutine_that_exits_concerns_no_other():
-    async def leave():
-        sys.exit("enough")
-
-    async def leaves():
-        """Leaves, in a task of its own."""
-        await asyncio.gather(leave())
-
-    for _ in range(2):
-        [reply] = Method(leaves, "").submit("").result(60)
-        assert reply == "{'error': 'enough'}"
-
-
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("Idle", "it has no method to call"), ("Undocumented", "its method poke: its docstring"),
-        ("Locked", "it cannot be made .*'key'"), ("Unpaid", "no reward; define get_reward"),
-        ("Forgetful", r"reset\(\) returned two texts for question train-1"),
+        ("Idle", "it has no method to call"), ("Locked", "it cannot be made .*'key'"),
+        ("Unpaid", "no reward; define get_reward"),
         ("Lone", r"reset\(\) does not take the row of question train-1 .*'prompt'"),
-        ("Picture", r"reset\(\) of question train-1 does not return a text"),
         ("Unsure", ".*of question train-1 is 'good'; return a finite number"),
     ],
 )  # fmt: skip
@@ -283,17 +232,12 @@ def test_an_environment_that_cannot_be_played_is_refused(tiny, tmp_path, name, s
 @pytest.mark.parametrize(
     "row",
     [
-        {"prompt": [{"role": "user"}]}, {"prompt": 3}, {"prompt": ["x"]}, {"question": ["x"]}, [1], {"prompt": " "},
-        {"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, {"prompt": {"content": "x"}},
-        {"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}, {"code": "1"},
+        {"code": "1"}, {"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+        {"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
     ],
 )  # fmt: skip
 def test_a_row_without_a_text_to_ask_is_one_line(tmp_path, row):
-    (tmp_path / "empty.jsonl").write_text("\n")
-    files = {"test": "rows.csv", "valid": str(tmp_path / "empty.jsonl")}
-    task = task_of("Vault", tmp_path / "rows.jsonl", [ROWS[0], row], **files)
-    with pytest.raises(Fault, match="--valid .*empty.jsonl: no question in it; give a file"):
-        task.questions("valid")
+    task = task_of("Vault", tmp_path / "rows.jsonl", [ROWS[0], row], test="rows.csv")
     with pytest.raises(Fault, match="rows.jsonl:2: nothing is asked that is text; fill `prompt`"):
         task.questions("train")
     with pytest.raises(Fault, match="--test rows.csv: no such file"):
@@ -319,15 +263,8 @@ class Counted(Vault):
         type(self).open -= 1
 
 
-class CountedLater(Counted):
-    async def close(self) -> None:
-        type(self).open -= 1
-
-
-@pytest.mark.parametrize("kind", [Counted, CountedLater])
-def test_environments_are_made_once_reset_often_and_closed(tiny, tmp_path, kind):
-    kind.made = kind.open = 0
-    task = task_of(kind.__name__, tmp_path / "rows.jsonl")
+def test_environments_are_made_once_reset_often_and_closed(tiny, tmp_path):
+    task = task_of("Counted", tmp_path / "rows.jsonl")
     assert [tool.tag for tool in task.tools] == ["count", "dial", "wait"]  # close is the program's
     for _ in range(4):
         a, b = play(
@@ -340,15 +277,15 @@ def test_environments_are_made_once_reset_often_and_closed(tiny, tmp_path, kind)
             ["It opens."],
             ["Nothing, 1 tries so far."],
         )
-    assert (kind.made, kind.open) == (2, 2)
+    assert (Counted.made, Counted.open) == (2, 2)
     task.tools[2].timeout = 0.2
     [late] = play(tiny, task, ["<wait></wait>", "<answer>x</answer>"])
     # it may still be at it
-    assert late.turns[0].result == ["wait took longer than 0.2 s"] and kind.open == 1
+    assert late.turns[0].result == ["wait took longer than 0.2 s"] and Counted.open == 1
     assert (late.stop, len(late.turns)) == ("over", 1)
     del task
     gc.collect()
-    assert kind.open == 0
+    assert Counted.open == 0
 
 
 def test_an_episode_changes_no_row(tiny, tmp_path):
@@ -361,103 +298,58 @@ def test_an_episode_changes_no_row(tiny, tmp_path):
     assert question.data["board"] == ["a", "b"]
 
 
-def test_an_environment_that_cannot_be_closed_ends_no_run(tiny, tmp_path, capfd):
-    task = task_of("Jammed", tmp_path / "rows.jsonl")
-    turns = ["<dial>123</dial>", "<dial>123</dial>", "<answer>x</answer>"]
-    [tau] = play(tiny, task, turns)
-    assert tau.reward == 1.0 and isinstance(tau.turns[1].result, Failure)  # which closes it
-    play(tiny, task, ["<answer>x</answer>"])
-    del task
-    gc.collect()
-    assert "jams" not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_rows_may_be_parquet_and_their_prompts_json_texts(tmp_path, packed):
-    prompts = [[USER], [SYSTEM, USER]]
-    table = {
-        "prompt": [json.dumps(p) for p in prompts] if packed else prompts,
-        "code": ["123", "4"],
-    }
+def test_rows_may_be_parquet_and_their_prompts_json_texts(tmp_path):
+    prompts = [json.dumps([USER]), json.dumps([SYSTEM, USER]), '{"digits": 3}']
+    table = {"prompt": prompts, "code": ["123", "4", "5"]}
     pq.write_table(pa.table(table), tmp_path / "q.parquet")
     files = dict.fromkeys(("train", "test"), str(tmp_path / "q.parquet"))
     questions = task_of("Vault", tmp_path / "rows.jsonl", **files).questions("train")
-    assert [(q.text, q.data["code"], q.source) for q in questions] == [
-        ("Open the vault.", "123", "q"),
-        ("You crack safes.\n\nOpen the vault.", "4", "q"),
-    ]
+    asked = ["Open the vault.", "You crack safes.\n\nOpen the vault.", '{"digits": 3}']
+    assert [q.text for q in questions] == asked
+    assert [(q.data["code"], q.source) for q in questions[:2]] == [("123", "q"), ("4", "q")]
 
 
-@pytest.mark.parametrize("text", ['{"digits": 3}', '["left", "right"]', '[{"x": 1}]'])
-def test_a_prompt_that_is_json_of_another_kind_is_asked_as_it_is(tmp_path, text):
-    task = task_of("Vault", tmp_path / "rows.jsonl", [{"prompt": text, "code": "1"}])
-    assert [q.text for q in task.questions("train")] == [text]
+TOLD = [  # what a tool returns, and what TRL 1.16 writes of it: `str`, and of text blocks their text
+    ({"a": None, "b": True}, "{'a': None, 'b': True}"),
+    (None, "None"),
+    ((1, "x"), "(1, 'x')"),
+    ([{"type": "text", "text": "seen"}], "seen"),
+    (["a"], "['a']"),
+]
 
 
 class Told(Vault):
-    """What TRL 1.16 writes of results: `str`, and of text blocks their text."""
-
     def tell(self, k: int) -> object:
         """Tells.
 
         Args:
             k: What
         """
-        return [
-            {"a": None, "b": True},
-            1.0,
-            None,
-            (1, "x"),
-            [{"type": "text", "text": "seen"}],
-            ["a"],
-            3 / (k - 6),
-            b"a",
-            ({"type": "text", "text": "x"} for _ in itertools.count()),
-        ][k]
+        return TOLD[k][0]
 
 
-TOLD = [
-    "{'a': None, 'b': True}",
-    "1.0",
-    "None",
-    "(1, 'x')",
-    "seen",
-    "['a']",
-    "{'error': 'division by zero'}",
-]
-
-
-def test_results_and_errors_are_written_as_trl_writes_them(tiny, tmp_path):
+def test_results_and_errors_are_written_as_trl_writes_them(tmp_path):
     [tell] = [tool for tool in task_of("Told", tmp_path / "rows.jsonl").tools if tool.tag == "tell"]
-    assert [tell.submit(f'{{"k": {k}}}').result(9) for k in range(7)] == [[text] for text in TOLD]
-    assert isinstance(tell.submit('{"k": 6}').result(9), Failure)
-    assert tell.submit('{"k": 7}').result(9) == ["b'a'"]
-    assert (
-        tell.submit('{"k": 8}').result(9)[0].startswith("<generator ")
-    )  # and no end is waited for
+    for k, (_, written) in enumerate(TOLD):
+        assert tell.submit(f'{{"k": {k}}}').result(9) == [written]
+    failed = tell.submit('{"k": 9}').result(9)
+    assert failed == ["{'error': 'list index out of range'}"] and isinstance(failed, Failure)
 
 
-def test_rows_with_equal_ids_in_two_files_are_two_rows(tiny, tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
+def test_rows_with_equal_ids_in_two_files_are_two_rows(tmp_path):
     rows = [[{"id": 1, "prompt": "Open it.", "code": "1", "hint": hint}] for hint in ("A", "B")]
-    task_of("Vault", tmp_path / "one" / "rows.jsonl", rows[0])
-    task = task_of(
-        "Vault",
-        tmp_path / "two" / "rows.jsonl",
-        rows[1],
-        train=str(tmp_path / "one" / "rows.jsonl"),
-    )
-    asked = [
-        task.prompt("Go.", task.questions(split)[0])[0]["content"] for split in ("train", "test")
-    ]
-    assert asked == ["Go.\n\nOpen it.A\n", "Go.\n\nOpen it.B\n"]
-    null = [row | {"id": None} for row in rows[0] * 2]
-    check_questions(task_of("Vault", tmp_path / "rows.jsonl", null))
+    train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
+    task_of("Vault", train, rows[0])
+    task = task_of("Vault", test, rows[1], train=str(train))
+    for split, hint in (("train", "A"), ("test", "B")):
+        [q] = task.questions(split)
+        assert task.prompt("Go.", q)[0]["content"] == f"Go.\n\nOpen it.{hint}\n"
 
 
 def test_an_environment_that_owns_its_data_gets_seeds_which_a_group_shares(tmp_path):
-    task = load_task(Config(task="test_environment:Safe"))
+    # a preset's questions are not asked
+    world = dict(train=PRESETS["world"]["train"], test=PRESETS["world"]["test"])
+    task = load_task(Config(task="test_environment:Safe", **world))
     check_questions(task)
     train, test = (task.questions(split) for split in ("train", "test"))
     assert (len(train), len(task.questions("valid")), len(test)) == (1000, 0, 100)
@@ -465,20 +357,10 @@ def test_an_environment_that_owns_its_data_gets_seeds_which_a_group_shares(tmp_p
     assert len(set(seeds)) == 1100 and seeds[:2] == [0, 1]
     assert task.prompt("Go.", train[7])[0]["content"] == "Go.\n\nSafe number 7.\n"
     assert task.reset(train[7])._code == task.reset(train[7])._code == "007"
-    lone = load_task(Config(task="test_environment:Lone"))
-    assert lone.prompt("Go.", lone.questions("test")[0])[0]["content"] == "Go.\n\nThe only safe.\n"
-    # a preset's questions are not asked
-    world = dict(train=PRESETS["world"]["train"], test=PRESETS["world"]["test"])
-    assert (
-        load_task(Config(task="test_environment:Safe", **world)).questions("test")[0].source
-        == "seeds"
-    )
-    for kind in ("Vault", "Open"):
-        with pytest.raises(Fault, match="--train is missing"):
-            load_task(Config(task=f"test_environment:{kind}", **world)).questions("train")
-    [q] = task_of("Safe", tmp_path / "q.jsonl", [{"prompt": "Open it.", "seed": 3}]).questions(
-        "train"
-    )
+    with pytest.raises(Fault, match="--train is missing"):
+        load_task(Config(task="test_environment:Vault", **world)).questions("train")
+    rows = [{"prompt": "Open it.", "seed": 3}]
+    [q] = task_of("Safe", tmp_path / "q.jsonl", rows).questions("train")
     assert q.text == "Open it." and q.data["seed"] == 3  # files beat seeds
 
 
@@ -559,13 +441,11 @@ def test_each_episode_is_played_and_scored_by_its_own(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "rows, train",
-    [([{"environment": "chess"}], None), ([{"prompt": "Play."}], None), ([["x"]], None), (ROUTED, "")],
+    "row", [{"environment": "chess"}, {"prompt": "Play."}],
 )  # fmt: skip
-def test_a_row_of_no_environment_is_one_line(tmp_path, rows, train):
-    path = tmp_path / "rows.jsonl"
-    task = task_of("Both", path, rows, **({} if train is None else {"train": train}))
-    with pytest.raises(Fault, match=r"^--train .*(rows\.jsonl:1|is missing)"):
+def test_a_row_of_no_environment_is_one_line(tmp_path, row):
+    task = task_of("Both", tmp_path / "rows.jsonl", [row])
+    with pytest.raises(Fault, match=r"^--train .*rows\.jsonl:1"):
         task.questions("train")
 
 

@@ -3,7 +3,6 @@ answers from tables."""
 
 import json
 import math
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -20,18 +19,15 @@ from test_algorithm import (
     WatchedPolicy,
     questions,
 )
-from test_inspo import ENV, ROOT, SMALL, metrics
+from test_inspo import ENV, ROOT
 from test_resume import CFG, STEPS, check_deaths, deaths_of
 
 import inspo
 from config import PRESETS, Config, parse_flags, validate
-from extras import espl, fst, selection
+from extras import espl, fst
 from extras.espl import ESPLConfig, Pool, crossover_prompt, mate, mutation_prompt
 from extras.fst import Front, FSTConfig, feedback_prompt, instance_wins
 from extras.objectives import ObjectiveLearner
-from plumbing import stop
-from plumbing.faults import Fault, OptimizerDown
-from plumbing.files import read_jsonl
 from population import Experience, ReplayBuffer
 from tasks import Job, Trajectory
 from tasks.task import draw_questions
@@ -113,10 +109,8 @@ def programs(n, P=None):
     "scores, expected",
     [
         ([0.6, 0.4], [(29.396, 7.171), (20.604, 7.171)]),
-        ([0.5, 0.5], [(25.000, 6.458)] * 2),
         ([0.509, 0.5], [(25.000, 6.458)] * 2),  # at most .01 apart is a draw
         ([0.9, 0.5, 0.1], [(31.675, 6.656), (25.000, 6.208), (18.325, 6.656)]),
-        ([0.5, 0.5, 0.5], [(25.000, 5.698), (25.000, 5.695), (25.000, 5.698)]),
         (
             [0.9, 0.6, 0.3, 0.1],
             [(33.207, 6.348), (27.401, 5.787), (22.599, 5.787), (16.793, 6.348)],
@@ -163,11 +157,8 @@ def test_the_newest_and_some_of_the_latest_play_the_same_problems():
         seen.update(ids)
     assert set(seen) == {4, 5, 6, 7, 8} and min(seen.values()) > 15
     assert P.probabilities().tolist() == pytest.approx([0] * 4 + [1 / 6] * 4 + [1 / 3])
-    for n, ids, p in ((1, [0] * 6, [1]), (2, [1, 0] * 3, [0.5, 0.5])):
-        assert [
-            job.instruction_id for job in programs(n).draw_jobs(np.random.default_rng(0), D, 1)
-        ] == ids
-        assert programs(n).probabilities().tolist() == p
+    jobs = programs(2).draw_jobs(np.random.default_rng(0), D, 1)
+    assert [job.instruction_id for job in jobs] == [1, 0] * 3
 
 
 def test_espl_mutates_after_every_step_but_the_last_and_ends_with_the_newest():
@@ -225,26 +216,13 @@ def test_the_queue_forgets_the_oldest():
     assert log.P.ids == [2, 3] and [I.left for I in log.P.family] == [2, 3, None, None]
 
 
-def test_an_optimizer_that_is_down_or_writes_nonsense_costs_a_child():
-    _, _, log, optimizer = run("espl", {}, OptimizerDown("503"), ["no tags"], ["x"], T=4)
-    texts = [row["text"] for row in log.rows("evolve")]
-    assert (
-        "the optimizer gave no reply (503)" in texts[0] and "no well-formed candidate" in texts[1]
-    )
-    assert len(log.P) == 1 and len(log.of("add_update")) == 4
-
-
 def test_a_crossover_has_the_program_that_alone_won_most():
     # q0, q1: only 0; q2: only 1; q3 .. q5: only 2; q6: 1 and 2 alike
     right = {0: ["q0", "q1"], 1: ["q2", "q6"], 2: ["q3", "q4", "q5", "q6"]}
     table = {j: {q: [q in row] for q in questions("q", 7)} for j, row in right.items()}
     assert mate(step_of(table).items, 0) == (2, {0: ["q0", "q1"], 1: ["q2"], 2: ["q3", "q4", "q5"]})
-    for table in (
-        {0: {"q0": [1]}, 1: {"q0": [1]}},
-        {0: {"q0": [1]}, 1: {"q0": [0]}},
-        {0: {"q0": [1]}},
-    ):
-        assert mate(step_of(table).items, 0) is None  # one of them won nothing alone
+    table = {0: {"q0": [1]}, 1: {"q0": [0]}}
+    assert mate(step_of(table).items, 0) is None  # one of them won nothing alone
 
 
 def test_a_crossover_has_two_parents_and_comes_before_the_mutation():
@@ -303,18 +281,12 @@ def test_a_question_s_rollouts_go_round_the_prompts():
     assert starts == {0, 1, 2} and P.probabilities() == pytest.approx([1 / 3] * 3)
 
 
-def test_fst_evolves_every_K_e_steps():
-    good, bad = names(2)
-    _, policy, log, _ = run("fst", {good: 6, bad: 0}, [good], [bad], policy=WatchedPolicy, T=5)
-    assert [row["t"] for row in log.rows("evolve")] == [2, 4] and log.P.active[-1].text == good
-    assert {job.instruction for job in policy.rollouts[-1][2]} == {I.text for I in log.P.active}
-
-
 def test_a_revision_passes_if_it_is_strictly_better_on_what_was_shown_and_joins_if_it_wins():
     good, same = names(2)
     _, policy, log, optimizer = run(
         "fst", {good: 6, same: 0}, [same], [good], policy=WatchedPolicy, T=3
     )
+    # after every second step, but not after the last
     assert [(row["t"], row["round"]) for row in log.rows("call")] == [(2, 0), (2, 1)]
     assert all("gold q" in prompt for prompt in optimizer.prompts)
     [first, second] = log.rows("verified")
@@ -354,16 +326,6 @@ def test_at_most_N_P_prompts_stay():
         assert len(log.P.family) == 1 + N_P and len(log.P) == N_P and 0 not in log.P.ids
 
 
-@pytest.mark.parametrize("right, reply, why", [
-    ({}, OptimizerDown("503"), "the optimizer gave no reply (503)"),
-    ({FIRST: 6}, ["x"], "no failure to learn from"),
-])  # fmt: skip
-def test_without_a_new_prompt_all_stay(right, reply, why):
-    _, _, log, optimizer = run("fst", right, reply, policy=WatchedPolicy, T=3)
-    [row] = log.rows("evolve")
-    assert log.P.ids == [0] and len(row["P"]) == 1 and why in row["text"]
-
-
 # ---- flags and prompts
 
 
@@ -379,11 +341,8 @@ def test_a_script_has_presets_that_flags_overrule():
     "kind, flags, says",
     [
         (ESPLConfig, dict(crossover=1.5), "--crossover 1.5: a probability"),
-        (ESPLConfig, dict(rivals=1), "--rivals 1: one program alone"),
-        (ESPLConfig, dict(mode="static"), "--mode static: choose espl"),
         (ESPLConfig, dict(buffer=10), "--buffer 10: E-SPL learns from whole steps"),
         (FSTConfig, dict(D_B=0), "--D_B 0: FST chooses prompts by what they win"),
-        (FSTConfig, dict(buffer=10), "--buffer 10: FST learns from whole steps"),
     ],
 )
 def test_an_impossible_flag_is_one_line(kind, flags, says):
@@ -391,22 +350,13 @@ def test_an_impossible_flag_is_one_line(kind, flags, says):
 
 
 @pytest.mark.slow
-def test_a_script_runs_in_any_directory(tmp_path):
-    scripts = [
-        ROOT / "extras" / f"{name}.py" for name in ("objectives", "selection", "espl", "fst")
-    ]
-    wrong = [start(script, "--objective", "ppo", cwd=tmp_path) for script in scripts]
-    for process, script in zip(wrong, scripts, strict=True):
-        out, err = process.communicate(timeout=100)
-        assert process.returncode == 2 and not out and err.count("\n") == 1, err
-        assert err.startswith(f"extras/{script.name}: --objective ppo: choose ")
+@pytest.mark.parametrize("name", ["objectives", "selection", "espl", "fst"])
+def test_a_script_runs_in_any_directory(name, tmp_path):
+    command = [sys.executable, ROOT / "extras" / f"{name}.py", "--objective", "ppo"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert f"{name}.py: --objective ppo: choose " in done.stderr
     assert not list(tmp_path.iterdir())
-
-
-def start(script, *flags, cwd):
-    pipe = subprocess.PIPE
-    argv = [sys.executable, script, *flags]
-    return subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=ENV, cwd=cwd)
 
 
 def test_the_scripted_optimizer_answers_every_prompt():
@@ -428,49 +378,6 @@ def test_the_scripted_optimizer_answers_every_prompt():
             "<ins_2>" in reply for reply in replies
         )
     assert any("state" in read_clauses(reply) for reply in replies)  # taken over from the other
-
-
-# ---- whole runs
-
-
-SIZES = [*SMALL, "--batch", "6", "--G", "4", "--T", "6", "--save_every", "2", "--D_B", "6"]
-RUNS = {
-    "espl": (espl, ["--crossover", "1", "--K_e", "1", "--T_e", "9"]),
-    "fst": (fst, ["--K_e", "2", "--T_e", "9"]),
-    "rules": (selection, "--lower_bound 1 --groups question --K_p 1 --K_e 3".split()),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_stopped_inside_an_evolution_and_resumed_it_is_bit_identical_and_everything_is_counted(
-    name, tmp_path, monkeypatch
-):
-    script, own = RUNS[name]
-    flags, whole, out = [*SIZES, *own], tmp_path / "whole", tmp_path / "stopped"
-    script.main([*flags, "--out", str(whole)])
-    ask_optimizer = inspo.Evolution.ask
-
-    def ask(self, *args):  # the call has been paid for, and then the run is stopped
-        found = ask_optimizer(self, *args)
-        if self.t >= 3:
-            raise stop.Stopped("stopped by a test")
-        return found
-
-    monkeypatch.setattr(inspo.Evolution, "ask", ask)
-    with pytest.raises((Fault, SystemExit), match="--resume"):
-        script.main([*flags, "--out", str(out)])
-    monkeypatch.undo()
-    script.main([*flags, "--out", str(out), "--resume"])
-    assert metrics(out) == metrics(whole)
-    weights = [(path / "policy/model.safetensors").read_bytes() for path in (whole, out)]
-    assert weights[0] == weights[1]
-    for path in (out, whole):
-        spent = json.loads((path / "summary.json").read_text())
-        rows = read_jsonl(path / "reflections.jsonl")
-        assert spent["verification_rollouts"] == sum(row.get("rollouts", 0) for row in rows)
-        assert spent["training_rollouts"] == 6 * 6 * 4
-        shutil.rmtree(path / "checkpoints")
 
 
 KINDS = {  # of runs whose evolutions are their own; E-SPL's D_B asks nothing

@@ -6,16 +6,12 @@ import json
 import re
 import shlex
 import shutil
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 import inspo
 from config import HERE, WORLD, Config, parse_flags
 from extras import fork
-from extras.examples.cispo import CISPO
-from extras.examples.dapo import DAPO
 from extras.examples.f1 import F1
 from extras.examples.margin import Margin
 from extras.examples.opo import OPO
@@ -51,28 +47,6 @@ def test_every_fork_is_short_and_its_command_loads():
 # ---- an objective, a surrogate, a pruning rule, a selection rule
 
 
-def test_dapo_weighs_every_token_alike_and_clips_higher():
-    part = [
-        SimpleNamespace(mask=[0, 1, 1, 1], advantage=2.0),
-        SimpleNamespace(mask=[1], advantage=-1.0),
-    ]
-    dapo = DAPO.__new__(DAPO)
-    dapo.cfg = SimpleNamespace(eps=0.2)
-    x = dapo.terms(part, None)
-    assert [[*x["adv"]], [*x["token_weight"]], x["eps_low"], x["eps_high"]] == [
-        [2, 2, 2, -1],
-        [0.25] * 4,
-        0.2,
-        0.28,
-    ]
-
-
-def test_cispo_is_a_surrogate():
-    logp, adv = torch.tensor([[-2.0, -3.0], [1.0, -1.0]])
-    S = CISPO.surrogate(None, logp=logp, rho=torch.tensor([1.5, 1.1]), adv=adv, w=adv)
-    assert S.tolist() == pytest.approx([-2.56, 3.3])
-
-
 def test_the_margin_keeps_those_near_the_best():
     P = Margin(Config())
     for k, w in enumerate([0.1, 0.5, 0.45, 0.3, 0.41, 0.0, 0.39]):
@@ -84,7 +58,7 @@ def test_the_margin_keeps_those_near_the_best():
 @pytest.mark.parametrize(
     "tau_s, rewards, p",
     [
-        (0.2, [[], [], []], [1 / 3] * 3), (0.2, [[0.9], [], []], [0, 0.5, 0.5]),
+        (0.2, [[0.9], [], []], [0, 0.5, 0.5]),
         # the second was drawn less often: its bonus is larger
         (0.2, [[0.5] * 5, [0.45], [0.1]], [0, 1, 0]),
         (0.01, [[0.5] * 5, [0.45], [0.1]], [1, 0, 0]),
@@ -127,17 +101,9 @@ def test_parts_of_one_kind_become_one_class():
     assert set(parts) == {"population", "learner"}
 
 
-@pytest.mark.parametrize(
-    "parts, says",
-    [
-        ("tasks.search_qa:SearchQA", "extends neither"),
-        ("no_such:X", "cannot be imported"),
-        ("x", "module:name"),
-    ],
-)
-def test_a_part_that_is_none_is_one_line(parts, says):
-    with pytest.raises(SystemExit, match=f"^--parts {parts}: .*{says}"):
-        fork.main(["--parts", parts])
+def test_a_part_that_is_none_is_one_line():
+    with pytest.raises(SystemExit, match="^--parts tasks.search_qa:SearchQA: .*extends neither"):
+        fork.main(["--parts", "tasks.search_qa:SearchQA"])
 
 
 class Misspelt(Population):
@@ -151,7 +117,7 @@ def test_a_part_that_overrides_nothing_is_refused_beside_one_that_does():
 
 
 @pytest.mark.slow
-def test_a_run_of_the_world_with_four_parts_is_theirs_and_resumes_with_them_alone(tmp_path):
+def test_a_run_of_the_world_with_four_parts_is_theirs(tmp_path):
     parts = ",".join(
         f"extras.examples.{x}" for x in ("margin:Margin", "opo:OPO", "ucb:UCB", "reminded:Reminded")
     )
@@ -162,25 +128,10 @@ def test_a_run_of_the_world_with_four_parts_is_theirs_and_resumes_with_them_alon
     started, pruned, *_ = read_jsonl(tmp_path / "run" / "population.jsonl")
     r_bar, stayed = steps[0]["r_bar"], {I["id"] for I in pruned["P"]}
     dropped = [I for I in started["P"] if str(I["id"]) in r_bar and I["id"] not in stayed]
-    [_, prompt] = [
-        row["call"]["prompt"]
-        for row in read_jsonl(tmp_path / "run" / "reflections.jsonl")
-        if "call" in row
-    ]
+    rows = read_jsonl(tmp_path / "run" / "reflections.jsonl")
+    [_, prompt] = [row["call"]["prompt"] for row in rows if "call" in row]
     want = [f"Dropped, reward {r_bar[str(I['id'])]:.2f}: {I['text']}" for I in dropped]
-    assert (
-        want
-        and "<example>" in prompt
-        and prompt.split("</ins_6> tags.\n\n")[1] == "\n\n".join(want)
-    )
-    with pytest.raises(SystemExit):  # argparse's, after the line
-        parse_flags(["--out", str(tmp_path / "run"), "--resume"])
-    with pytest.raises(
-        SystemExit, match="was started with --parts .*, not extras.examples.ucb:UCB"
-    ):
-        fork.main(
-            ["--out", str(tmp_path / "run"), "--resume", "--parts", "extras.examples.ucb:UCB"]
-        )
+    assert want and prompt.endswith("\n\n".join(want))
 
 
 # ---- a tool, questions, a base model
@@ -197,21 +148,11 @@ def base_path(tiny_path, tmp_path_factory):
 def test_a_new_tool_is_explained_called_and_refused_where_its_tag_cannot_be_written():
     task = load_task(parse_flags(["--tools", "search,extras.examples.count:count"]))
     [message] = task.make_format().messages("Count.", Question("q", "How many words?"))
-    assert (
-        '\n<count> text </count>: Counts the words of a text.\n  text: {"type": "string", "description": "The words"}'
-        in message["content"]
-    )
+    assert "\n<count> text </count>: Counts the words of a text.\n" in message["content"]
     assert task.make_format().stop_strings() == ("</search>", "</count>", "</answer>")
     assert task.tools[1].submit("one two three").result(60) == ["3"]
     with pytest.raises(Fault, match="cannot write </count>"):
         load_tokenizer(str(WORLD / "policy"), task.make_format().stop_strings())
-
-
-def test_a_base_model_without_a_template_is_refused(base_path, tmp_path):
-    path = shutil.copytree(base_path, tmp_path / "base")
-    (path / "chat_template.jinja").unlink()
-    with pytest.raises(Fault, match="no chat template"):
-        load_tokenizer(str(path))
 
 
 @pytest.mark.slow
@@ -225,16 +166,7 @@ def test_a_base_model_trains_on_questions_of_your_own_with_the_new_tool(base_pat
     ]
     inspo.main(flags + shlex.split(f"{SMALL} --batch 2 --max_response 12 --max_prompt 2000"))
     vienna, trial = load_questions(FILES / "questions.jsonl")
-    assert vienna.text == "Which river flows through Vienna?" and vienna.golds == (
-        "Danube",
-        "the Danube",
-    )
     with gzip.open(tmp_path / "run" / "trajectories" / "step-000001.jsonl.gz", "rt") as file:
         assert {json.loads(line)["question"] for line in file} == {vienna.id, trial.id}
     first, *_ = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert {"test/searches", "test/count_calls", f"test/em/{vienna.source}"} <= set(first)
-    tokenizer = load_tokenizer(str(tmp_path / "run" / "policy"))
-    assert (
-        tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=False)
-        == "Who?"
-    )

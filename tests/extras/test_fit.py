@@ -1,9 +1,7 @@
 """The estimated memory of a run against numbers by hand, against autograd, and against two real
 processes; its time against what a card measured (docs/gpus.md)."""
 
-import copy
 import functools
-import inspect
 import json
 import os
 import re
@@ -66,7 +64,7 @@ def estimated(cfg=CFG7, engine="vllm", gpus=8, gpu_mem=80, **knobs):
 
 
 @pytest.mark.parametrize("cfg, P", [(CFG3, P3), (CFG7, P7)])
-@pytest.mark.parametrize("gpus", [1, 4, 8])
+@pytest.mark.parametrize("gpus", [1, 8])
 def test_the_model_s_state_is_16_bytes_a_parameter_and_2_of_the_reference(cfg, P, gpus):
     fitted = estimated(cfg, gpus=gpus)  # no padding: all first dimensions are multiples of 8
     update, rollout = of(fitted), of(fitted, "rollout")
@@ -98,13 +96,6 @@ def test_gathered_weights_by_hand(cfg, layers, P, shapes):
     assert gathered == 2 * root + 4 * block
 
 
-def test_reduced_gradients_by_hand():
-    """The head's in bfloat16; a block's in bfloat16, in float32 for the reduction, and its share of
-    the result."""
-    block, _ = block_and_root(3584, 18944, 512, 152064, 2)
-    assert of(estimated())["gradients being reduced"] == 2 * 152064 * 3584 + (2 + 4 + 0.5) * block
-
-
 def test_the_state_with_lora_by_hand():
     """Frozen bf16 weights, 16 bytes a parameter of the adapters, no reference, no gradient of
     embedding and head."""
@@ -114,26 +105,17 @@ def test_the_state_with_lora_by_hand():
     A = 28 * per_block
     fitted = estimated(lora_rank=r)
     update, rollout = of(fitted), of(fitted, "rollout")
-    assert (
-        update["policy (frozen, bfloat16 shards)"]
-        == rollout["policy (frozen, bfloat16 shards)"]
-        == 2 * P7 / gpus
-    )
-    assert (
-        update["adapters (float32 shards)"] == rollout["adapters (float32 shards)"] == 4 * A / gpus
-    )
+    for part in (update, rollout):
+        assert part["policy (frozen, bfloat16 shards)"] == 2 * P7 / gpus
+        assert part["adapters (float32 shards)"] == 4 * A / gpus
     assert update["moments of AdamW (float32 shards)"] == 8 * A / gpus
-    assert (
-        update["gradients (float32 shards)"] == 4 * A / gpus
-        and rollout["gradients (float32 shards)"] == 0
-    )
+    assert update["gradients (float32 shards)"] == 4 * A / gpus
     assert not any(name.startswith(("reference", "policy (float32")) for name in update)
     block, root = block_and_root(H, I, kv, 152064, 2)
     gathered = update["policy (embedding, head and two blocks, gathered in bfloat16)"]
     assert gathered == 2 * root + 4 * (block + per_block)
     assert update["gradients being reduced"] == (2 + 4 + 4 / gpus) * per_block
     assert rollout["vLLM (weights)"] == 2 * P7  # merged
-    assert fitted.title == "7,616M parameters, LoRA, on 8 x 80 GB"
 
 
 def test_the_kv_cache_by_hand():
@@ -153,12 +135,6 @@ def test_the_kv_cache_by_hand():
     )
 
 
-def test_the_sampler_s_logits_can_need_more_than_the_activations():
-    rollout = of(estimated(CFG3), "rollout")
-    work = 16384 * 2 * (2048 + 2048 + 3 * 11008)
-    assert rollout["vLLM (activations, or the sampler's logits)"] == 4 * 4 * 512 * 151936 > work
-
-
 @pytest.mark.parametrize(
     "name, P", [("0.5B", 494_032_768), ("1.5B", 1_543_714_304), ("3B", P3), ("7B", P7)]
 )  # as the hub publishes them
@@ -170,40 +146,12 @@ def test_the_presets_shapes_need_no_hub(name, P):
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cfg, rows", [(CFG3, 320), (CFG7, 158)])
-def test_the_paper_s_setting_fits_8_gpus_of_80_gb_with_the_share_that_its_preset_gives_vllm(
-    cfg, rows
-):
-    """vLLM refuses to start unless its whole share is free beside policy and reference; moments
-    come later."""
-    fitted = estimated(cfg)
-    text, there = fitted.table(), of(fitted, "rollout")
-    there = there["policy (float32 shards)"] + there["reference (bfloat16 shards)"]
-    assert there + cfg.vllm_memory * 80e9 < fitted.usable and fitted.fault() == ""
-    assert f"{fitted.update / 1e9:10.1f}{fitted.rollout / 1e9:10.1f}" in text
-    assert f"\nvLLM runs {rows} of" in text
-
-
-def test_weights_that_are_gathered_by_hand():
-    """Of policy and reference, in bf16, and whole float32 gradients; one rank holds the last two
-    anyway."""
-    blocks = 2 * 36 * 77_076_992  # bytes of the 3B's blocks
-    for gpus, more in (1, 0), (8, 6 * 3_085_938_688):
-        at_a_time, gathered = (
-            estimated(CFG3, gpus=gpus, gpu_mem=141, gather=gather).update for gather in (0, 1)
-        )
-        assert gathered - at_a_time == pytest.approx(blocks * 34 / 36 + more, rel=1e-6)
-
-
 @pytest.mark.parametrize(
     "change, where, words",
     [
         ({}, ("vllm", 1, 24), "the update needs largest: moments of AdamW (float32 shards) 60.9"),
         ({"recompute": 0}, (), "largest: activations kept of 32,768 tokens 152.6"),
-        ({"micro_tokens": 131072}, (), "largest: activations and their gradients in one"),
-        ({"vllm_memory": 0.9}, (), "the rollout needs largest: vLLM (KV cache) 53.8"),
         ({"vllm_memory": 0.22}, (), "17.6 GB of vLLM have no room CUDA graphs (2.9)"),
-        ({}, ("torch",), "largest: torch engine (KV cache of 512 rows, twice) 269.9"),
         ({"vllm_memory": 0.24}, (), ""),  # 19.2 GB: the weights are 15.2
     ],
 )  # fmt: skip
@@ -213,12 +161,6 @@ def test_a_refusal_names_the_largest_parts(change, where, words):
     assert "\n" not in fault
     assert bool(fault) == ("do not fit" in fault) == bool(words)
     assert all(word in fault for word in words.split())
-
-
-def test_the_caller_s_config_is_unchanged():
-    config, before = copy.deepcopy(B3), B3.to_dict()
-    estimate(CFG3, config, "vllm", 8, 80)
-    assert config.to_dict() == before and config._attn_implementation == B3._attn_implementation
 
 
 def changed(argv, cards, engine="vllm"):
@@ -231,59 +173,44 @@ def changed(argv, cards, engine="vllm"):
 
 
 @pytest.mark.parametrize("preset, cards", [
-    ("qwen2.5-0.5b", "rtx4090"), ("qwen2.5-1.5b --lora_rank 32", "rtx4090"), ("qwen2.5-3b", "8xh100"),
-    ("qwen2.5-7b", "8xh100"),
+    pytest.param("qwen2.5-1.5b --lora_rank 32", "rtx4090", marks=pytest.mark.slow), ("qwen2.5-7b", "8xh100"),
 ])  # fmt: skip
 def test_a_preset_has_the_flags_of_its_cards(preset, cards):
     assert changed(preset, cards) == {}
 
 
 @pytest.mark.parametrize("argv, cards, names", [  # as newcomers found them by trial
-    ("qwen2.5-3b", "h100", "vllm_memory"), ("qwen2.5-3b", "1x24GB", "vllm_memory lora_rank"),
-    ("qwen2.5-7b --lora_rank 32", "1xH100", "vllm_memory"),
-    ("qwen2.5-7b --vllm_memory 0.22", "8xh100", "vllm_memory"),  # no room for its weights
+    pytest.param("qwen2.5-3b", "1x24GB", "vllm_memory lora_rank", marks=pytest.mark.slow),
+    ("qwen2.5-3b", "h100", "vllm_memory"),
 ])  # fmt: skip
 def test_what_does_not_fit_gets_less_for_vllm_and_then_adapters(argv, cards, names):
     how = {"recompute", "gather", "micro_tokens"}  # only time and memory
     assert changed(argv, cards).keys() - how == set(names.split())
 
 
-@pytest.mark.slow
-def test_activations_are_kept_where_they_fit():
-    """Measured on an H200, tokens/s of 3B: kept 8,192 at a time 19.1k, 16,384 20.4k, 32,768 21.1k;
-    recomputed, 32,768 at a time, 18.1k."""
-    for memory, tokens in ((80, 8192), (141, 16384), (400, 32768)):
-        cfg, _ = find_fit(CFG3, Place(B3, "vllm", 8, memory))
-        assert cfg == replace(CFG3, recompute=0, micro_tokens=tokens, gather=1)
-    assert find_fit(CFG7, Place(B7, "vllm", 8, 40))[0].recompute == 1
-
-
-@pytest.mark.parametrize("text", ["8xv100", "8x", "0gb", "2x48", "gb", "0xh100", ""])
+@pytest.mark.parametrize("text", ["8xv100", "2x48", "0xh100"])
 def test_cards_that_are_none_are_refused(text):
     with pytest.raises(Fault, match="say last how many"):
         read_cards(text)
 
 
 @pytest.mark.parametrize("text, cards", [
-    ("8xH100", (8, "h100", 80)), ("a100", (1, "a100", 80)), ("2x48gb", (2, "48gb", 48)),
+    ("8xH100", (8, "h100", 80)), ("2x48gb", (2, "48gb", 48)),
 ])  # fmt: skip
 def test_cards_by_name_or_memory(text, cards):
     assert read_cards(text) == cards
 
 
+@pytest.mark.slow
 def test_the_command_is_printed_with_its_hours_and_those_of_a_night(capsys):
-    fit.main(["--model", "qwen2.5-3b", "1x24gb"])
-    printed = capsys.readouterr().out
-    assert "python inspo.py --model qwen2.5-3b --" in printed and "hours" not in printed
     fit.main(["--model", "qwen2.5-3b", "rtx4090"])
     printed = capsys.readouterr().out
     runs = re.findall(r"^ *([\d.]+) hours  python inspo.py (.*)$", printed, re.M)
     hours, commands = [float(h) for h, _ in runs], [command.split() for _, command in runs]
     assert hours[0] > 100 and all(5 < h <= fit.NIGHT for h in hours[1:]) and len(hours) > 1
     for h, command in zip(hours, commands, strict=True):
-        cfg, model = parse_flags(command), skeleton(B3)
-        assert "--lora_rank" in command
-        assert fit.hours(cfg, model, 1, find_peak("rtx4090")) == pytest.approx(h, abs=0.05)
+        seconds = fit.hours(parse_flags(command), skeleton(B3), 1, find_peak("rtx4090"))
+        assert "--lora_rank" in command and seconds == pytest.approx(h, abs=0.05)
     with pytest.raises(Fault, match="do not fit: .*take more GPUs"):
         fit.main(["--model", "qwen2.5-7b", "1x12gb"])
 
@@ -306,8 +233,7 @@ T = sum(LENGTHS)
 
 
 @pytest.mark.parametrize("kind, recompute, rank", [  # every pair of two of them
-    (Qwen2Config, 0, 0), (Qwen2Config, 1, 16), (LlamaConfig, 0, 16), (LlamaConfig, 1, 0), (Qwen3Config, 0, 16),
-    (Qwen3Config, 1, 0),
+    (Qwen2Config, 0, 0), (Qwen2Config, 1, 16), (LlamaConfig, 1, 0), (Qwen3Config, 0, 16),
 ])  # fmt: skip
 def test_activations_equal_autograd_s(kind, recompute, rank):
     config = kind(**SMALL)
@@ -341,43 +267,8 @@ def test_activations_equal_autograd_s(kind, recompute, rank):
     assert 0.99 < (kept + again) / live.most < 1.08  # the last norm's may be freed by then
 
 
-@pytest.mark.parametrize("fused", [0, 1])
-def test_a_block_of_qwen2_by_hand(fused):
-    """Bytes per token. Torch's norms keep a float32 copy besides and its MLP silu's output, whose
-    gradient is one more; Liger's keep input and output, and gate, up and their product."""
-    H, I, q, kv, heads = 3584, 18944, 3584, 512, 28
-    # input or its normalized form, output; 1 / root mean square
-    norm = 2 * H + 2 * H + 4 + (0 if fused else 4 * H)
-    # q, k, v, out, log-sum-exp, out as rows
-    attention = 2 * q + 2 * 2 * kv + 2 * q + 4 * heads + 2 * q
-    mlp = 2 * (3 if fused else 4) * I
-    gradients, position = 2 * H + 2 * (1 if fused else 2) * I, 2 * 2 * 128  # cos and sin, once
-    kept, again = activations(skeleton(B7, torch.bfloat16), 1000, 1, fused)
-    last = 2 * H + 4 if fused else 4 * H + 2 * H
-    assert kept == pytest.approx(1000 * (28 * 2 * H + last), rel=1e-4)
-    assert again == pytest.approx(
-        1000 * (2 * norm + attention + mlp + gradients + position), rel=1e-4
-    )
-    update = of(estimated(fused_layers=fused))
-    assert update["activations and their gradients in one block"] == pytest.approx(
-        32768 / 1000 * again
-    )
-
-
-def small_head(hidden, vocabulary, tokens, tied=False, **knobs):
-    """Returns the estimate of a model whose head is the largest part, in a micro-batch of so many
-    tokens."""
-    small = dict(
-        hidden_size=hidden, intermediate_size=64, num_hidden_layers=1, vocab_size=vocabulary
-    )
-    config = Qwen2Config(**SMALL | small | dict(tie_word_embeddings=tied))
-    cfg = replace(
-        CFG7, micro_tokens=tokens, max_prompt=4, max_response=4, max_observation=4, **knobs
-    )
-    return estimate(cfg, config, "vllm", 8, 80)
-
-
 def test_the_head_s_gradients_by_measurement():
+    """Of a model whose head is the largest part."""
     N, H, V = 8, 32, 3000
     hidden = torch.randn(N, H, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(V, H, dtype=torch.bfloat16, requires_grad=True)
@@ -386,19 +277,11 @@ def test_the_head_s_gradients_by_measurement():
         loss, _ = grpo_head(hidden, weight, targets, adv=ones, token_weight=ones)
         live.most = 0
         loss.backward()
-    fitted = small_head(H, V, N, tied=True)
-    assert "largest in the backward pass of the head" in fitted.table()
+    small = dict(hidden_size=H, intermediate_size=64, num_hidden_layers=1, vocab_size=V)
+    config = Qwen2Config(**SMALL | small | dict(tie_word_embeddings=True))
+    cfg = replace(CFG7, micro_tokens=N, max_prompt=4, max_response=4, max_observation=4)
+    fitted = estimate(cfg, config, "vllm", 8, 80)
     assert of(fitted)["the head's logits and gradients"] == pytest.approx(live.most, rel=0.02)
-
-
-# dW, which a frozen head has not
-@pytest.mark.parametrize("rank, gradient", [(0, 4 * 3000 * 32), (2, 0)])
-def test_the_head_s_logits_are_one_chunk_in_float32(rank, gradient):
-    assert inspect.signature(grpo_head).parameters["chunk"].default == fit.CHUNK
-    fitted = small_head(32, 3000, 5000, lora_rank=rank)
-    assert "largest in the forward pass of the head" in fitted.table()
-    wanted = 4 * 4096 * 3000 + gradient + (2 + 4) * 5000 * 32  # logits, dW, hidden states and dX
-    assert of(fitted)["the head's logits and gradients"] == wanted
 
 
 # --- against two processes
@@ -442,50 +325,28 @@ def test_two_real_ranks_use_the_estimated_memory(tmp_path):
 # --- time
 
 M3, H200 = skeleton(B3), find_peak("h200")
-# one micro-batch, as `extras.bench.update --micro` has it: one step of one mini-batch
-ALONE = Config(batch=1, mini_batch=1, G=1)
 
 
 @pytest.mark.parametrize(
-    "tokens, recompute, measured",
+    "tokens, knobs, measured",
     [
-        (1005, 1, 0.447), (4065, 1, 0.501), (8160, 1, 0.477), (14500, 1, 0.818), (31900, 1, 1.766),
-        (1005, 0, 0.443), (4065, 0, 0.467), (8160, 0, 0.427), (14500, 0, 0.711), (31900, 0, 1.509),
+        # rows that made the constants, 2026-11-27: one step of one mini-batch, a micro-batch
+        (1005, {"recompute": 1}, 0.447), (31900, {"recompute": 1}, 1.766), (8160, {"recompute": 0}, 0.427),
+        # with gathered weights, commit e1f24a3, later that day
+        (1005, {"recompute": 0, "gather": 1}, 0.191), (31900, {"recompute": 1, "gather": 1}, 1.801),
+        # that did not make them, commit e22737a on another H200: two mini-batches, the second of which is scored
+        (2900, {"batch": 32, "recompute": 0, "micro_tokens": 16384}, 24.9),
+        (2700, {"batch": 10, "recompute": 1, "micro_tokens": 32768}, 50 * 2700 / 17400),
     ],
 )  # fmt: skip
-def test_a_micro_batch_of_3b_on_an_h200(tokens, recompute, measured, monkeypatch):
-    """The rows that made the constants, 2026-11-27."""
+def test_an_update_of_3b_on_an_h200(tokens, knobs, measured, monkeypatch):
     monkeypatch.setattr(fit, "trajectory", lambda cfg: (0, tokens))
-    cfg = replace(ALONE, recompute=recompute, micro_tokens=tokens)
-    assert fit.update_seconds(cfg, M3, 1, H200) == pytest.approx(measured, rel=0.15)
-
-
-@pytest.mark.parametrize(
-    "tokens, recompute, measured",
-    [(1005, 0, 0.191), (8160, 0, 0.384), (1005, 1, 0.336), (8160, 1, 0.436), (31900, 1, 1.801)],
-)
-def test_a_micro_batch_with_gathered_weights(tokens, recompute, measured, monkeypatch):
-    """Commit e1f24a3, later that day; the rows of 1,005 tokens made the constants."""
-    monkeypatch.setattr(fit, "trajectory", lambda cfg: (0, tokens))
-    cfg = replace(ALONE, recompute=recompute, micro_tokens=tokens, gather=1)
-    assert fit.update_seconds(cfg, M3, 1, H200) == pytest.approx(measured, rel=0.15)
-
-
-@pytest.mark.parametrize(
-    "trajectories, tokens, knobs, measured",
-    [
-        (160, 2900, {"recompute": 0, "micro_tokens": 16384}, 24.9),  # a whole step
-        (50, 2700, {"recompute": 1, "micro_tokens": 32768}, 50 * 2700 / 17400),
-        (50, 2700, {"recompute": 0, "micro_tokens": 8192}, 50 * 2700 / 14800),
-    ],
-)
-def test_updates_that_did_not_make_the_constants(
-    trajectories, tokens, knobs, measured, monkeypatch
-):
-    """Commit e22737a on another H200: two mini-batches, the second of which is scored."""
-    monkeypatch.setattr(fit, "trajectory", lambda cfg: (0, tokens))
-    cfg = Config(batch=trajectories // 5, mini_batch=trajectories // 2, G=5, **knobs)
-    assert fit.update_seconds(cfg, M3, 1, H200) == pytest.approx(measured, rel=0.15)
+    if "batch" in knobs:
+        knobs = knobs | dict(G=5, mini_batch=knobs["batch"] * 5 // 2)
+    else:
+        knobs = knobs | dict(G=1, mini_batch=1, batch=1, micro_tokens=tokens)
+    seconds = fit.update_seconds(Config(**knobs), M3, 1, H200)
+    assert seconds == pytest.approx(measured, rel=0.15)
 
 
 def test_rollouts_of_160_rows_on_an_h200():
@@ -509,8 +370,7 @@ def test_eight_gpus_share_a_step_and_adapters_save_a_third_of_the_backward_pass(
 
 
 @pytest.mark.parametrize("name, tflops", [
-    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("h200", 989),
-    ("NVIDIA GeForce RTX 4090", 165),
+    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA GeForce RTX 4090", 165),
 ])  # fmt: skip
 def test_a_card_is_known_by_its_name(name, tflops):
     assert find_peak(name) == tflops * 1e12

@@ -83,32 +83,14 @@ def test_rows_become_questions_and_a_corpus_of_all_passages_each_once(tmp_path):
         '"Almaty"\nIt was Alma-Ata “until” 1993.',
     ]
     assert len({corpus[k]["id"] for k in range(3)}) == 3
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "corpus.jsonl",
-        "test.jsonl",
-        "train.jsonl",
-    ]
-
-
-def test_what_was_there_stays_until_all_is_written(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "train.jsonl").write_text("old")
-    other = written(tmp_path / "other.parquet", [{"id": "x", "question": "y"}])
-    with pytest.raises(KeyError, match="answer"):
-        hotpot.convert(tmp_path / "out", {"train": [other]})
-    assert (tmp_path / "out" / "train.jsonl").read_text() == "old"
 
 
 @pytest.mark.slow
 def test_the_command_fetches_the_hub_s_files_once(tmp_path):
     folder = tmp_path / "hub/datasets/hotpotqa/hotpot_qa/distractor"
-    parts = {
-        "train-00000-of-00002": TRAIN[:1],
-        "train-00001-of-00002": TRAIN[1:],
-        "validation-00000-of-00001": TEST,
-    }
-    for name, rows in parts.items():
-        written(folder / f"{name}.parquet", rows)
+    written(folder / "train-00000-of-00002.parquet", TRAIN[:1])
+    written(folder / "train-00001-of-00002.parquet", TRAIN[1:])
+    written(folder / "validation-00000-of-00001.parquet", TEST)
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     with hub_of(tmp_path / "hub") as hub:
         env = kept | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}

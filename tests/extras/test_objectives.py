@@ -19,10 +19,10 @@ import torch
 from test_grpo import G, batch_of, clip, error, gradient, gradients, logprobs, settings_of
 from test_inspo import SMALL, finish, metrics
 
-from config import PRESETS, validate
+from config import PRESETS
 from extras import objectives
 from extras.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveLearner
-from grpo import Learner, minibatches
+from grpo import minibatches
 from kernels import eq2, grpo_head
 from models.model import load_policy
 from tasks import Question, Trajectory, Turn
@@ -47,9 +47,8 @@ def drawn(seed=0):
                 turns.append(dict(n=dice.randint(1, 3), result=result, found=found, called=True))
             turns[-1] |= dict(result=None, found=False, called=False)  # it answers
             answer = "gold" if r else dice.choice(["wrong", "The wrong!", "odd", None])
-            stop = "answer" if answer else "turns"
             row = dict(group=group, instruction=instruction, q=question, r=float(r), turns=turns)
-            out.append(row | dict(answer=answer, stop=stop))
+            out.append(row | dict(answer=answer))
     out[0]["turns"][0]["n"] = 0
     out[9]["turns"] = []  # its prompt was too long
     for k, row in enumerate(out):
@@ -66,20 +65,11 @@ def trajectories(rows, columns):
         )
         tau.observe([1, 2])
         for k, turn in enumerate(row["turns"]):
-            logps = [
-                float(columns["engine"][n])
-                for j, n in zip(row["turn_of"], row["tokens"], strict=True)
-                if j == k
-            ]
-            tau.act([3] * turn["n"], logps)
+            at = [n for j, n in zip(row["turn_of"], row["tokens"], strict=True) if j == k]
+            tau.act([3] * turn["n"], columns["engine"][at].tolist())
             tau.observe([4, 4])
             tau.turns.append(Turn("", "search" if turn["called"] else "", "", turn["result"]))
-        tau.reward, tau.prediction, tau.stop, tau.failed = (
-            row["r"],
-            row["answer"],
-            row["stop"],
-            row["r"] < 1,
-        )
+        tau.reward, tau.prediction, tau.failed = row["r"], row["answer"], row["r"] < 1
         out.append(tau)
     return out
 
@@ -96,12 +86,7 @@ class Case:
         old = -3 * g.random(N) - 0.02
         now = np.minimum(old + 0.3 * g.standard_normal(N), -0.01)
         self.first, now = first, old.copy() if first else now
-        self.columns = dict(
-            old=old,
-            now=now,
-            engine=old + 0.3 * g.standard_normal(N),
-            entropy=2 * g.random(N) + 0.01,
-        )
+        self.columns = dict(old=old, now=now, engine=old + 0.3 * g.standard_normal(N))
         self.logp = torch.tensor(now, requires_grad=True)
         self.at = self.logp.unbind()
         for row, end in zip(
@@ -132,13 +117,12 @@ def ours(name, case):
 
     def score(part):
         case.passes += 1
-        return np.array([case.columns["now"], case.columns["entropy"]])
+        return np.array([case.columns["now"], np.zeros(len(case.logp))])
 
     learner.logprobs = score
     learner.set_advantages(taus)
-    terms = learner.terms(
-        taus, None if case.first else np.array([case.columns["old"], case.columns["entropy"]])
-    )
+    old = np.array([case.columns["old"], np.zeros(len(case.logp))])
+    terms = learner.terms(taus, None if case.first else old)
     return through_the_head(terms, OBJECTIVES[name].surrogate, case.columns["now"]), taus, terms
 
 
@@ -214,17 +198,6 @@ def by_token(case, term, rows=None):
         for k, n in enumerate(row["tokens"])
     ]
     return -sum(terms) / len(terms)
-
-
-def by_sequence(case, A, parts):
-    """GSPO's loss, of a ratio for each of the lists of tokens that `parts(row)` returns."""
-    total = 0
-    for row in case.rows:
-        for tokens in parts(row):
-            total += clipped(sequence_ratio(case, tokens), A[row["k"]], 3e-4, 4e-4) / len(
-                parts(row)
-            )
-    return -total / len(case.rows)
 
 
 def plain(case, A, low=0.2, high=0.2, average=by_trajectory, rows=None):
@@ -312,7 +285,9 @@ def sequence_ratio(case, tokens):
 
 
 def gspo(case):
-    return by_sequence(case, compare(case), lambda row: [row["tokens"]] if row["tokens"] else [])
+    A, rows = compare(case), [row for row in case.rows if row["tokens"]]
+    terms = [clipped(sequence_ratio(case, row["tokens"]), A[row["k"]], 3e-4, 4e-4) for row in rows]
+    return -sum(terms) / len(case.rows)
 
 
 def cispo(case, cap=1.28):
@@ -368,118 +343,8 @@ def r2vpo(case):
     )
 
 
-def hapo(case):
-    A = {}
-    for members in case.groups():
-        tokens = [row["r"] for row in members for _ in row["tokens"]]
-        m = mean(tokens) if tokens else 0
-        s = math.sqrt(mean([(r - m) ** 2 for r in tokens])) if tokens else 0
-        A |= {row["k"]: (row["r"] - m) / (s + 1e-6) for row in members}
-    x = np.log(case.columns["entropy"])
-    h = (x - np.quantile(x, 0.8)) / (x.std() + 1e-6)
-    h = np.where(h > 0, h / h.max(), h / -h.min())  # -1 to 1: the code's 1 / min has the wrong sign
-
-    def term(row, _, n):
-        rho, a = case.rho(n), A[row["k"]]
-        inside = 1 - 0.2 / 2 < rho.item() < 1 + 0.28 / 2
-        if (h[n] > 0 and not inside) or (h[n] <= 0 and inside):
-            a *= 1 + h[n]
-        return clipped(
-            rho, a, 0.2 * (1 - h[n]) if h[n] <= 0 else 0.2, 0.28 * (1 + h[n]) if h[n] > 0 else 0.28
-        )
-
-    return by_token(case, term)
-
-
-def etr(case):
-    A = compare(case)
-    size = mean([abs(A[row["k"]]) for row in case.rows for _ in row["tokens"]])
-    p = {row["k"]: mean([x["r"] for x in members]) for members in case.groups() for row in members}
-
-    def term(row, _, n):
-        eps = (
-            0.2
-            * min(2, max(0.5, abs(A[row["k"]]) / size))
-            * min(1, max(0.5, 4 * p[row["k"]] * (1 - p[row["k"]])))
-        )
-        return clipped(case.rho(n), A[row["k"]], eps, eps)
-
-    return by_trajectory(case, term)
-
-
-def icpo(case):
-    A = compare(case)
-
-    def term(row, _, n):
-        p = case.at[n].exp()
-        if row["instruction"] > 0:
-            return A[row["k"]] * p / (p + 0.1)
-        return clipped(case.rho(n), A[row["k"]], cap=3.0)
-
-    return by_trajectory(case, term)
-
-
-def llds(case):
-    A, old = compare(case), case.columns["old"].tolist()
-    fell = {
-        row["k"]: sum(case.at[n].item() - old[n] for n in row["tokens"]) < 0 for row in case.rows
-    }
-    gated = [row for row in case.rows if A[row["k"]] >= 0 and fell[row["k"]]]
-    fallen = sum(torch.relu(old[n] - case.at[n]) for row in gated for n in row["tokens"])
-    return plain(case, A) + 0.1 * fallen / max(1, len(gated))
-
-
 def normalized_answer(row):
     return {"The wrong!": "wrong"}.get(row["answer"], row["answer"])
-
-
-def copo(case):
-    local, groups = compare(case), case.groups()
-    means = [mean([row["r"] for row in members]) for members in groups]
-    all_of = [(row["k"], m) for m, members in zip(means, groups, strict=True) for row in members]
-    overall = centred_by_instruction(
-        case, {k: (m - mean(means)) / (std(means) + 1e-6) for k, m in all_of}
-    )
-    A = {}
-    for members in groups:
-        answers = [normalized_answer(row) for row in members]
-        share = [answers.count(x) / len(answers) for x in set(answers)]
-        w = 1 / (1 + math.exp(-20 * (-sum(s * math.log(s) for s in share) - 1.5)))
-        A |= {row["k"]: w * local[row["k"]] + (1 - w) * overall[row["k"]] for row in members}
-    return plain(case, A)
-
-
-def riskpo(case):
-    score = {}
-    for j in sorted({row["instruction"] for row in case.rows}):
-        groups = [members for members in case.groups() if members[0]["instruction"] == j]
-        for first in range(0, len(groups), 5):
-            bundle = groups[first : first + 5]
-            for i in range(max(len(members) for members in bundle)):
-                ith = [members[i] for members in bundle if i < len(members)]
-                score |= {row["k"]: 5 * mean([row["r"] for row in ith]) for row in ith}
-    s = list(score.values())
-    if "reference" not in case.remembered:
-        case.remembered["reference"] = [float(np.quantile(s, a)) for a in (0.2, 0.8)]
-    lo, hi = case.remembered["reference"]
-    case.remembered["reference"] = [
-        q + 0.1 * (a - mean([float(x < q) for x in s])) for q, a in ((lo, 0.2), (hi, 0.8))
-    ]
-    A = {}
-    for k, x in score.items():
-        rvar = (max(0, x - lo) - max(0, x - hi) + lo - hi) / (0.8 - 0.2)
-        A[k] = (-1.5 * max(0, lo - x) / 0.2 + rvar) / (1.5 + 1) / (std(s) + 1e-6)
-    return plain(case, centred_by_instruction(case, A))
-
-
-def adora(case):
-    A = compare(case)
-    for members in case.groups():
-        right = [row["L"] for row in members if row["r"]]
-        wrong = [row["L"] for row in members if not row["r"] and row["stop"] == "answer"]
-        if not (right and wrong and max(right) > mean(wrong)):
-            A |= {row["k"]: 0.1 * A[row["k"]] for row in members}
-    return plain(case, A)
 
 
 def first_call(row):
@@ -512,35 +377,6 @@ def empo(case):
                 answers.count(x) / len(answers) if x and H > 0 and not dispersed else 0.0
             )
     return plain(case, compare(case, of="shaped"))
-
-
-def hapo_history(case):
-    known = case.remembered.setdefault("reference", {})
-    for row in case.rows:
-        h, bonus = known.get(row["q"]), 0
-        if h:
-            c = math.cos(math.pi / 2 * row["L"] / h) if row["L"] <= 2 * h else -1
-            bonus = max(-0.7, c) if row["r"] else min(0, c)
-        row["shaped"] = row["r"] + bonus
-    for row in case.rows:
-        if row["r"]:
-            known[row["q"]] = min(row["L"], known.get(row["q"], math.inf))
-    return plain(case, compare(case, of="shaped"))
-
-
-def hbpo(case):
-    across = {}
-    for members in case.groups("instruction"):
-        b = mean([row["L"] for row in members])
-        top = 4 * math.cos(math.pi * b / (2 * LIMIT))
-        for row in members:
-            own = 4 * math.cos(math.pi * row["L"] / (2 * LIMIT)) - abs(b - row["L"]) / LIMIT
-            row["shaped"], across[row["k"]] = min(own, top) if row["r"] else 0.0, -top
-    for members in case.groups():
-        for row in members:
-            across[row["k"]] += mean([x["shaped"] for x in members])
-    across, A = centred_by_instruction(case, across), compare(case, of="shaped")
-    return plain(case, {k: A[k] + across[k] for k in A})
 
 
 def mt_grpo(case):
@@ -584,55 +420,6 @@ def gigpo(case):
     return turnwise(case, {(i, k): A[i] + a for (i, k), a in steps.items()})
 
 
-def eapo(case):
-    A = cells(case, discounted, lambda row, k: row["group"])
-
-    def term(row, k, n):
-        # GSPO-token
-        s = sequence_ratio(case, row["tokens"]).detach() * torch.exp(
-            case.at[n] - case.at[n].detach()
-        )
-        return clipped(s, A[row["k"], row["turn_of"][k]], 3e-4, 4e-4)
-
-    return by_trajectory(case, term)
-
-
-def rubricem(case):
-    def future(row, k):
-        own = [float(turn["found"]) for turn in row["turns"]]
-        own[-1] += row["r"]
-        return sum(0.95 ** (j - k) * own[j] for j in range(k, len(own)))
-
-    return turnwise(case, cells(case, future, lambda row, k: (row["group"], k)))
-
-
-def d3s(case):
-    A = compare(case)
-    order = sorted(case.rows, key=lambda row: A[row["k"]])
-    n = (len(order) + 1) // 2
-    best = max(
-        (order[:k] + order[len(order) - n + k :] for k in range(n + 1)),
-        key=lambda rows: mean(
-            [(A[row["k"]] - mean([A[x["k"]] for x in rows])) ** 2 for row in rows]
-        ),
-    )
-    values = [A[row["k"]] for row in best]
-    best = [row for row in case.rows if A[row["k"]] in values]  # ties come along
-    score = {
-        m: abs(A[row["k"]]) * case.columns["entropy"][m] for row in best for m in row["tokens"]
-    }
-    middle = float(np.median(list(score.values())))
-    kept = {m for m, x in score.items() if x >= middle}
-    with_tokens = [row for row in case.rows if kept & set(row["tokens"]) or not row["tokens"]]
-    terms = [
-        clipped(case.rho(m), A[row["k"]]) / len(kept & set(row["tokens"])) / len(with_tokens)
-        for row in with_tokens
-        for m in row["tokens"]
-        if m in kept
-    ]
-    return -sum(terms)
-
-
 def espl(case):
     A = compare(case, minus_mean)
     return by_token(case, lambda row, _, n: case.rho(n, "engine") * A[row["k"]], mixed(case))
@@ -643,13 +430,10 @@ FORMULAS = {
     "loop": loop, "maxrl": lambda case: plain(case, compare(case, over_mean)),
     "reinforce_baseline": reinforce_baseline, "spo": spo, "gspo": gspo, "cispo": cispo,
     "cispo_cap": lambda case: cispo(case, 5.0), "sapo": sapo, "dppo": dppo, "vespo": vespo, "tis": tis, "r2vpo": r2vpo,
-    "hapo": hapo, "etr": etr, "icpo": icpo, "llds": llds, "copo": copo, "riskpo": riskpo, "adora": adora, "aspo": aspo,
-    "consistent": lambda case: plain(case, compare(case, key="q")), "empo": empo, "hapo_history": hapo_history,
-    "hbpo": hbpo, "mt_grpo": mt_grpo, "gigpo": gigpo, "eapo": eapo, "rubricem": rubricem, "d3s": d3s, "espl": espl,
+    "aspo": aspo,
+    "consistent": lambda case: plain(case, compare(case, key="q")), "empo": empo,
+    "mt_grpo": mt_grpo, "gigpo": gigpo, "espl": espl,
 }  # fmt: skip
-
-
-REMEMBER = ("spo", "hapo_history", "riskpo")
 
 
 def reference(name, case):
@@ -658,8 +442,7 @@ def reference(name, case):
 
 # scoring passes over a step's first mini-batch, and over a later one, where pi_old is known
 PASSES = {
-    "gspo": (0, 1), "eapo": (0, 1), "vespo": (0, 1), "llds": (0, 1),
-    "tis": (1, 0), "hapo": (1, 0), "d3s": (1, 0),
+    "gspo": (0, 1), "vespo": (0, 1), "tis": (1, 0),
 }  # fmt: skip
 
 
@@ -670,7 +453,7 @@ def test_the_gradient_is_the_formula_s_and_only_what_couples_tokens_costs_a_pass
 ):
     """Over two steps where something is remembered from the first."""
     mine, theirs = {}, {}
-    for step in (1, 3) if name in REMEMBER else (3,):
+    for step in (1, 3) if name == "spo" else (3,):
         case = Case(first, step, mine)
         got, want = ours(name, case)[0], reference(name, Case(first, step, theirs))
         assert want.norm() > 1e-3 and error(got, want) < 1e-9, step
@@ -759,9 +542,7 @@ def test_batches_that_teach_nothing_are_survived(name):
             assert [tau.reward for tau in taus] == [row["r"] for row in some]
 
 
-@pytest.mark.parametrize(
-    "name", ["grpo", "gspo", "gigpo", "reinforce_baseline", "spo", "copo", "riskpo", "hbpo"]
-)
+@pytest.mark.parametrize("name", ["grpo", "gigpo", "reinforce_baseline", "spo"])
 def test_what_an_instruction_is_worth_never_leaks_into_its_trajectories_advantages(name):
     """Instruction 0 answers nothing, instruction 1 everything: the tokens of the better one do not
     get its worth."""
@@ -777,29 +558,16 @@ def test_what_an_instruction_is_worth_never_leaks_into_its_trajectories_advantag
     assert abs(mean(of[1]) - mean(of[0])) < 1e-6
 
 
-@pytest.mark.parametrize("name", REMEMBER)
-def test_what_is_remembered_is_plain_data_and_continues_where_it_was(name):
+def test_what_is_remembered_is_plain_data_and_continues_where_it_was():
     """After a save and a load the next step is the same to the bit."""
     memory = {}
-    ours(name, Case(False, 1, memory))
+    ours("spo", Case(False, 1, memory))
     saved = json.loads(json.dumps(memory))
-    next, again, fresh = (ours(name, Case(False, 2, m))[0] for m in (memory, saved, {}))
+    next, again, fresh = (ours("spo", Case(False, 2, m))[0] for m in (memory, saved, {}))
     assert torch.equal(next, again) and saved == memory and error(fresh, next) > 1e-6
 
 
 # ---- the flags, the learner
-
-
-@pytest.mark.parametrize(
-    "flags, line",
-    [
-        (dict(objective="ppo"), "--objective ppo: choose grpo or dr_grpo or "),
-        (dict(objective="gspo", eps=0.1), "--eps 0.1: --objective gspo has its own; leave it out"),
-        (dict(objective="sapo", eps=0.1), "--eps 0.1: --objective sapo has its own; leave it out"),
-    ],
-)
-def test_an_impossible_objective_is_one_line(flags, line):
-    assert validate(ObjectiveConfig(**PRESETS["world"] | flags)).startswith(line)
 
 
 @pytest.fixture(scope="module")
@@ -813,27 +581,7 @@ def learner_of(model, name, kind=ObjectiveLearner, **settings):
     return kind(copy.deepcopy(model), None, ObjectiveConfig(**cfg, objective=name))
 
 
-def test_grpo_on_these_stages_is_the_core_s(model):
-    """Advantages and the gradients of both mini-batches; the second is clipped, by --eps."""
-    taus, results = batch_of(4), []
-    for tau, r in zip(
-        taus, np.random.default_rng(0).integers(3, size=len(taus)).tolist(), strict=True
-    ):
-        tau.reward = float(r)
-    for kind in (Learner, ObjectiveLearner):
-        learner = learner_of(model, "grpo", kind, eps=1e-3)
-        learner.set_advantages(taus)
-        results.append(
-            ([tau.advantage for tau in taus], *gradients(learner, [taus[: 2 * G], taus[2 * G :]]))
-        )
-    (A, want, metrics, _), (advantages, got, _, _) = results
-    assert advantages == A and len(set(A)) > 4 and metrics["clip_fraction"] > 0.1
-    assert all(error(a, b) < 1e-9 and b.norm() > 0 for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize(
-    "name", ["gspo", "hapo", "icpo", "llds", "dppo", "vespo", "r2vpo", "tis", "d3s"]
-)
+@pytest.mark.parametrize("name", ["gspo", "dppo", "vespo", "tis"])
 def test_an_objective_that_looks_at_the_whole_mini_batch_does_not_depend_on_micro_batches(
     model, name
 ):
@@ -852,93 +600,38 @@ def test_an_objective_that_looks_at_the_whole_mini_batch_does_not_depend_on_micr
     assert metrics == pytest.approx(also, rel=1e-3)
 
 
-def test_one_ratio_for_a_whole_sequence(model):
-    """GSPO as it is written, the gradient of exp(mean log rho) by autograd; the second mini-batch
-    is off-policy."""
-    taus = batch_of(4)
-    parts = [taus[: 2 * G], taus[2 * G :]]
-    learner = learner_of(model, "gspo")
-    with torch.no_grad():
-        old = {id(tau): logprobs(learner.model, tau) for tau in taus}
-
-    def expected(k):
-        terms, outside = [], 0
-        for tau in parts[k]:
-            s = torch.exp((logprobs(learner.model, tau) - old[id(tau)]).mean())
-            terms.append(
-                torch.minimum(s * tau.advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * tau.advantage)
-            )
-            outside += bool(terms[-1] < s * tau.advantage)
-        return gradient(-torch.stack(terms).mean(), learner.model), outside
-
-    got, _, want = gradients(learner, parts, expected)
-    assert 0 < want[1][1] < len(parts[1])
-    for k in range(2):
-        assert error(got[k], clip(want[k][0])) < 1e-5
-
-
-def mean_over_mixed_groups(taus, part, surrogates):
-    """DAPO's loss: the mean over the tokens of groups with right and wrong answers."""
-    right = {g: sum(not tau.failed for tau in taus if tau.group == g) for g in range(len(taus))}
-    kept = [S for tau, S in zip(part, surrogates, strict=True) if 0 < right[tau.group] < G]
-    return -torch.cat(kept).mean()
-
-
-def mean_over_trajectories(taus, part, surrogates):
-    return -torch.stack([S.mean() for S in surrogates]).mean()
-
-
-def dapo_bounds(taus, part, tau):
-    return 0.2, 0.28
-
-
-def etr_bounds(taus, part, tau):
-    p = mean([float(not other.failed) for other in taus if other.group == tau.group])
-    size = mean([abs(other.advantage) for other in part for m in other.mask if m])
-    eps = 0.2 * min(2, max(0.5, abs(tau.advantage) / size)) * min(1, max(0.5, 4 * p * (1 - p)))
-    return eps, eps
-
-
-@pytest.mark.parametrize(
-    "name, bounds, average",
-    [("dapo", dapo_bounds, mean_over_mixed_groups), ("etr", etr_bounds, mean_over_trajectories)],
-)
-def test_a_group_that_a_mini_batch_cuts_is_still_compared_as_a_whole(model, name, bounds, average):
-    """Mini-batches of 4, of groups of 3: what is left of some has only right or wrong answers."""
+def test_a_group_that_a_mini_batch_cuts_is_still_compared_as_a_whole(model):
+    """DAPO's mini-batches of 4, of groups of 3: what is left of some has only right or wrong
+    answers."""
     taus = batch_of(5)
     for k, tau in enumerate(taus):
         tau.failed = k in (0, 3, 7, 8, 9, 10, 11)  # the fourth group as a whole, of the fifth none
-    learner = learner_of(model, name, mini_batch=4, lr=1e-3)
-    parts = minibatches(taus, learner.cfg)
+    right = {g: sum(not tau.failed for tau in taus if tau.group == g) for g in range(5)}
+    learner = learner_of(model, "dapo", mini_batch=4, lr=1e-3)
+    # the last mini-batch has nothing to learn from
+    parts = minibatches(taus, learner.cfg)[:3]
     with torch.no_grad():
         old = {id(tau): logprobs(learner.model, tau) for tau in taus}
 
     def expected(k):
         surrogates = []
         for tau in parts[k]:
-            rho = torch.exp(logprobs(learner.model, tau) - old[id(tau)])
-            surrogates.append(clipped(rho, tau.advantage, *bounds(taus, parts[k], tau)))
-        return gradient(average(taus, parts[k], surrogates), learner.model)
+            if 0 < right[tau.group] < G:
+                rho = torch.exp(logprobs(learner.model, tau) - old[id(tau)])
+                surrogates.append(clipped(rho, tau.advantage, 0.2, 0.28))
+        return gradient(-torch.cat(surrogates).mean(), learner.model)
 
-    # the last mini-batch of DAPO has nothing to learn from
-    parts = parts[:3] if name == "dapo" else parts
     got, _, want = gradients(learner, parts, expected)
     assert len(got) == len(parts)
     assert all(error(a, clip(b)) < 1e-5 for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "close"), [("gspo", 5e-5), ("hapo", 5e-3)])
-def test_an_objective_sees_the_whole_mini_batch_on_every_rank(tiny_path, tmp_path, name, close):
-    """GSPO needs a ratio a sequence, HAPO the quantiles and groups of all tokens, from several
-    passes.
-
-    HAPO divides by the smallest log entropy, and its terms cancel: in one process other
-    micro-batches move its loss by 1.4e-3 of its size in float32, by 1e-6 in float64.
-    """
+def test_an_objective_sees_the_whole_mini_batch_on_every_rank(tiny_path, tmp_path):
+    """GSPO needs a ratio a sequence, from several passes."""
     from test_ranks import CFG, LIMIT, Update, same, torchrun, weights_of
 
-    cfg, taus = ObjectiveConfig(**vars(CFG), objective=name), batch_of(7, seed=3)
+    cfg, taus = ObjectiveConfig(**vars(CFG), objective="gspo"), batch_of(7, seed=3)
     for tau in taus:
         tau.ids = [i % 600 for i in tau.ids]
         tau.advantage *= 3
@@ -952,13 +645,12 @@ def test_an_objective_sees_the_whole_mini_batch_on_every_rank(tiny_path, tmp_pat
     code, _, stderr = finish(process, LIMIT)
     assert code == 0, stderr
     found = torch.load(tmp_path / "out" / "result.pt")
-    same(found["metrics"], found["weights"], one, close)
+    same(found["metrics"], found["weights"], one, 5e-5)
 
 
 @pytest.mark.slow
-def test_what_an_objective_remembers_is_resumed(tmp_path, monkeypatch):
-    """A run that lost all after step 3 ends as one that lost nothing, and remembers the questions
-    of all its steps."""
+def test_what_an_objective_remembers_is_resumed(tmp_path):
+    """A run that lost all after step 3 ends as one that lost nothing."""
     flags = [*SMALL, "--objective", "spo", "--T", "6", "--keep", "9"]
     objectives.main([*flags, "--out", str(tmp_path / "whole")])
     out = shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
@@ -969,10 +661,3 @@ def test_what_an_objective_remembers_is_resumed(tmp_path, monkeypatch):
         (tmp_path / name / "policy/model.safetensors").read_bytes() for name in ("whole", "resumed")
     ]
     assert weights[0] == weights[1]
-    memories = [
-        torch.load(path / "checkpoints" / f"step-00000{t}" / "state.pt", weights_only=True)[
-            "memory"
-        ]["beta"]
-        for path, t in ((out, 3), (out, 6), (tmp_path / "whole", 6))
-    ]
-    assert memories[1] == memories[2] and len(memories[0]) == 6 and len(memories[1]) == 12

@@ -169,14 +169,10 @@ def test_sessions_are_given_back(vault):
     assert sessions_left(vault) == 0
     del task
     gc.collect()
-    assert wait_until(lambda: sessions_left(vault) == 3)
-
-
-def wait_until(true):
     end = time.monotonic() + 60
-    while not true() and time.monotonic() < end:
+    while sessions_left(vault) < 3:
+        assert time.monotonic() < end
         time.sleep(0.1)
-    return true()
 
 
 def test_several_ranks_share_the_sessions(vault, monkeypatch):
@@ -197,11 +193,8 @@ def test_the_rows_of_a_file_begin_episodes(vault, tmp_path):
 @pytest.mark.parametrize(
     "observation, text",
     [
-        ({"text": "ok"}, "ok"), ({"text": "ok", "legal": []}, "ok"),
-        ({"board": [1], "turn": 2}, '{"board": [1], "turn": 2}'),
-        ({}, ""), ({"text": ""}, ""), ({"metadata": {}}, ""), ({"metadata": {"episode_id": "x", "said": "ä"}}, "ä"),
-        ("ok", "ok"), (None, ""), ([1], '{"text": [1]}'),
-        ({"tool_name": "go", "result": "ok"}, "ok"), ({"tool_name": "go", "result": None}, '{"result": null}'),
+        ({"text": "ok", "legal": []}, "ok"), ({"board": [1], "turn": 2}, '{"board": [1], "turn": 2}'),
+        ({}, ""), ({"metadata": {"episode_id": "x", "said": "ä"}}, "ä"), ("ok", "ok"),
         ({"tool_name": "go", "result": {"content": [{"type": "text", "text": "ok"}]}}, "ok"),
     ],
 )  # fmt: skip
@@ -209,9 +202,8 @@ def test_what_the_policy_reads_of_an_observation(observation, text):
     assert text_of(observation) == text
 
 
-@pytest.mark.parametrize("schema", [{"type": "object"}, {"properties": {}, "type": "object"}])
-def test_an_action_without_fields_is_a_tool_without_arguments(schema, monkeypatch):
-    monkeypatch.setattr(Client, "ask", lambda *_: schema)
+def test_an_action_without_fields_is_a_tool_without_arguments(monkeypatch):
+    monkeypatch.setattr(Client, "ask", lambda *_: {"type": "object"})
     episode = Session.__new__(Session)
     episode.url, episode.ask = "http://x", lambda *_, **__: {"observation": {}}
     task = OpenEnvTask.__new__(OpenEnvTask)
@@ -230,22 +222,12 @@ def socket_server(handler):
     return server, f"http://127.0.0.1:{server.socket.getsockname()[1]}"
 
 
-def echo(ws):
-    for message in ws:
-        ws.send(message)
-
-
 def test_what_is_no_openenv_server_is_refused_in_one_line():
     said = refused(task_at, f"http://127.0.0.1:{free_port()}")
-    assert "no OpenEnv environment answers there" in said and "refused" in said
+    assert "no OpenEnv environment answers there" in said
     page = JsonServer((404, {}, ""))
     assert "no OpenEnv environment answers there" in refused(task_at, page.url)
     page.stop()
-    server, url = socket_server(echo)
-    assert "its replies are not OpenEnv's" in refused(task_at, url)
-    server.shutdown()
-    for url in ("", "nothing", "ftp://x"):
-        assert "no OpenEnv environment answers there" in refused(task_at, url)
 
 
 class Fragile:
@@ -257,24 +239,15 @@ class Fragile:
     def __call__(self, ws):
         calls = 0
         tool = {"name": "go", "description": "Goes.", "input_schema": {"type": "object"}}
-        others = [{"name": "3d"}, {"name": "mute", "description": ""}, {"name": "answer"}]
-        others = [tool | other for other in others]
-        try:
-            for message in map(json.loads, ws):
-                called = message.get("data", {}).get("type") == "call_tool"
-                calls += called
-                if self.dead or calls == 2:
-                    return
-                listed = (
-                    {"tools": [*others, tool]}
-                    if message.get("type") == "step" and not called
-                    else {}
-                )
-                seen = {"observation": listed | {"text": "ok"}}
-                seen |= {"reward": 1} if called else {}
-                ws.send(json.dumps({"type": "observation", "data": seen}))
-        except ConnectionClosed:
-            pass
+        tools = [tool | other for other in ({"name": "3d"}, {"description": ""}, {})]
+        for message in map(json.loads, ws):
+            called = message.get("data", {}).get("type") == "call_tool"
+            calls += called
+            if self.dead or calls == 2:
+                return
+            seen = {"observation": {"text": "ok"} | ({} if called else {"tools": tools})}
+            seen |= {"reward": 1} if called else {}
+            ws.send(json.dumps({"type": "observation", "data": seen}))
 
 
 def test_a_call_that_takes_too_long_ends_its_episode_whose_replies_no_other_reads():
@@ -312,7 +285,7 @@ def test_a_lost_connection_ends_its_episode_and_a_lost_server_the_run(monkeypatc
     task, _ = task_at(url)
     # a tool that cannot be offered is left out, and the rest serves
     assert [tool.tag for tool in task.tools] == ["go"]
-    assert capsys.readouterr().out.count("; it is left out\n") == 3
+    assert capsys.readouterr().out.count("; it is left out\n") == 2
     taus = play(task, "<go> </go>", "<go> </go>", "<answer>x</answer>", seeds=(1, 2))
     for tau in taus:
         assert tau.stop == "over" and tau.reward == 1.0

@@ -1,17 +1,12 @@
-"""The real model passes through every door: vLLM, two processes, LoRA, plain transformers, ask,
-evaluate, the page.
+"""The real model passes through its doors: vLLM, LoRA, plain transformers, demonstrations.
 
 `make test-real` fetches the model first. Everything is small: a question a step, two steps, turns
 of 24 tokens.
 """
 
-import functools
 import gzip
 import json
-import os
 import random
-import re
-import sys
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -19,25 +14,20 @@ import pytest
 import torch
 from found_search import Found
 from test_cold_start import Says, same
-from test_inspo import ENV, ROOT, finish, metrics, popen, run_here
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from test_inspo import run_here
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import ask
 import export
 from config import FACTS, PRESETS, SMOLLM, Config
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine, vllm_version
-from evaluate import main as evaluate
 from extras.cold_start import encode_row
-from extras.page.sample import split_response
 from models.model import load_policy, weights
 from plumbing.files import read_jsonl
 from rollout import rollout
 from tasks import Job, Question
 from tasks.search_qa import SearchQA, em
 from tasks.tools import encode
-from training.policy import load_tensors
 
 pytestmark = [
     pytest.mark.real,
@@ -45,11 +35,6 @@ pytestmark = [
         not (SMOLLM / "source.json").is_file(), reason=f"{SMOLLM} holds no model: make test-real"
     ),
 ]
-HERE = Path(__file__).parent
-ENV = ENV | {
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE.parent, HERE))),
-}
 SMALL = dict(max_turns=1, max_response=24, temperature=0.5)
 CFG = Config(**PRESETS["smollm2-135m"] | SMALL)
 FLAGS = [
@@ -101,46 +86,19 @@ def real():
     return load_policy(str(SMOLLM), STOP)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Returns a function: the directory of a run of n processes, with adapters of this rank; 0:
-    without."""
-    folder = tmp_path_factory.mktemp("runs")
+def train(folder, lora_rank):
+    """Returns the directory of a run with adapters of this rank; 0: without."""
     asked = [row for row in read_jsonl(FACTS / "train.jsonl") if row["id"] in ASKED]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     (folder / "instruction.txt").write_text(INSTRUCTION)
-
-    @functools.cache
-    def run(n, lora_rank):
-        out = folder / f"{n}-{lora_rank}"
-        flags = [*FLAGS, "--out", str(out), "--lora_rank", str(lora_rank)]
-        flags += [
-            "--train",
-            str(folder / "train.jsonl"),
-            "--instruction",
-            str(folder / "instruction.txt"),
-        ]
-        flags += [
-            flag
-            for name in ("valid", "test", "corpus")
-            for flag in (f"--{name}", str(FACTS / f"{name}.jsonl"))
-        ]
-        if n == 1:
-            code, _, stderr = run_here(*flags)
-        else:
-            argv = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                f"--nproc_per_node={n}",
-                "inspo.py",
-                *flags,
-            ]
-            code, _, stderr = finish(popen(argv, ENV), 900)
-        assert code == 0, stderr
-        return out
-
-    return run
+    flags = [*FLAGS, "--out", str(folder / "run"), "--lora_rank", str(lora_rank)]
+    flags += ["--train", str(folder / "train.jsonl")]
+    flags += ["--instruction", str(folder / "instruction.txt")]
+    for name in ("valid", "test", "corpus"):
+        flags += [f"--{name}", str(FACTS / f"{name}.jsonl")]
+    code, _, stderr = run_here(*flags)
+    assert code == 0, stderr
+    return folder / "run"
 
 
 # rows of a run's last evaluation, which is greedy
@@ -150,18 +108,6 @@ TRAINED = "test-trained_policy-first_instruction"
 def stored(run, name):
     with gzip.open(run / "trajectories" / f"{name}.jsonl.gz", "rt") as file:
         return [json.loads(line) for line in file]
-
-
-def trained(run):
-    """Returns the trained weights of a run's last checkpoint, in the float32 in which they are
-    kept."""
-    [path] = (run / "checkpoints").iterdir()
-    found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(about.size) for name, about in found.items() if name.startswith("model.")
-    }
-    load_tensors(state, path, alone=True)
-    return {name.removeprefix("model."): W for name, W in state.items()}
 
 
 def agree(model, context, mine, theirs):
@@ -174,54 +120,17 @@ def agree(model, context, mine, theirs):
         assert abs(logps[mine[k]] - logps[theirs[k]]) < 1e-3, (mine, theirs)
 
 
-# ---- two processes, LoRA
-
-
-@pytest.mark.parametrize("lora_rank", [0, 8])
-def test_two_processes_train_as_one_does(runs, lora_rank):
-    """With one question a step they play the same trajectories; they share the updates, and the
-    evaluations."""
-    one, two = runs(1, lora_rank), runs(2, lora_rank)
-    for name in ("step-000001", "step-000002", TRAINED):
-        mine, theirs = (
-            [(row["response"], row["reward"]) for row in stored(run, name)] for run in (one, two)
-        )
-        assert mine == theirs
-    for a, b in zip(metrics(one)[1:], metrics(two)[1:], strict=True):
-        assert a["grad_norm"] > 0.1 and a["lr"] > 0 and max(a["logp_gap"], b["logp_gap"]) < 1e-4
-        for name in ("loss", "kl", "entropy", "grad_norm"):
-            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-6), name
-    assert metrics(one)[2]["kl"] > 1e-4  # the first step moved it
-    mine, theirs = trained(one), trained(two)
-    assert mine.keys() == theirs.keys()
-    off = torch.cat([(W - theirs[name]).abs().flatten() for name, W in mine.items()])
-    # where a gradient is almost 0, Adam divides rounding by rounding
-    step = 2e-4 if lora_rank else 2e-5
-    assert off.max() < step and (off > step / 20).float().mean() < 1e-4
-    if lora_rank:
-        grown = [
-            name for name, W in mine.items() if name.endswith(".lora_B") and W.abs().max() > 1e-4
-        ]
-        assert len(grown) == len(mine) / 2 == 7 * 30
-
-
 # ---- what a run leaves, in plain transformers
 
 
 @pytest.mark.parametrize("lora_rank", [0, 8])
-def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tmp_path):
-    run, other = runs(1, lora_rank), runs(2, lora_rank)
+def test_plain_transformers_say_what_the_trained_policy_said(lora_rank, tmp_path):
+    run = train(tmp_path, lora_rank)
     export.main([str(run), "--out", str(tmp_path / "exported")])
     for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"):
-        assert (tmp_path / "exported" / name).read_bytes() == (
-            run / "policy" / name
-        ).read_bytes(), name
-        assert (other / "policy" / name).stat().st_size == (run / "policy" / name).stat().st_size, (
-            name
-        )
-    tokenizer, source = (AutoTokenizer.from_pretrained(path) for path in (run / "policy", SMOLLM))
-    texts = [row["contents"] for row in read_jsonl(FACTS / "corpus.jsonl")]
-    assert tokenizer(texts)["input_ids"] == source(texts)["input_ids"]
+        kept = [(path / name).read_bytes() for path in (tmp_path / "exported", run / "policy")]
+        assert kept[0] == kept[1], name
+    tokenizer = AutoTokenizer.from_pretrained(run / "policy")
     models = [AutoModelForCausalLM.from_pretrained(run / "policy", dtype=torch.float32)]
     if lora_rank:
         from peft import PeftModel
@@ -237,40 +146,12 @@ def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tm
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         context = given["input_ids"][0].tolist()
-        assert context == TASK.make_format(tokenizer).encode_prompt(
-            INSTRUCTION, known[row["question"]]
-        )
         engine.reset(0)
         [turn] = engine.generate({0: context}, CFG.max_response, 0.0)
         assert tokenizer.decode(turn.ids) == row["turns"][0]["text"]
         for model in models:
             [said] = model.generate(**given, max_new_tokens=len(turn.ids), do_sample=False).tolist()
             agree(models[0], context, turn.ids, said[len(context) :])
-
-
-# ---- ask, evaluate, the page
-
-
-def test_ask_and_evaluate_play_what_the_run_s_evaluation_played(runs, tmp_path, capsys):
-    run = runs(1, 0)
-    rows = stored(run, TRAINED)
-    assert any(row["turns"][0]["result"] for row in rows)  # the model has searched
-    evaluate([str(run), "--n", "2", "--out", str(tmp_path / "e")])
-    assert re.search(r"\| EM, 95 % \|", capsys.readouterr().out)
-    found = {row["id"]: row for row in read_jsonl(tmp_path / "e" / "results.jsonl")}
-    for row in rows:
-        again = found[row["question"]]
-        assert again["prediction"] == row["prediction"] and again["stop"] == row["stop"]
-        assert again["sampled_tokens"] == row["action_tokens"]
-    ask.main(["--run", str(run), rows[0]["question"]])
-    said = " ".join(capsys.readouterr().out.split())
-    assert (
-        all(" ".join(turn["text"].split()) in said for turn in rows[0]["turns"])
-        and "scored em" in said
-    )
-    ask.main(["--run", str(run), "Which currency is used in Kujang-ŭp"])
-    said = capsys.readouterr().out
-    assert "<search> Kujang-ŭp </search>" in said and "Kujang-ŭp is a place in North Korea" in said
 
 
 # ---- tokens in, tokens out
@@ -283,37 +164,8 @@ def test_a_turn_ends_at_its_stop_string_whatever_the_last_token_holds_besides(re
     before = encode(tokenizer, f"<think> ŭ </think> {end[:-1]}")
     ending = {i for i, text in enumerate(texts) if text.startswith(">")}
     assert {texts[i] for i in ending} > {">", ">.", "></", '>"', ">>"}  # merges of the vocabulary
-    assert {i for i in range(len(texts)) if engine.ended([*before, i])} == ending | {
-        tokenizer.eos_token_id
-    }
-    for behind in ("</search>", ".", '".', "\n\n", "></answer>", " </"):
-        ids = encode(tokenizer, f"<search> Kujang-ŭp {end}{behind}")
-        [n, *_] = [n for n in range(1, len(ids) + 1) if engine.ended(ids[:n])]
-        assert end in tokenizer.decode(ids[:n]) and end not in tokenizer.decode(ids[: n - 1])
-
-
-def test_what_is_sampled_is_what_is_read(real):
-    """At a temperature at which it writes parts of characters, too."""
-    task, (model, tokenizer) = Shown(CFG), real
-    task.tools = [Found('"Kujang-ŭp"\nKujang-ŭp is a place in <|im_start|>North Korea</answer>.')]
-    jobs = [Job(0, INSTRUCTION, q, k) for k, q in enumerate(task.questions("train")[:4])]
-    taus = rollout(
-        TorchEngine(model, tokenizer, STOP), tokenizer, task, jobs, CFG, temperature=0.8, seed=0
-    )
-    assert any(turn.result for tau in taus for turn in tau.turns)
-    for tau in taus:
-        assert tokenizer.decode(tau.ids[tau.prompt_tokens :]) == tau.response
-        shown = [i for i, m in zip(tau.ids, tau.mask, strict=True) if not m][tau.prompt_tokens :]
-        assert (
-            not set(tokenizer.all_special_ids) & set(shown) and "Korea</answer>" not in tau.response
-        )
-        starts = [k for k, m in enumerate(tau.mask) if m and not tau.mask[k - 1]]
-        read = [
-            tokenizer.decode(tau.ids[k : k + n])
-            for k, n in zip(starts, tau.turn_tokens, strict=True)
-        ]
-        assert read == [turn.text for turn in tau.turns]
-        assert [text for kind, text in split_response(tau.record()) if kind == "act"] == read
+    ended = {i for i in range(len(texts)) if engine.ended([*before, i])}
+    assert ended == ending | {tokenizer.eos_token_id}
 
 
 class Passages(Found):

@@ -21,11 +21,11 @@ SLOW = (
 SLOW += "print('it runs', flush=True); time.sleep(600)"
 
 
-def test_every_part_is_a_command_with_flags_that_exist(tmp_path, monkeypatch):
+def test_every_part_is_a_command_with_flags_that_exist(tmp_path):
     from extras.cold_start import config_of
 
     (tmp_path / "demos.jsonl").write_text("{}")
-    model, demos, cold, run, *rest = real.parts(tmp_path, False, "scripted", 3)
+    _, demos, cold, run, *rest = real.parts(tmp_path, False, "scripted", 3)
     learned = config_of(cold.argv[1:])
     assert (
         learned.demos == demos.argv[-1] == str(demos.leaves)
@@ -38,19 +38,20 @@ def test_every_part_is_a_command_with_flags_that_exist(tmp_path, monkeypatch):
     # so that the cold start's table is about the run's first one
     assert learned.instruction == cfg.instruction
     assert [part.argv[1] for part in rest] == [real.NAME, real.NAME, cfg.out]
-    for part in (model, demos, *rest):
-        done = subprocess.run(
-            [sys.executable, *part.argv, "--no_such"], cwd=HERE, capture_output=True, text=True
-        )
-        assert "unrecognized arguments: --no_such" in done.stderr
+
+
+@pytest.mark.slow
+def test_every_part_is_a_program_that_parses_its_flags(tmp_path):
+    for part in real.parts(tmp_path, False, "scripted", 3):
+        command = [sys.executable, *part.argv, "--no_such"]
+        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+        assert "--no_such" in done.stderr and done.returncode == 2
 
 
 def test_a_part_that_has_left_nothing_is_named(tmp_path):
     fails = Part("the thing", ["-c", "import sys; sys.exit(3)"], tmp_path / "a")
     with pytest.raises(Fault, match="the thing: .* ended with 3.*resumes"):
         real.play(fails)
-    with pytest.raises(Fault, match="ended with 0"):
-        real.play(Part("the thing", ["-c", "pass"], tmp_path / "a"))
     real.play(
         Part("the thing", ["-c", f"open({str(tmp_path / 'b' / 'c')!r}, 'w')"], tmp_path / "b" / "c")
     )
@@ -58,19 +59,14 @@ def test_a_part_that_has_left_nothing_is_named(tmp_path):
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_run_that_was_begun_is_resumed(tmp_path, monkeypatch, begun):
-    asked, out = [], tmp_path / "run"
+    asked = []
     child = SimpleNamespace(wait=lambda: 0)
     monkeypatch.setattr(real.subprocess, "Popen", lambda argv, cwd: asked.append(argv[1:]) or child)
-    (tmp_path / "done").touch()
-    out.mkdir()
+    command = ["inspo.py", "--out", str(tmp_path)]
     if begun:
-        (out / "config.json").touch()
-    real.play(Part("INSPO", ["inspo.py", "--out", str(out)], tmp_path / "done"))
-    real.play(Part("other", ["x.py", "--out", str(out)], tmp_path / "done"))
-    assert asked == [
-        ["inspo.py", "--out", str(out), *["--resume"] * begun],
-        ["x.py", "--out", str(out)],
-    ]
+        (tmp_path / "config.json").touch()
+    real.play(Part("INSPO", command, tmp_path))
+    assert asked == [[*command, *["--resume"] * begun]]
 
 
 def test_a_request_to_stop_reaches_the_part_and_ends_in_a_line(tmp_path):
@@ -97,17 +93,6 @@ def test_a_request_to_stop_reaches_the_part_and_ends_in_a_line(tmp_path):
         and "stopped by SIGTERM" in err
         and "Traceback" not in err
     )
-
-
-def test_what_was_begun_otherwise_is_not_gone_on_with(tmp_path, monkeypatch):
-    monkeypatch.setattr(real, "parts", lambda *_: [])
-    monkeypatch.setattr(real, "table", lambda out: "| a | b |")
-    for _ in range(2):
-        real.main(["--out", str(tmp_path / "a")])
-    with pytest.raises(
-        SystemExit, match="started with another --seed or --optimizer_model: choose another --out"
-    ):
-        real.main(["--out", str(tmp_path / "a"), "--seed", "1"])
 
 
 def test_the_table_has_a_row_for_all_that_was_measured(tmp_path):

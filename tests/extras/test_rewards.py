@@ -5,21 +5,19 @@ import dataclasses
 import gzip
 import importlib
 import json
-import os
-import subprocess
 import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from found_search import Found
-from hermes_like import qwen
+from hermes_like import small
 from scripted import Says
-from test_rollout import ANSWER, ASKED, ROOT, roll
+from test_rollout import ANSWER, ASKED, roll
 from test_seam import refused
 
 import evaluate
-from config import PRESETS, Config
+from config import Config
 from evaluate import collect_questions
 from inspo import train
 from tasks import Job, Question, Task, Trajectory, Turn
@@ -63,22 +61,13 @@ async def awaited(solution_str, ground_truth):
 def emptied(completions, options, **_):
     return [float(some.pop()) for some in options]
 
-def spent(solution_str, ground_truth, extra_info):
-    return float(extra_info["options"].pop())
-
 def unscored(solution_str, ground_truth): return {"acc": 1.0}
-def two(solution_str, ground_truth): return 0.5, {"acc": 1.0}
 def ragged(completions, **_): return [1.0, [2.0], 1.0, 1.0]
-def nested(completions, **_): return [[1.0]] * len(completions)
 def few(completions, **_): return [1.0]
-def lazily(completions, **_): yield from [1.0] * len(completions)
 def pair(a, b): return []
 def strict(solution_str, ground_truth, tolerance): return 1.0
-def keyed(*, taus): return []
-def nothing(): return []
 def scalar(completions, **_): return 1.0
 def texts(completions, **_): return ["0.5"] * len(completions)
-def dicts(completions, **_): return [{"score": 1.0}] * len(completions)
 def decimals(taus, /): return [Decimal("1.5")] * len(taus)
 def nan(completions, **_): return [math.nan] * len(completions)
 """
@@ -107,7 +96,7 @@ class Asking(Task):
 
 def task_with(spec, kind=Asking, **knobs):
     task = load_task(Config(reward=spec, tools="none", **knobs), kind)
-    task.tokenizer = qwen("qwen2_5")
+    task.tokenizer = small("qwen2_5")
     return task
 
 
@@ -124,12 +113,10 @@ def taus(task, *answers, G=2):
     [
         ("grades_here:right", [1, 0, 0, 1], [False, True, True, False]),
         ("grades_here:word", [1, 0, 0, 1], [False, True, True, False]),
-        ("grades_here:later", [2, 2, 2, 2], [False] * 4),
         ("2*grades_here:decimals", [3, 3, 3, 3], [False] * 4),
         ("grades_here:compute_score", [1, 0, 0, 1], [False, True, True, False]),
-        ("grades_here:awaited", [0, 0, 0, 0], [True] * 4),
+        ("grades_here:awaited", [1, 0, 0, 1], [False, True, True, False]),
         ("grades_here:emptied", [1, 1, 1, 1], [False] * 4),
-        ("grades_here:spent", [1, 1, 1, 1], [False] * 4),
         ("grades_here:word,0.25*grades_here:later", [1.5, 0.5, 0.5, 1.5], [False, True, True, False]),
         ("2*grades_here:right, -1*grades_here:word", [1, 0, 0, 1], [False, True, True, False]),
         # what does not apply is not summed; a right answer earns 0.9 as `right` says
@@ -139,41 +126,14 @@ def taus(task, *answers, G=2):
 def test_each_form_scores_and_several_are_summed_by_weight(grades, spec, rewards, failed):
     task = task_with(spec)
     played = taus(task, "x", "y", "z", "x")
-    for tau in played[:2]:
-        tau.question = Question(**{**vars(tau.question), "golds": ("x",)})
-        tau.question.data["reward_model"] = {"ground_truth": "x"}
-    for tau in played[2:]:  # as DuckDB writes a file
-        texts = {"reward_model": '{"ground_truth": "x"}', "extra_info": '{"options": [1]}'}
-        tau.question.data.update(texts)
-    if "awaited" in spec:
-        for tau in played:
-            tau.question.data["reward_model"] = {"ground_truth": "q"}
+    for tau, truth in zip(
+        played, [{"ground_truth": "x"}, '{"ground_truth": "x"}'] * 2, strict=True
+    ):
+        tau.question.data["reward_model"] = truth  # the second: as DuckDB writes a file
     for _ in range(2):  # a step after the other: no function changes the rows
         set_rewards(task, played)
         assert [tau.reward for tau in played] == rewards
         assert [tau.failed for tau in played] == failed
-
-
-FORKED = """
-import asyncio, multiprocessing
-from extras.plugs.rewards import wait_for
-
-
-def forked():
-    return wait_for(asyncio.sleep(0, 2))
-
-assert wait_for(asyncio.sleep(0, 1)) == 1
-with multiprocessing.get_context("fork").Pool(1) as pool:
-    print(pool.apply_async(forked).get(60))
-"""
-
-
-def test_a_fork_waits_for_coroutines_too(tmp_path):
-    """It has none of the threads, so that a loop of its parent's never runs."""
-    (tmp_path / "forked.py").write_text(FORKED)
-    program = [sys.executable, "forked.py"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    assert subprocess.check_output(program, cwd=tmp_path, env=env, timeout=120) == b"2\n"
 
 
 def test_a_trajectory_without_a_reward_moves_nothing(grades, capsys):
@@ -191,16 +151,7 @@ def test_a_trajectory_without_a_reward_moves_nothing(grades, capsys):
     assert [tau.reward for tau in played] == [0.0] * 4 and not any(tau.failed for tau in played)
 
 
-def test_the_forms_are_said_at_the_start(grades):
-    spec = "grades_here:right,0.5*grades_here:word,grades_here:compute_score"
-    said = task_with(spec).start(lambda *_: "")
-    assert said == (
-        "reward: grades_here:right (ours) + 0.5*grades_here:word (TRL's, on messages)"
-        " + grades_here:compute_score (verl's)"
-    )
-
-
-@pytest.mark.parametrize("name", ["pair", "strict", "keyed", "nothing"])
+@pytest.mark.parametrize("name", ["pair", "strict"])
 def test_an_unknown_form_is_refused(grades, name):
     said = refused(task_with, f"grades_here:right,grades_here:{name}")
     assert f"--reward grades_here:{name}: (" in said and "f(completions, **columns)" in said
@@ -209,8 +160,7 @@ def test_an_unknown_form_is_refused(grades, name):
 @pytest.mark.parametrize(
     "spec, says",
     [("half*grades_here:right", "half is no"), ("nan*grades_here:right", "nan is no"),
-     ("1e999*grades_here:right", "1e999 is no"), ("grades_here:right,", "give it as module:name"),
-     ("grades_here.py:right", "give it as module:name"), ("/x/grades_here.py:right", "give it as module:name")],
+     ("grades_here.py:right", "give it as module:name")],
 )  # fmt: skip
 def test_a_sum_that_cannot_be_read_is_refused(grades, spec, says):
     assert says in refused(task_with, spec)
@@ -222,13 +172,9 @@ def test_a_sum_that_cannot_be_read_is_refused(grades, spec, says):
         ("scalar", "returned 1.0 for 4"),
         ("nan", "is nan; return a finite number"),
         ("texts", "is '0.5'; return a"),
-        ("dicts", "is {'score': 1.0}; return a"),
         ("unscored", "question 0 is {'acc': 1.0}; return a"),
-        ("two", "question 0 is (0.5, {'acc': 1.0}); return a"),
         ("ragged", "question 1 is [2.0]; return a"),
-        ("nested", "question 0 is [1.0]; return a"),
         ("few", "returned 1 for 4"),
-        ("lazily", "returned <generator"),
     ],
 )
 def test_what_is_no_number_for_each_is_refused(grades, name, says):
@@ -257,9 +203,9 @@ DOCUMENTS = ['"Opera"\nBy Utzon.', "Rhine\nA river."]
 
 @pytest.fixture(params=["tags", "hermes"])
 def played(request, grades):
-    """A trajectory with a search, its task, and Qwen's tokenizer."""
+    """A trajectory with a search, its task, and a tokenizer."""
     cfg = Config(reward="grades_here:even", format=request.param)
-    task, tokenizer = load_task(cfg), qwen("qwen2_5")
+    task, tokenizer = load_task(cfg), small("qwen2_5")
     task.tools, task.tokenizer = [Found(*DOCUMENTS)], tokenizer
     [tau] = roll(
         Says(tokenizer, TURNS[request.param]), tokenizer, task, [Job(7, "Answer.", ASKED, 3)]
@@ -286,7 +232,7 @@ def test_completions_are_the_turns_and_the_results_as_messages(played):
 
 def test_trl_reads_the_same_call_from_the_same_tokens():
     chat = pytest.importorskip("trl.chat_template_utils")
-    tokenizer = chat.add_response_schema(qwen("qwen3"))
+    tokenizer = chat.add_response_schema(small("qwen3"))
     text = TURNS["hermes"][0]
     before, said = (tokenizer(x)["input_ids"] for x in ("<|im_start|>assistant\n", text))
     theirs = chat.parse_response(tokenizer, said, prefix=before)
@@ -310,28 +256,16 @@ def test_solution_str_is_all_that_follows_the_prompt_without_special_tokens(play
     assert given["ground_truth"] == ["Jørn Utzon"] and given["data_source"] == "fixture"
 
 
-@pytest.mark.parametrize("played", ["tags"], indirect=True)
-def test_an_evaluation_s_trajectories_are_encoded_again(played):
-    task, tau, tokenizer = played
-    [ids] = task.completed([tau.drop_tokens()])["completion_ids"]
-    assert tokenizer.decode(ids) == tau.response == tokenizer.decode(tau.ids[tau.prompt_tokens :])
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_the_columns_of_a_file_reach_trl_s_and_verl_s_functions(grades, tmp_path, suffix):
+def test_the_columns_of_a_file_reach_trl_s_and_verl_s_functions(grades, tmp_path):
     rows = [
         {"id": str(k), "question": "Who?", "golden_answers": ["x"], "solution": x, "extra_info": {"index": k},
          "data_source": "quiz", "reward_model": {"style": "rule", "ground_truth": {"target": ["x"]}}}
         for k, x in enumerate("xy")
     ]  # fmt: skip
-    file = tmp_path / f"q.{suffix}"
-    if suffix == "jsonl":
-        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), file)
+    file = tmp_path / "q.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), file)
     files = dict.fromkeys(("train", "valid", "test"), str(file))
-    spec = "grades_here:word,grades_here:compute_score"
-    task = task_with(spec, None, **files)
+    task = task_with("grades_here:word,grades_here:compute_score", None, **files)
     check_questions(task)
     [tau] = [Trajectory(0, task.questions("train")[1], 0, [], 0, turns=[Turn("y")], response="y")]
     with pytest.raises(TypeError):  # a dictionary is not in a text: it arrived as it is
@@ -343,18 +277,15 @@ def test_the_columns_of_a_file_reach_trl_s_and_verl_s_functions(grades, tmp_path
     assert load_task(Config(**files)).questions("train")[1].data is None
 
 
-@pytest.mark.parametrize("data", ["test", "FILE.jsonl", "FILE.parquet", "nq", "world"])
+@pytest.mark.parametrize("data", ["test", "FILE.jsonl", "nq"])
 def test_every_set_of_an_evaluation_brings_its_columns(grades, tmp_path, monkeypatch, data):
     rows = [{"id": str(k), "question": "Who?", "solution": x} for k, x in enumerate("xy")]
-    text = "".join(f"{json.dumps(row)}\n" for row in rows)
-    for name in ("FILE.jsonl", "world.jsonl", "nq/test.jsonl"):
+    for name in ("FILE.jsonl", "nq/test.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "FILE.parquet")
+        (tmp_path / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     monkeypatch.setattr(evaluate, "HUB", str(tmp_path))
-    monkeypatch.setitem(PRESETS["world"], "test", str(tmp_path / "world.jsonl"))
     name = str(tmp_path / data) if "FILE" in data else data
-    files = {"train": str(tmp_path / "FILE.jsonl"), "test": str(tmp_path / "FILE.jsonl")}
+    files = dict.fromkeys(("train", "test"), str(tmp_path / "FILE.jsonl"))
     task = task_with("grades_here:word", None, **files)
     [questions] = collect_questions(task, [name], 0, 0).values()
     played = [Trajectory(0, q, 0, [], 0, turns=[Turn("It is x.")]) for q in questions]
@@ -412,6 +343,7 @@ def test_trl_s_own_rewards_score_as_in_trl(played, tmp_path, monkeypatch):
     assert scored.reward([tau, other]) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_trl_s_and_verl_s_forms(grades, tmp_path, capsys):
     spec = "grades_here:later,grades_here:awaited"
     small = dict(T=1, batch=2, G=2, eval_n=4, mode="static")

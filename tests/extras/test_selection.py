@@ -1,8 +1,6 @@
 """Rules of choosing (extras/selection.py): who joins by which gate, who draws a rollout's
 instruction."""
 
-import math
-
 import numpy as np
 import pytest
 from scipy import stats
@@ -33,9 +31,6 @@ def test_the_lower_bound_by_hand():
     are not."""
     r_parent, t = [0.0, 1.0, 0.0, 1.0], stats.t.ppf(0.8, 3)
     assert lower_bound([1.0, 1.0, 0.0, 1.0], r_parent) == pytest.approx(0.75 - t * 0.25)
-    assert lower_bound([1.0, 0.0, 0.0, 1.0], r_parent) == pytest.approx(
-        0.5 - t * math.sqrt(2 / 3) / 2
-    )
     P = LowerBound(SelectionConfig())
     near = [
         ([1.0, 1.0, 0.0, 1.0], r_parent), ([1.0, 0.0, 0.0, 1.0], r_parent),
@@ -82,7 +77,6 @@ def test_rules_combine():
 @pytest.mark.parametrize(
     "flags, says",
     [
-        (dict(groups="pairs"), "--groups pairs: choose pair or question"),
         (dict(lower_bound=True, mode="static"), "--lower_bound: --mode static"),
         (
             dict(objective="consistent"),

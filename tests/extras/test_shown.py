@@ -225,14 +225,6 @@ UNREADABLE = re.compile(  # Python's own notation, what is no number, tracebacks
 )
 
 
-@pytest.mark.parametrize("text", [
-    "EM Interval(mean=0.2, low=0.1)", "loss nan", "['a']", "np.float64(0.2)", "seconds None", "{'a': 1}",
-])  # fmt: skip
-def test_what_nobody_should_read_is_seen(text):
-    assert UNREADABLE.search(text)
-    assert not UNREADABLE.search("| 0.20 (0.10 to 0.30) | 300 |\n\nNo information. None-the-less.")
-
-
 SWAPS = [  # of words in a shown command, for what there is at the desk
     (r"\.\.\.|--serve|--(?:retriever|optimizer_model|seed|out) \S+|--model (?:[Ss]moll|\S*[Qq]wen)\S*", ""),
     (r"--data(?: (?!--)\S+)+", "--data test valid"),

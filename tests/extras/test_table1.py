@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_inspo import ENV, finish, metrics, popen, wait_for_step
+from test_inspo import ENV, finish, popen
 
 from config import PRESETS, WORLD, Config, parse_flags
 from engines import FinishedTurn
@@ -85,10 +85,7 @@ def test_every_row_of_table_1_has_a_name_and_ends_its_turns_as_it_plays():
     for name, method in METHODS.items():
         task = SearchQA(Config(**method.knobs))
         assert bool(task.tools) == (name not in ("direct", "sft", "grpo"))
-        ends = method.stop_strings(task)
-        assert ("</search>" in ends) == (name in ("sft_reject", "search_r1")) and 1 <= len(
-            ends
-        ) <= 4
+        assert ("</search>" in method.stop_strings(task)) == (name in ("sft_reject", "search_r1"))
 
 
 @pytest.mark.parametrize(
@@ -137,11 +134,8 @@ def test_ircot_retrieves_with_every_sentence_keeps_the_passages_and_ends_at_the_
     assert again.endswith("Thought: Emma is by Jane Austen.")
     # without an answer
     [tau] = played("ircot", Script(*[{0: f"Thought {k}."} for k in range(5)]), [EMMA])
-    assert (
-        tau.stop == "turns"
-        and tau.prediction == "Thought 0. Thought 1. Thought 2. Thought 3. Thought 4"
-    )
-    assert tau.served("search") == 5
+    assert (tau.stop, tau.served("search")) == ("turns", 5)
+    assert tau.prediction == "Thought 0. Thought 1. Thought 2. Thought 3. Thought 4"
 
 
 def test_search_o1_reads_documents_apart_and_never_searches_a_query_twice():
@@ -173,10 +167,8 @@ def test_search_o1_reads_documents_apart_and_never_searches_a_query_twice():
 def test_search_o1_has_5_searches_for_one_hop_and_10_for_more(question, limit):
     turns = []
     for k in range(limit + 1):
-        turns += [{0: f"<|begin_search_query|>{k}<|end_search_query|>"}] + (
-            [{0: "note"}] if k < limit else []
-        )
-    [tau] = played("search_o1", Script(*turns), [question], max_prompt=10**6)
+        turns += [{0: f"<|begin_search_query|>{k}<|end_search_query|>"}, {0: "note"}]
+    [tau] = played("search_o1", Script(*turns[:-1]), [question], max_prompt=10**6)
     assert (tau.served("search"), tau.stop) == (limit, "turns")
 
 
@@ -193,8 +185,8 @@ def test_the_loop_plays_the_instruction_of_the_agent_and_a_context_that_is_too_l
 @pytest.mark.parametrize(
     "text, answer",
     [
-        ("a \\boxed{x} b \\boxed{y}", "y"), ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"), ("<answer> a </answer>.", "a"),
-        ("So the answer is: Paris.", "Paris"), ("the Answer is: b", "b"), ("Paris.", "Paris"), ("", ""),
+        ("a \\boxed{x} b \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"), ("<answer> a </answer>.", "a"),
+        ("the Answer is: b", "b"), ("Paris.", "Paris"), ("", ""),
     ],
 )  # fmt: skip
 def test_where_an_answer_is_looked_for(text, answer):
@@ -205,7 +197,7 @@ def test_where_an_answer_is_looked_for(text, answer):
     "mode, tools, name",
     [
         ("supervised", "none", "sft"), ("supervised", "search", "sft_reject"), ("static", "none", "grpo"),
-        ("static", "search", "search_r1"), ("inspo", "search", "search_r1"),
+        ("inspo", "search", "search_r1"),
     ],
 )  # fmt: skip
 def test_a_run_is_played_as_it_was_trained(mode, tools, name):
@@ -224,18 +216,9 @@ def test_a_method_is_measured_by_evaluate_and_plays_search_qa_alone(tmp_path, ca
     assert (
         "searches 0.000  gold_recall 0.000" in capsys.readouterr().out
     )  # as of all rows of Table 1
+    game = "rag", "--task", "extras.tasks.guess:Guess", "--out", str(tmp_path / "o")
     with pytest.raises(SystemExit, match="--method RAG: it plays search QA alone"):
-        table1.main(
-            [
-                "world",
-                "--method",
-                "rag",
-                "--task",
-                "extras.tasks.guess:Guess",
-                "--out",
-                str(tmp_path / "o"),
-            ]
-        )
+        table1.main(["world", "--method", *game])
 
 
 # ---- training
@@ -246,13 +229,8 @@ def test_the_flags_of_the_methods_that_train(tmp_path):
     grpo, sft, reject = (config_of(name, flags) for name in ("grpo", "sft", "sft_reject"))
     assert (grpo.mode, grpo.tools, sft.tools, reject.tools) == ("static", "none", "none", "search")
     for cfg in (sft, reject):
-        assert (cfg.mode, cfg.beta, cfg.mini_batch, cfg.N_P, cfg.T_e) == (
-            "supervised",
-            0,
-            cfg.batch,
-            1,
-            0,
-        )
+        found = cfg.mode, cfg.beta, cfg.mini_batch, cfg.N_P, cfg.T_e
+        assert found == ("supervised", 0, cfg.batch, 1, 0)
     assert grpo.beta == parse_flags(flags).beta
     assert SearchQA(grpo).make_format().stop_strings() == ("</answer>",)
     assert (tmp_path / "run.instruction.txt").read_text().strip() == IN_WORLD.direct
@@ -289,12 +267,10 @@ def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(wo
 def test_a_method_that_trains_runs_to_its_end(method, tmp_path):
     """Under the fixture's instruction the first policy answers some questions, so that there is
     something to keep."""
-    flags = (
-        ["--instruction", str(ROOT / "tests" / "fixture" / "instruction.txt")]
-        if method == "sft_reject"
-        else []
-    )
-    flags += "--T 2 --batch 6 --G 4 --eval_n 3 --save_every 1 --out".split()
+    flags = "--T 2 --batch 6 --G 4 --eval_n 3 --save_every 1".split()
+    if method == "sft_reject":
+        flags += ["--instruction", str(ROOT / "tests" / "fixture" / "instruction.txt")]
+    flags += ["--out"]
     command = [sys.executable, "extras/table1.py", "train", method, *flags]
     code, _, stderr = finish(popen([*command, str(tmp_path / "run")], ENV), 900)
     assert code == 0, stderr
@@ -304,11 +280,3 @@ def test_a_method_that_trains_runs_to_its_end(method, tmp_path):
         kept = read_jsonl(tmp_path / "run" / "successes.jsonl")
         golds = {q.id: q.golds for q in load_questions(PRESETS["world"]["train"])}
         assert kept and all(em(row["said"], golds[row["q"]]) for row in kept)
-        killed = [*command, str(tmp_path / "killed")]
-        process = popen(killed, ENV)
-        wait_for_step(tmp_path / "killed", 1, process)
-        process.kill()
-        process.communicate()
-        code, stdout, stderr = finish(popen([*killed, "--resume"], ENV), 900)
-        assert code == 0 and "rejection sampling" not in stdout, stderr
-        assert metrics(tmp_path / "killed") == metrics(tmp_path / "run")

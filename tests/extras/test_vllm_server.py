@@ -12,10 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import requests
-import urllib3
 from json_server import free_port, json_servers
 from test_engine import contexts_of
-from test_vllm import ENV, MAX_LEN, ROOT, changed, more, off, torchrun, turns
+from test_vllm import ENV, MAX_LEN, ROOT, changed, off, torchrun, turns
 from tiny_model import STOP
 
 import extras.engines.vllm_server as vllm_server
@@ -111,25 +110,6 @@ def test_two_servers_are_one_engine(server, tiny):
     assert turns(server, contexts, 30, 1.0, seed=6) != ended
 
 
-def test_new_turns_begin_while_servers_work(server, tiny):
-    contexts = contexts_of(tiny[1])
-    server.reset(0)
-    longest = MAX_LEN - len(contexts[0])
-
-    def ended_before_the_longest():
-        ended = list(server.generate({0: contexts[0]}, longest, 0.0))
-        ended += server.generate({key: contexts[key] for key in contexts if key}, 1, 0.0)
-        while len(ended) < len(contexts):
-            ended += server.generate({}, 1, 0.0)
-        order = [key for key, *_ in ended]
-        assert sorted(order) == sorted(contexts) and len(ended[order.index(0)].ids) == longest
-        return order[: order.index(0)]
-
-    # Begun later, at the same server. On a busy machine one longest turn may end before the others
-    # arrive.
-    assert any(key % len(server.urls) == 0 for _ in range(5) for key in ended_before_the_longest())
-
-
 def test_both_servers_get_new_weights(server, tiny):
     model, tokenizer = tiny
     other, contexts = changed(model), contexts_of(tokenizer)
@@ -137,31 +117,6 @@ def test_both_servers_get_new_weights(server, tiny):
     assert off(other, contexts, turns(server, contexts, 10, 1.0), 1.0) < 1e-4
     server.load(weights(model))
     assert off(model, contexts, turns(server, contexts, 10, 1.0), 1.0) < 1e-4
-
-
-def test_turns_that_were_forgotten_do_not_meet_the_new_weights(server, tiny):
-    contexts = contexts_of(tiny[1])
-    list(server.generate(contexts, 300, 1.0))
-    server.load(weights(tiny[0]))
-    assert off(tiny[0], contexts, more(server, contexts, 10, 1.0), 1.0) < 1e-4
-
-
-def test_a_load_that_fails_leaves_no_rank_waiting(server, tiny, monkeypatch):
-    model, tokenizer = tiny
-    contexts = {0: tokenizer("Who", add_special_tokens=False)["input_ids"]}
-
-    def broken():
-        next(server.source.weights)
-        raise Outage("the network is gone")
-
-    stream = iter(weights(model))
-    with monkeypatch.context() as patch:
-        patch.setattr(server.sender, "send_weights", broken)
-        with pytest.raises(Outage, match="the network is gone"):
-            server.load(stream)
-    assert next(stream, None) is None  # the other ranks wait until everything is gathered
-    server.load(weights(model))  # and the servers generate again
-    assert turns(server, contexts, 5, 0.0)
 
 
 def test_a_server_with_other_weights_than_the_last_ones_is_noticed(server, tiny):
@@ -195,10 +150,7 @@ def test_servers_that_did_not_take_the_weights_are_noticed(server, tiny, monkeyp
 
 def test_a_request_that_fails_is_sent_again(server, tiny, monkeypatch):
     session = server.clients[server.urls[0]].session
-    request, faults = (
-        session.request,
-        iter([requests.ConnectionError(), urllib3.exceptions.ProtocolError()]),
-    )
+    request, faults = session.request, iter([requests.ConnectionError()])
 
     def flaky(*args, **kwargs):
         for fault in faults:
@@ -210,22 +162,10 @@ def test_a_request_that_fails_is_sent_again(server, tiny, monkeypatch):
     assert off(tiny[0], contexts, turns(server, contexts, 5, 0.0), 0.0) < 1e-4
 
 
-def test_a_server_that_does_not_answer_in_time_is_not_asked_again(server, tiny, monkeypatch):
-    monkeypatch.setattr(server.clients[server.urls[0]], "timeout", 0.005)
-    with pytest.raises(Outage, match="generate: no whole answer in 0.005 s$"):
-        turns(server, {0: contexts_of(tiny[1])[0]}, 400, 1.0)
-
-
-def test_a_request_that_the_server_refuses_is_reported_at_once(server):
-    with pytest.raises(Outage, match=r"generate: HTTP 400: .*500"):
-        turns(server, {0: [5] * (MAX_LEN + 1)}, 5, 0.0)
-
-
 @pytest.mark.parametrize(
     "part, key, value, says",
     [
         ("model_config", "max_model_len", 400, "takes 400 tokens, 500 are needed"),
-        ("model_config", "logprobs_mode", "raw_logprobs", "--logprobs-mode raw_logprobs"),
         (None, "weight_transfer_config", None, "weight transfer None"),
     ],
 )
@@ -246,11 +186,7 @@ def test_a_server_that_was_started_with_other_settings(
         type(server)(settings(tiny_path), tiny[1], STOP, server.urls[0])
     line = str(e.value)
     assert says in line and "\n" not in line
-    port = server.urls[0].rpartition(":")[2]
-    assert (
-        f"VLLM_SERVER_DEV_MODE=1 vllm serve {tiny_path} --host 127.0.0.1 --port {port} --dtype bfloat16"
-        in line
-    )
+    assert f"VLLM_SERVER_DEV_MODE=1 vllm serve {tiny_path} --host 127.0.0.1 --port" in line
     assert "--max-model-len 500 --logprobs-mode processed_logprobs --enable-scale-out" in line
 
 
@@ -259,14 +195,10 @@ def test_the_real_client_wants_nccl(server, tiny, tiny_path):
         VllmServer(settings(tiny_path), tiny[1], STOP, server.urls[0])
 
 
-@pytest.mark.parametrize(
-    "answers, says",
-    [({"version": "0.31.2"}, "is vLLM 0.31.2"), (None, "/version: HTTP 404: nothing")],
-)
-def test_a_server_that_is_something_else(tiny, tiny_path, answers, says):
+def test_a_server_of_another_version(tiny, tiny_path):
     with json_servers() as start:
-        other = start(answers or (404, {}, "nothing here"))
-        with pytest.raises(Fault, match=says):
+        other = start({"version": "0.31.2"})
+        with pytest.raises(Fault, match="is vLLM 0.31.2"):
             VllmServer(settings(tiny_path), tiny[1], STOP, other.url)
 
 

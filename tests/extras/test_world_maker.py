@@ -9,7 +9,6 @@ from collections import Counter
 from functools import partial
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from config import WORLD
@@ -22,7 +21,7 @@ from plumbing.replies import read_blocks as parse_reply
 from reflect import find_flaw, fold_words, reflection_prompt
 from tasks import Question
 from tasks.search_qa import em
-from tasks.tools import Action, explain_invalid_action, find_answer, find_lost_tag
+from tasks.tools import explain_invalid_action, find_answer, find_lost_tag
 from world.clauses import (
     BEST,
     CLAUSES,
@@ -68,14 +67,6 @@ def test_the_files_of_the_world_regenerate_to_the_byte(tmp_path):
     assert names == ["corpus.jsonl", "instruction.txt", "test.jsonl", "train.jsonl", "valid.jsonl"]
     for name in names:
         assert (tmp_path / name).read_bytes() == (WORLD / name).read_bytes(), name
-
-
-def test_a_search_for_one_entity_finds_its_passage_first(full_world):
-    for name, relation in full_world.facts:
-        first, *others = full_world.search(f"{relation} of {name}")
-        assert first.startswith(f'"{name}"\n')
-        assert full_world.facts[name, relation] in first
-        assert len(others) <= 2
 
 
 # --- demonstrations
@@ -130,13 +121,6 @@ def test_the_clauses_decide_how_often_a_demonstration_succeeds(full_world, monke
             / n
         )
 
-    rng = random.Random(0)
-    # untold, none searches for a single entity
-    asked = [full_world.random_question(rng, 2) for _ in range(100)]
-    assert all(
-        set(re.findall("<search>(.*?)</search>", respond(rng, full_world, q, []))) <= {q.text}
-        for q in asked
-    )
     for hops in (2, 3):
         assert all(mean(clauses, hops) < 0.15 for clauses in ([], ["whole"], ["memory"]))
         # even told to go on, it mostly stops one fact short
@@ -174,37 +158,13 @@ def test_the_tokenizer_knows_every_text_of_the_world(tokenizer, full_world):
     )
 
 
-def test_demonstrations_show_results_exactly_as_a_run_does(tokenizer, full_world):
-    for passages in (full_world.search("director of the film"), full_world.passages[:1], []):
-        ids = tokenizer(observation(passages), add_special_tokens=False)["input_ids"]
-        search = Action("", tool=SEARCH)
-        assert ids == TASK.make_format(tokenizer).encode_result(search, passages, limit=10_000)
-
-
-def test_decoding_restores_a_trajectory_up_to_case_and_spaces(tokenizer, full_world):
-    rng = random.Random(0)
-    for _ in range(200):
-        instruction, question, parts = demo(rng, [full_world], [1, 2, 3])
-        text = (
-            f"{instruction}\n\nQuestion: {question}\n"
-            + INVALID
-            + "".join(part for part, _ in parts)
-        )
-        back = tokenizer.decode(
-            tokenizer(text, add_special_tokens=False)["input_ids"], skip_special_tokens=False
-        )
-        assert "".join(back.split()).lower() == "".join(text.split()).lower()
-        assert em(find_answer(back), [find_answer(text)]) == 1  # and the reward is the same
-
-
 def test_the_saved_tokenizer_is_current_and_survives_a_qwen2_config_and_being_saved_twice(
     tokenizer, tmp_path
 ):
     """transformers 5 takes every tokenizer next to a `qwen2` config for Qwen2's, unless its file
     says otherwise."""
     built = build_tokenizer()
-    model = tiny_policy(len(built))
-    model.save_pretrained(tmp_path)
+    tiny_policy(len(built)).save_pretrained(tmp_path)
     save_tokenizer(built, tmp_path)
     # as a run does with its policy
     AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
@@ -214,7 +174,6 @@ def test_the_saved_tokenizer_is_current_and_survives_a_qwen2_config_and_being_sa
         )
         assert other.chat_template == built.chat_template
         assert (other.eos_token, other.pad_token) == ("<eos>", "<pad>")
-    assert model.config.eos_token_id == built.eos_token_id
 
 
 # --- the warm start
@@ -222,23 +181,16 @@ def test_the_saved_tokenizer_is_current_and_survives_a_qwen2_config_and_being_sa
 
 
 @pytest.mark.slow
-def test_the_warm_start_trains_every_weight_and_never_sees_a_name_of_the_world(
-    full_world, monkeypatch
-):
+def test_the_warm_start_never_sees_a_name_of_the_world(full_world, monkeypatch):
     seen, lessons = [], warm_start.lessons
-    monkeypatch.setattr(
-        warm_start,
-        "lessons",
-        lambda rng, worlds, *x: seen.extend(worlds) or lessons(rng, worlds, *x),
-    )
+
+    def watched(rng, worlds, *others):
+        seen.extend(worlds)
+        return lessons(rng, worlds, *others)
+
+    monkeypatch.setattr(warm_start, "lessons", watched)
     monkeypatch.setattr(warm_start, "N_WORLDS", 50)
-    # small batches, so that every lesson occurs
-    model, _ = warm_start.train(tokens=12_000, seed=0, batch=400)
-    torch.manual_seed(0)
-    untrained = tiny_policy(len(build_tokenizer())).state_dict()
-    assert all(
-        not torch.equal(trained, untrained[name]) for name, trained in model.state_dict().items()
-    )
+    warm_start.train(tokens=12_000, seed=0, batch=400)
     of_the_world = {name for names in full_world.names.values() for name in names}
     assert len(seen) == 50
     for other in seen:
@@ -293,14 +245,9 @@ def test_some_replies_are_malformed_or_say_it_in_words_that_nobody_taught_and_mo
     assert set(reasons) == {"fine", "lost", "duplicate"} and reasons["fine"] > 0.85 * sum(
         reasons.values()
     )
-    assert (
-        sum(len(judged) == 6 and not any(reason for _, reason in judged) for *_, judged in replies)
-        > 150
-    )
     texts = [text for *_, judged in replies for text, _ in judged]
-    assert (
-        0.05 < sum(any(wording in text for wording in UNSEEN) for text in texts) / len(texts) < 0.5
-    )
+    unseen = sum(any(wording in text for wording in UNSEEN) for text in texts)
+    assert 0.05 < unseen / len(texts) < 0.5
 
 
 def test_candidates_keep_all_other_clauses_never_contradict_themselves_and_some_would_do_harm(
