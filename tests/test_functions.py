@@ -13,6 +13,7 @@ import pytest
 import torch
 from json_server import passages
 from test_rollout import ASKED, ROOT, play, spelled
+from tiny_model import FIXTURE
 
 import inspo
 from config import PRESETS, Config
