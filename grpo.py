@@ -34,7 +34,7 @@ MAX_GRAD_NORM = 1.0  # CHOICE-17
 MAX_SKIPPED = 5  # optimizer steps in a row without a finite gradient, after which a run stops
 # arguments of kernels.grpo_head by name: arrays (N,) over action tokens, numbers, or None
 Terms = dict[str, Any]
-# what is added up over the action tokens of an update, by the names of `Learner.loss`
+# what is added up over the action tokens of a mini-batch: the loss, and extras of `Learner.loss`
 SUMS = ("loss", "kl", "entropy", "clipped", "gap")
 
 
@@ -183,13 +183,13 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # log-probs under pi_old; None: the policy still is pi_old when it trains the first
-        olds = [None, *map(self.logprobs, minibatches[1:])]
+        old_scores = [None, *map(self.logprobs, minibatches[1:])]
         total = dict.fromkeys((*SUMS, "tokens"), 0.0)
         gaps = []
         norms = []
         self.model.train()
         for k, minibatch in enumerate(minibatches):
-            sums, token_gaps = self.backward(minibatch, olds[k])
+            sums, token_gaps = self.backward(minibatch, old_scores[k])
 
             # Before the first step engine and trainer have the same weights. `not <=` holds for
             # NaN, too; a loss that is not finite is the trainer's own fault.
@@ -270,9 +270,9 @@ class Learner:
             return batch, extras, ()
 
         with ThreadPoolExecutor(self.threads, initializer=compute_alone) as pool:
-            run = pool.map if self.threads > 1 else map
-            for batch, extras, gradients in run(compute, range(len(mine))):
-                # no gradients: `backward` has added them
+            map_batches = pool.map if self.threads > 1 else map
+            for batch, extras, gradients in map_batches(compute, range(len(mine))):
+                # no gradients: `loss.backward` has added them
                 for p, gradient in zip(trained, gradients, strict=False):
                     if p.grad is None:
                         p.grad = gradient

@@ -106,11 +106,11 @@ def inspo(
             with log.timing("evolve"):
                 evolution.evolve(t, policy)
 
-        # the last step's policy is evaluated by `compare`
-        evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T
+        # `compare` plays the test questions with the last step's policy
+        evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0
         if evaluated:
             with log.timing("evaluate"):
-                for split in ("valid", "test"):
+                for split in ("valid", "test") if t < cfg.T else ("valid",):
                     log.add_evaluation(split, policy.evaluate(t, P.best(), split))
         log.end_step(t)
         checkpoints.end_step(t, evaluated)

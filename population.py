@@ -17,7 +17,7 @@ Array = npt.NDArray[np.float64]
 
 
 def mean(rewards: Sequence[float]) -> float:
-    """Returns the mean reward; 0 of none."""
+    """Returns the mean reward; 0 if there is none."""
     return sum(rewards) / max(1, len(rewards))
 
 

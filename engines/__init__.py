@@ -35,7 +35,8 @@ class Engine(Protocol):
     """
 
     max_rows: int  # rows that one batch may hold
-    # samples depend on which rows are generated together: start all turns of a round in one call
+    # whether samples depend on which rows are generated together: then start all turns of a round in
+    # one call
     lockstep: bool
 
     def reset(self, seed: int) -> None:
@@ -66,22 +67,22 @@ class Engine(Protocol):
 
 
 def watch_ends(tokenizer: Any, stop: tuple[str, ...]) -> Callable[[list[int]], bool]:
-    """Returns what tells whether the last of a turn's tokens so far ends the turn: one of
-    `turn_ends`, or the first that completes one of the strings `stop`."""
+    """Returns a function of a turn's tokens so far: whether the last one ends the turn, as one of
+    `turn_ends` or because it completes one of the strings `stop`."""
     ends = frozenset(turn_ends(tokenizer))
     # Only a token whose text contains the last character of a stop string can complete it: decode
     # after those.
     last = {s[-1] for s in stop}
     known = sorted(tokenizer.get_vocab().values())  # some ids may name nothing
     texts = tokenizer.batch_decode([[i] for i in known], skip_special_tokens=False)
-    may_stop = {i for i, text in zip(known, texts, strict=True) if last & set(text)}
+    completing = {i for i, text in zip(known, texts, strict=True) if last & set(text)}
     # a character has at most 4 bytes, a token at least 1
     tail = 4 * max(map(len, stop), default=0)
 
     def ended(ids: list[int]) -> bool:
         if ids[-1] in ends:
             return True
-        if ids[-1] not in may_stop:
+        if ids[-1] not in completing:
             return False
         text = tokenizer.decode(ids[-tail:], skip_special_tokens=False)
         return any(s in text for s in stop)

@@ -38,10 +38,11 @@ class RowCache:
         self.rows = self.columns = torch.empty(0)
         self.width = 0  # columns in use
         self.M, self.shared = M, shared
-        behind = torch.arange(capacity, device=shared.device) - shared[:, None, None]
+        # how far a column is past the prompt of its row, and the contexts of a row, 0 to M - 1
+        past = torch.arange(capacity, device=shared.device) - shared[:, None, None]
         members = torch.arange(M, device=shared.device)[:, None]
-        # (B, M, capacity): the columns that each context attends to
-        self.readable = (behind < 0) | (behind % M == members)
+        # (B, M, capacity): whether a context may attend to a column, the prompt's or one of its own
+        self.readable = (past < 0) | (past % M == members)
 
     def update(
         self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
@@ -63,10 +64,8 @@ class RowCache:
     def place(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Returns the columns (n, T) of tokens at positions, (n, T) or (T,), of n slots."""
         shared = self.shared[slots // self.M, None]
-        behind = positions - shared
-        return torch.where(
-            behind < 0, positions, shared + behind * self.M + slots[:, None] % self.M
-        )
+        past = positions - shared
+        return torch.where(past < 0, positions, shared + past * self.M + slots[:, None] % self.M)
 
     def copy(
         self, slots: Tensor, capacity: int, shared: Tensor | None = None, M: int = 1

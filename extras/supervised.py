@@ -91,10 +91,10 @@ def imitate(
             update["logp"] = -update["logp_gap"]
             update = {name: x for name, x in update.items() if "logp_gap" not in name}
         log.add_update(update | {"time/update": policy.seconds["update"]}, P)
-        evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T
+        evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0
         if evaluated:
             with log.timing("evaluate"):
-                for split in ("valid", "test"):
+                for split in ("valid", "test") if t < cfg.T else ("valid",):
                     log.add_evaluation(split, policy.evaluate(t, P.best(), split))
         log.end_step(t)
         checkpoints.end_step(t, evaluated)

@@ -8,11 +8,11 @@ def logp_rows(z, targets, temperature):
     overwrites z."""
     if temperature != 1:
         z /= temperature
-    z -= z.amax(1, keepdim=True)  # the same softmax, and exp cannot overflow
+    z -= z.amax(1, keepdim=True)  # x: the same softmax, and exp cannot overflow
     e = z.exp()
     total = e.sum(1)  # pairwise summation: 10 times as accurate as log_softmax at V = 152,000
     logp = z.gather(1, targets[:, None])[:, 0] - total.log()
-    ex = z.mul_(e)
+    ex = z.mul_(e)  # e * x, in the memory of z
     return logp, total.log() - ex.sum(1) / total, (ex, e, total)
 
 

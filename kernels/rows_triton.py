@@ -12,7 +12,7 @@ import triton.language as tl
 
 BLOCK, WARPS = 4096, 8  # logits that a program holds in registers, 16 per thread
 LOW = tl.constexpr(-1e30)  # a finite -inf, so that LOW - LOW is 0 and not NaN
-# Chunks start anywhere in these; do not recompile for each.
+# Pointers into columns, in which a chunk may start anywhere: no compilation for each alignment.
 TOKENS = [
     "ADV",
     "TOKEN_WEIGHT",

@@ -386,7 +386,7 @@ def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> lis
             begun.add(prefix)
         return batches, sizes
 
-    # the smallest limit with which there are no more batches than with micro_tokens
+    # the smallest limit with which there are no more batches a rank than with micro_tokens
     n = math.ceil(len(cut(micro_tokens)[0]) / ranks) * ranks
     low, high = 1, micro_tokens
     while low < high:

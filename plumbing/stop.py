@@ -1,6 +1,6 @@
-"""SIGINT, SIGTERM and SIGUSR1 are one request to stop. Where it may, `may_stop`, it raises Stopped
-at once; elsewhere it waits for that, so that no update and no file is left half done. A second
-signal ends the process."""
+"""SIGINT, SIGTERM and SIGUSR1 ask the process to stop. Inside `may_stop` the request raises Stopped
+at once; elsewhere it waits for the next `may_stop`, so that no update and no file is left half done.
+A second signal ends the process."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-TWICE = 1.0  # seconds within which a signal is the first one again: under torchrun a Ctrl-C is two
+TWICE = 1.0  # seconds in which another signal counts as the first: torchrun doubles a Ctrl-C
 
 
 def leads() -> bool:
@@ -26,8 +26,8 @@ def count_ranks() -> int:
 
 
 class Stopped(SystemExit):
-    """Somebody asked this process to stop. Uncaught, it is its line on standard error and exit code
-    1."""
+    """Somebody asked this process to stop. Uncaught, it prints its line on standard error and exits
+    with code 1."""
 
 
 class _State:
@@ -38,8 +38,8 @@ class _State:
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Handles the signals, but for those that the caller's shell ignores (nohup); the old handlers
-    return afterwards."""
+    """Handles the signals, except those that the caller's shell ignores (nohup); afterwards the old
+    handlers are back."""
     old = {}
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -54,7 +54,7 @@ def listening() -> Iterator[None]:
 
 @contextlib.contextmanager
 def may_stop() -> Iterator[None]:
-    """Inside, a request raises Stopped at once, also one that has waited."""
+    """Lets a request raise Stopped inside, at once, and one that has waited on entry."""
     before, _State.raises = _State.raises, True
     try:
         raise_if_requested()

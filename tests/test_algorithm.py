@@ -840,15 +840,16 @@ def test_evaluations_and_checkpoints_keep_theirs():
     _, policy, log, _ = run({FIRST: 2}, static=True, N_P=1, T=12, eval_every=4, save_every=5)
     first, *others = policy.evaluations
     assert first == (0, FIRST, "test")  # at T `compare` does
-    assert others == [(t, FIRST, split) for t in (4, 8) for split in ("valid", "test")]
-    assert [split for split, _ in log.of("add_evaluation")] == ["valid", "test"] * 2
+    both = [(t, FIRST, split) for t in (4, 8) for split in ("valid", "test")]
+    assert others == [*both, (12, FIRST, "valid")]
+    assert [split for split, _ in log.of("add_evaluation")] == [*["valid", "test"] * 2, "valid"]
     assert steps_of(log, "save") == [4, 5, 8, 10, 12] and steps_of(log, "end_step") == list(
         range(1, 13)
     )
     _, _, log, _ = run({}, static=True, N_P=1, T=3, eval_every=0)
     assert not log.of("add_evaluation") and steps_of(log, "save") == [3]
     _, policy, _, _ = run({}, static=True, N_P=1, T=3, eval_every=1)
-    assert [t for t, _, split in policy.evaluations if split == "valid"] == [1, 2]
+    assert [t for t, _, split in policy.evaluations if split == "valid"] == [1, 2, 3]
 
 
 def test_both_policies_are_compared_under_both_instructions():

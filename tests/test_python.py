@@ -68,6 +68,16 @@ class Made(Echo):
         self.prize = prize
 
 
+def test_what_an_evaluation_in_training_finds_is_shown(tmp_path, capsys):
+    result = inspo.train(task=Echo, **TINY | dict(T=2, eval_every=1), out=str(tmp_path / "run"))
+    lines = capsys.readouterr().out.splitlines()
+    row, last = [r for r in metrics(result.path) if "valid/reward" in r]
+    assert last["t"] == 2 and "test/reward" not in last  # which the summary has
+    for split in ("valid", "test"):
+        shown = f"{split}/reward {row[f'{split}/reward']:.3g}"
+        assert [line for line in lines if line.startswith("step") and shown in line]
+
+
 class Unvalidated(Echo):
     """Has no validation questions, and a reward of none cannot be computed."""
 

@@ -350,7 +350,7 @@ class Policy:
 
     @on_all_ranks(of_rank_0)
     def update(self, t: int, taus: Sequence[Trajectory]) -> Row:
-        """Takes step t of GRPO on the rewarded trajectories (Eq. 2); returns the metrics of the
+        """Takes step t of GRPO on trajectories with their advantages (Eq. 2); returns the metrics of the
         whole batch.
 
         Raises Diverged when MAX_SKIPPED optimizer steps in a row had no finite gradient.

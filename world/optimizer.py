@@ -2,7 +2,7 @@
 
     python -m world.optimizer --port 8001
 
-It gets nothing but a prompt, of App. E or of another mode's (reflect.py). It reads the failed
+It gets nothing but a prompt, App. E's or another proposer's (reflect.py). It reads the failed
 responses there as text (how many searches, which queries, a sentence where a name belongs, an
 answer that no passage contains), writes an analysis and proposes instructions made of the world's
 clauses. As with an LLM, proposals vary in quality: some miss the point, some do harm, some are
@@ -74,8 +74,8 @@ def diagnose(response: str) -> Reasons:
 
 
 def diagnose_by_gold(response: str, golds: str) -> Reasons:
-    """The same for questions that are not the world's: what was asked, found and said, with the
-    right answers."""
+    """Returns the same for a question that is not the world's, from what was asked, found and said,
+    and the right answers."""
     question, _, actions = response.partition("\n")
     queries, results, answer = read_actions(actions)
     right = [as_words(gold) for gold in golds.split(" or ")]
