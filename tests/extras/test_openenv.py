@@ -230,40 +230,31 @@ def test_what_is_no_openenv_server_is_refused_in_one_line():
     page.stop()
 
 
-class Fragile:
-    """Speaks the protocol with one MCP tool that a policy can call, and ends the connection at the
-    second call; `dead`: at every message."""
+TOOL = {"name": "go", "description": "Goes.", "input_schema": {"type": "object"}}
 
-    dead = False
 
-    def __call__(self, ws):
-        calls = 0
-        tool = {"name": "go", "description": "Goes.", "input_schema": {"type": "object"}}
-        tools = [tool | other for other in ({"name": "3d"}, {"description": ""}, {})]
-        for message in map(json.loads, ws):
-            called = message.get("data", {}).get("type") == "call_tool"
-            calls += called
-            if self.dead or calls == 2:
+def speak(ws, reply):
+    """Speaks the protocol with one MCP tool that a policy can call; the k-th call of a connection
+    gets reply(k, its arguments), which may be none: then it ends."""
+    calls = 0
+    for data in (json.loads(message).get("data", {}) for message in ws):
+        seen, more = {"tools": [TOOL | {"name": "3d"}, TOOL | {"description": ""}, TOOL]}, {}
+        if data.get("type") == "call_tool":
+            calls += 1
+            seen, more = {"text": reply(calls, data["arguments"])}, {"reward": 1}
+            if not seen["text"]:
                 return
-            seen = {"observation": {"text": "ok"} | ({} if called else {"tools": tools})}
-            seen |= {"reward": 1} if called else {}
-            ws.send(json.dumps({"type": "observation", "data": seen}))
+        with contextlib.suppress(ConnectionClosed):
+            ws.send(json.dumps({"type": "observation", "data": {"observation": seen} | more}))
 
 
 def test_a_call_that_takes_too_long_ends_its_episode_whose_replies_no_other_reads():
     gate = threading.Event()
 
-    def slow(ws):
-        for message in map(json.loads, ws):
-            n = message.get("data", {}).get("arguments", {}).get("n")
-            if n == 0:
-                gate.wait(60)
-            tool = {"name": "go", "description": "Goes.", "input_schema": {"type": "object"}}
-            seen = {"tools": [tool], "text": f"reply {n}"}
-            with contextlib.suppress(ConnectionClosed):
-                ws.send(json.dumps({"type": "observation", "data": {"observation": seen}}))
+    def slow(k, arguments):
+        return f"reply {arguments['n']}" if arguments["n"] or gate.wait(60) else ""
 
-    server, url = socket_server(slow)
+    server, url = socket_server(lambda ws: speak(ws, slow))
     task, _ = task_at(url)
     task.tools[0].timeout = 0.1
     [late] = play(task, '<go>{"n": 0}</go>', '<go>{"n": 1}</go>')
@@ -273,25 +264,22 @@ def test_a_call_that_takes_too_long_ends_its_episode_whose_replies_no_other_read
     task.tools[0].timeout = 60
     for _ in range(3):
         [tau] = play(task, *[f'<go>{{"n": {n}}}</go>' for n in (1, 2)], "<answer>x</answer>")
-        said = [json.loads(turn.result[0])["text"] for turn in tau.turns[:2]]
-        assert said == ["reply 1", "reply 2"]
+        assert [turn.result for turn in tau.turns[:2]] == [["reply 1"], ["reply 2"]]
     del task
     server.shutdown()
 
 
 def test_a_lost_connection_ends_its_episode_and_a_lost_server_the_run(monkeypatch, capsys):
     monkeypatch.setattr("extras.plugs.openenv.back_off", lambda round: 0)
-    server, url = socket_server(fragile := Fragile())
+    server, url = socket_server(lambda ws: speak(ws, lambda k, _: "ok" * (k < 2)))
     task, _ = task_at(url)
     # a tool that cannot be offered is left out, and the rest serves
     assert [tool.tag for tool in task.tools] == ["go"]
     assert capsys.readouterr().out.count("; it is left out\n") == 2
-    taus = play(task, "<go> </go>", "<go> </go>", "<answer>x</answer>", seeds=(1, 2))
-    for tau in taus:
+    for tau in play(task, "<go> </go>", "<go> </go>", "<answer>x</answer>", seeds=(1, 2)):
         assert tau.stop == "over" and tau.reward == 1.0
         assert "the environment is gone" in tau.turns[1].result[0]
     assert play(task, "<answer>x</answer>")[0].stop == "answer"  # over a new connection
-    fragile.dead = True
+    server.shutdown()
     with pytest.raises(ToolDown, match="does not answer"):
         play(task, "<answer>x</answer>")
-    server.shutdown()

@@ -151,16 +151,11 @@ def test_a_trajectory_without_a_reward_moves_nothing(grades, capsys):
     assert [tau.reward for tau in played] == [0.0] * 4 and not any(tau.failed for tau in played)
 
 
-@pytest.mark.parametrize("name", ["pair", "strict"])
-def test_an_unknown_form_is_refused(grades, name):
-    said = refused(task_with, f"grades_here:right,grades_here:{name}")
-    assert f"--reward grades_here:{name}: (" in said and "f(completions, **columns)" in said
-
-
 @pytest.mark.parametrize(
     "spec, says",
     [("half*grades_here:right", "half is no"), ("nan*grades_here:right", "nan is no"),
-     ("grades_here.py:right", "give it as module:name")],
+     ("grades_here.py:right", "give it as module:name"), ("grades_here:pair", "f(completions, **columns)"),
+     ("grades_here:right,grades_here:strict", "f(completions, **columns)")],
 )  # fmt: skip
 def test_a_sum_that_cannot_be_read_is_refused(grades, spec, says):
     assert says in refused(task_with, spec)
