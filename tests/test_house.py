@@ -198,7 +198,7 @@ MOST = {
     "rollout.py": 1120,
     "run.py": 2237,
     "tasks": 10244,
-    "tests": 222178,
+    "tests": 201751,
     "training": 3844,
     "world": 2235,
 }
