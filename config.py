@@ -10,6 +10,7 @@ import argparse
 import difflib
 import importlib.util
 import inspect
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from plumbing.faults import Fault
 from plumbing.flags import Parser, add_flags
 from plumbing.flags import knob as knob  # programs with knobs of their own take it from here
 from plumbing.flags import out_of_range as out_of_range
-from plumbing.outside import decoded, without_secrets
+from plumbing.outside import without_secrets
 from plumbing.stop import count_ranks, leads
 from plumbing.threads import choose_threads, use_threads
 from plumbing.trust import check_origin
@@ -231,7 +232,7 @@ class ReflectionKnobs:
     )
     buffer: int = knob(10240, "trajectories in the replay buffer", least=1, more=True)
     max_instruction: int = knob(
-        1500, "tokens (o200k_base) of a candidate instruction", least=1, more=True
+        1500, "tokens, 4 characters each, of a candidate instruction", least=1, more=True
     )
     max_optimizer_tokens: int = knob(
         0, "tokens to and from the optimizer after which it is not called; 0: no limit"
@@ -563,7 +564,7 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
     if not path.is_file():
         raise Fault(f"{run} holds no run (no config.json)")
     try:
-        content = {**decoded(path.read_bytes())}
+        content = {**json.loads(path.read_bytes())}
         # a run of an earlier version is read, not resumed
         if "mini" in content and not resume:
             content["mini_batch"] = content["mini"] * content.get("G", 0)

@@ -29,13 +29,12 @@ from config import PRESETS, Config, TaskKnobs, check_settings, out_of_range, rea
 from engines import Engine
 from plumbing import stop
 from plumbing.faults import Fault, one_line
-from plumbing.files import Row, write_file, writing
+from plumbing.files import Row, commit, write_file, writing
 from plumbing.hub import check_model
 from plumbing.outside import clean, finite, without_secrets
 from plumbing.servers import Servers
 from plumbing.threads import choose_threads, use_threads
 from plumbing.trust import check_origin
-from plumbing.versions import commit
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
 from tasks.search_qa import SearchQA, holds_gold
@@ -252,13 +251,13 @@ def open_engine(weights: str, cfg: Config, ends: tuple[str, ...]) -> tuple[Any, 
     # here: torch takes seconds to import
     import torch
 
-    from engines.choose import choose_engine, device_of, explain_too_old
+    from engines.choose import choose_engine, device_of, is_too_old
     from models.model import empty, fill, load_config, load_policy
     from models.model import weights as weights_of
 
     device = device_of(cfg)
-    model, tokenizer = load_policy(weights, ends, cfg.longest)
-    wide = device == "cpu" or cfg.dtype == "float32" or explain_too_old(device)
+    model, tokenizer = load_policy(weights, cfg.longest)
+    wide = device == "cpu" or cfg.dtype == "float32" or is_too_old(device)
     if choose_engine(cfg, device) == "torch":
         from engines.torch_engine import TorchEngine
 

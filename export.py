@@ -3,7 +3,6 @@ the weights.
 
 python export.py runs/NAME                  # the newest checkpoint
 python export.py runs/NAME --step 100       # or --best: the best on the validation questions
-python export.py runs/NAME --adapters       # of a run with --lora_rank: the adapters alone, for peft and vLLM
 vllm serve runs/NAME/step-000100            # the directory loads in vLLM and in transformers
 hf upload OWNER/NAME runs/NAME/step-000100
 
@@ -22,14 +21,9 @@ from plumbing.files import new_directory, write_file
 
 
 def export_checkpoint(
-    path: Path,
-    out: Path | None = None,
-    step: int | None = None,
-    best: bool = False,
-    adapters: bool = False,
+    path: Path, out: Path | None = None, step: int | None = None, best: bool = False
 ) -> tuple[Path, int, int]:
-    """Writes a checkpoint of the run at `path`, its weights or its `adapters` alone, to the
-    directory `out`.
+    """Writes a checkpoint of the run at `path` to the directory `out`.
 
     It is the newest one, that of `step`, or the `best` on the validation questions. Returns the
     directory, the step, and the id of the instruction in I_star.txt.
@@ -53,8 +47,6 @@ def export_checkpoint(
 
     # which checkpoint, and where to
     cfg: Config = read_config(path)
-    if adapters and not cfg.lora_rank:
-        raise Fault(f"--adapters: {path} has none, it trained all weights (--lora_rank 0)")
     run = Run(path)
     chosen = choose_checkpoint(run, step, best)
     out = out or path / chosen.name
@@ -78,12 +70,7 @@ def export_checkpoint(
 
     # what is written
     with new_directory(out) as new:
-        if adapters:
-            lora.export(model, cfg.lora_alpha, cfg.model, new)
-            rounded = f"dithered by a generator of seed {cfg.seed}" if cfg.dither else "rounded"
-            write_file(new / "README.md", lora.LOSS.format(rounded=rounded))
-        else:
-            export(config, model, load_tokenizer(cfg.model), new, computed)
+        export(config, model, load_tokenizer(cfg.model), new, computed)
         write_file(new / "I_star.txt", I.text + "\n")
     return out, step_of(chosen), I.id
 
@@ -120,13 +107,10 @@ def main(argv: list[str] | None = None) -> None:
         action="store_true",
         help="the best on the validation questions, by the first metric",
     )
-    parser.add_argument(
-        "--adapters", action="store_true", help="LoRA's adapters alone, not merged into the weights"
-    )
     parser.add_argument("--out", type=Path, help="directory to write; default: runs/NAME/step-N")
     args = parser.parse_args(argv)
     with one_line("export.py"), stop.listening(), stop.may_stop():
-        out, step, I = export_checkpoint(args.run, args.out, args.step, args.best, args.adapters)
+        out, step, I = export_checkpoint(args.run, args.out, args.step, args.best)
         print(f"{out}: the policy after step {step}, and I_star.txt: instruction #{I}")
 
 

@@ -229,56 +229,50 @@ class Learner:
         }
 
     def backward(self, minibatch: Batch, old: Array | None) -> tuple[Row, Tensor]:
-        """Computes the gradient of a mini-batch, whose loss has one denominator: it depends neither
-        on how it is cut into micro-batches nor on the number of ranks.
+        """Adds the gradients of this rank's micro-batches to those of the parameters. The loss of a
+        mini-batch has one denominator: it depends neither on how it is cut into micro-batches nor
+        on the number of ranks.
 
         Returns the sums of SUMS over its action tokens, on all ranks, and how many "tokens" these
         are; and for the n of this rank's the gaps and depths (2, n) that `describe_gaps` takes.
-        """
-        terms = self.terms(minibatch, old)
-        longest = max(len(tau.ids) for tau in minibatch)
-        total = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
-        gaps = []
-        for _, extras in self.differentiate(minibatch, terms):
-            total += torch.stack([extras[name].sum().double() for name in SUMS])
-            gaps.append(torch.stack([extras["gap"].detach(), extras["depth"] / longest]))
-        if self.sharded:
-            dist.all_reduce(total)
-        sums = dict(zip(SUMS, total.tolist(), strict=True))
-        sums["tokens"] = sum(sum(tau.mask) for tau in minibatch)
-        return sums, torch.cat(gaps, dim=1)
-
-    def differentiate(self, minibatch: Batch, terms: Terms) -> Iterator[tuple[Batch, Extras]]:
-        """Adds the gradients of this rank's micro-batches to those of the parameters; yields each
-        with its `extras`, the loss among them.
 
         CPU threads share the micro-batches of a small model. The gradients are added in the same
         order, so that the sum does not depend on how many threads there are.
         """
+        terms = self.terms(minibatch, old)
+        longest = max(len(tau.ids) for tau in minibatch)
         trained = self.optimizer.param_groups[0]["params"]
         mine = list(self.take_share(minibatch))
+        total = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
+        gaps = []
 
-        def compute(k: int) -> tuple[Batch, Extras, Sequence[Tensor | None]]:
+        def compute(k: int) -> tuple[Extras, Sequence[Tensor | None]]:
             batch, indices = mine[k]
             if self.sharded and self.cfg.gather == 1:
                 hold(self.model, k + 1 < len(mine))  # the last pass reduces the sum
             loss, extras = self.loss(batch, indices, terms)
             extras["loss"] = loss.detach()
             if self.threads > 1:
-                return batch, extras, torch.autograd.grad(loss, trained, allow_unused=True)
+                return extras, torch.autograd.grad(loss, trained, allow_unused=True)
             loss.backward()
-            return batch, extras, ()
+            return extras, ()
 
         with ThreadPoolExecutor(self.threads, initializer=compute_alone) as pool:
             map_batches = pool.map if self.threads > 1 else map
-            for batch, extras, gradients in map_batches(compute, range(len(mine))):
+            for extras, gradients in map_batches(compute, range(len(mine))):
                 # no gradients: `loss.backward` has added them
                 for p, gradient in zip(trained, gradients, strict=False):
                     if p.grad is None:
                         p.grad = gradient
                     elif gradient is not None:
                         p.grad += gradient
-                yield batch, extras
+                total += torch.stack([extras[name].sum().double() for name in SUMS])
+                gaps.append(torch.stack([extras["gap"].detach(), extras["depth"] / longest]))
+        if self.sharded:
+            dist.all_reduce(total)
+        sums = dict(zip(SUMS, total.tolist(), strict=True))
+        sums["tokens"] = sum(sum(tau.mask) for tau in minibatch)
+        return sums, torch.cat(gaps, dim=1)
 
     def step(self, loss: float) -> float | None:
         """Takes one optimizer step on the clipped gradients; returns their norm before clipping;

@@ -21,17 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from config import (
-    Config,
-    Settings,
-    check_settings,
-    configure,
-    find_endpoint,
-    parse_flags,
-    preset_of,
-)
+from config import Config, Settings, check_settings, configure, find_endpoint, parse_flags
 from plumbing import stop
-from plumbing.faults import Fault, OptimizerDown, one_line, together
+from plumbing.faults import Fault, OptimizerDown, one_line
 from plumbing.hub import check_model
 from plumbing.servers import Servers
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer
@@ -229,7 +221,6 @@ class Evolution:
             self.cfg.max_instruction,
             n,
             unfit=self.task.make_format().find_unfit,
-            cut=call.cut,
         )
         self.note(I_parent, accepted=list(accepted), rejected=rejected)
         return list(accepted.values())
@@ -335,29 +326,20 @@ class Result(NamedTuple):
 
 
 def prepare(given: Config | None, settings: Settings) -> tuple[Config, Task]:
-    """Returns the configuration and the task of a run. Raises Fault, in one list what is missing of
-    all that can be known before torch is imported: questions, the task's own needs, the model, the
-    optimizer, the GPU of a large preset."""
+    """Returns the configuration and the task of a run. Raises Fault for what can be
+    known to be missing before torch is imported: questions, the task's own needs, the model, the
+    optimizer."""
     cfg = (
         replace(given, **check_settings(type(given), settings)) if given else configure(**settings)
     )
     task = load_task(cfg, settings.get("task"))
     task.instruction = choose_instruction(task)
 
-    def check_gpu() -> None:
-        if preset_of(cfg.model).startswith("qwen"):
-            from engines import choose
-
-            choose.check_gpu(cfg)
-
     if stop.leads():
-        together(
-            lambda: check_questions(task),
-            task.check,
-            lambda: check_model(cfg.model),
-            lambda: find_endpoint(cfg),
-            check_gpu,
-        )
+        check_questions(task)
+        task.check()
+        check_model(cfg.model)
+        find_endpoint(cfg)
     return cfg, task
 
 

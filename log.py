@@ -22,17 +22,13 @@ from plumbing.faults import Fault, first_line
 from plumbing.files import Row
 from plumbing.outside import printable
 from population import Candidate, Instruction, Population
-from run import LOGS, Run
+from run import Run
 from tasks import Question, Task, Trajectory
 from tasks.task import STORED, average_by_source, compute_metrics, count_useless, space_evenly
 
 Batch = Sequence[Trajectory]
-# What the last line of a run shows. Places of P that stayed empty, of all evolutions; steps in which
-# P was one instruction, until the last evolution.
-COSTS = (
-    "training_rollouts", "verification_rollouts", "optimizer_tokens", "evolutions", "empty_places", "steps_of_one",
-    "seconds",
-)  # fmt: skip
+# what the last line of a run shows
+COSTS = "training_rollouts", "verification_rollouts", "optimizer_tokens", "seconds"
 START = "first policy, first instruction"
 TABLE = (
     "trained policy, I_star",
@@ -200,10 +196,8 @@ class Log:
         """Writes, prints and returns the result: I_star, and the metrics of both policies under
         both instructions."""
         cfg, run = self.cfg, self.run
-        steps, events, reflections = map(run.rows, LOGS)
+        steps, reflections = run.rows("metrics"), run.rows("reflections")
         calls = [row["call"] for row in reflections if "call" in row]
-        evolved = [row for row in events if row["event"] == "evolve"]
-        last = evolved[-1]["t"] if evolved else 0
         rows = {name: self.held_out[name] for name in TABLE if name in self.held_out}
         line, parent = [I_star.id], I_star.parent
         while parent is not None:
@@ -223,9 +217,6 @@ class Log:
             "training_rollouts": sum(sum(row.get("n", {}).values()) for row in steps),
             "verification_rollouts": sum(row.get("rollouts", 0) for row in reflections),
             "optimizer_tokens": sum(x["prompt_tokens"] + x["completion_tokens"] for x in calls),
-            "evolutions": len(evolved),
-            "empty_places": sum(cfg.N_P - len(row["P"]) for row in evolved),
-            "steps_of_one": sum(len(row.get("w", ())) == 1 for row in steps[: last + 1]),
             "generations": line,
             "I_star": I_star.text,
             "commit": run.config["commit"],
@@ -252,8 +243,8 @@ class Log:
         try:
             if self.tell_tracker:
                 self.tell_tracker(row, step=t)
-        except Exception as e:  # a lost network, a full disk, a process of its own that has died
-            self.print(f"WARNING  --tracker has failed ({e!r}) and is told no more")
+        except Exception as e:  # a lost network, a process of its own that has died
+            self.print(f"--tracker has failed ({e!r}) and is told no more")
             self.tell_tracker = None
 
 

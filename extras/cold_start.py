@@ -205,9 +205,7 @@ def main(argv: list[str] | None = None) -> None:
         # before anything large is loaded
         if os.environ.get("RANK", "0") == "0":
             task = load_task(cfg)
-            demos = read_demonstrations(
-                cfg, task, load_tokenizer(cfg.model, task.make_format().stop_strings())
-            )
+            demos = read_demonstrations(cfg, task, load_tokenizer(cfg.model))
         inspo.train(cfg, Demonstrated, algorithm=partial(learn, demos), listening=stop.listening)
 
 

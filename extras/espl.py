@@ -24,7 +24,7 @@ from extras.objectives import ObjectiveConfig, ObjectiveLearner
 from inspo import Evolution
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Instruction, Population, mean_rewards
-from reflect import PROMPT_BUDGET, fold_words, format_examples, make_token_counter, shorten
+from reflect import PROMPT_BUDGET, fold_words, format_examples, shorten
 from tasks import Job, Question, Task, Trajectory
 from tasks.task import rng_of
 from training.policy import Policy
@@ -266,10 +266,9 @@ def mutation_prompt(
     instruction: str, tried: Sequence[tuple[Experience, Experience]], budget: int, task: Task
 ) -> str:
     """Asks for a small change after questions `tried`: a right attempt and a wrong one at each."""
-    count, _ = make_token_counter()
     observations, half = task.make_format().result_tags(), budget // 2
     wrong = format_examples([(e.text, e.golds) for _, e in tried], half, observations)
-    right = [shorten(e.text, half // len(tried), count, observations) for e, _ in tried]
+    right = [shorten(e.text, half // len(tried), observations) for e, _ in tried]
     attempts = [f"<right>\n{a}\n</right>\n{b}" for a, b in zip(right, wrong, strict=True)]
     return MUTATION.format(instruction=instruction, attempts="\n".join(attempts), one=ONE)
 

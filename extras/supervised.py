@@ -24,7 +24,6 @@ from log import Log
 from plumbing.chat import turn_ends
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
-from plumbing.outside import decoded
 from population import Instruction
 from run import Checkpoints, Run
 from tasks import Job, Question, Task, Trajectory
@@ -219,7 +218,7 @@ def hold_out(lines: Sequence[int], seed: int) -> list[int]:
 def remember(run: Run, about: dict[str, Any]) -> None:
     """Writes what is learned into a run; Fault if a resumed one has learned from other rows."""
     file = run.path / DEMONSTRATIONS
-    if file.is_file() and decoded(file.read_bytes())["digest"] != about["digest"]:
+    if file.is_file() and json.loads(file.read_bytes())["digest"] != about["digest"]:
         raise Fault(
             f"--demos {about['file']} has changed since this run began: restore it, or start a new run"
         )

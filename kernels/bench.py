@@ -1,8 +1,8 @@
 """The GRPO head, timed next to torch, Liger and TRL.
 
-    python -m kernels.bench --shapes 2048x151936 --peers ours Liger torch --csv head.csv --plot head.png
+    python -m kernels.bench --shapes 2048x151936 --peers ours Liger torch --csv head.csv
 
-Run it in the folder that holds kernels/; it needs torch, on a GPU triton, for --plot matplotlib.
+Run it in the folder that holds kernels/; it needs torch, on a GPU triton.
 
 Head: loss and gradients, with respect to hidden states (N, H) and weight (V, H), of Eq. 2 (eps 0.2,
 no KL), averaged over the unmasked tokens. Without a GPU small shapes only test the script.
@@ -28,7 +28,6 @@ import itertools
 import json
 import math
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -228,26 +227,25 @@ def measure(run, seconds):
     return ms, (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
-def plot(rows, path):
-    """Draws ms of loss and gradients over tokens: a panel for each shape and share of masked
-    tokens, a line a peer."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    panels = {}
-    for row in rows:
-        if row["products"] == 3:
-            lines = panels.setdefault("H {H} x V {V}, {masked:g} % masked".format(**row), {})
-            lines.setdefault(row["name"], []).append((row["tokens"], row["ms"]))
-    figure = Figure(figsize=(4 + 5 * len(panels), 5), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
-        axis.set_prop_cycle(color=colormaps["tab20"].colors)
-        for name, line in lines.items():
-            axis.plot(*zip(*line, strict=True), marker=".", label=name)
-        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms", title=title)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
-    figure.savefig(path)
+def time_shape(N, H, V, masked, errors, seconds):
+    """Prints and returns a row for each run with an error, at N tokens, `masked` percent of them
+    masked."""
+    title = f"{N} tokens, {masked:g} % masked, H x V = {H}x{V}"
+    print(f"\n{title:46} ms  x ours  TFLOP/s      GB    error")
+    rows, first = [], {}
+    for name, (n, run) in runs_of(make_batch(N, H, V, masked / 100)).items():
+        if name not in errors:
+            continue
+        measured, note = attempt(partial(measure, run, seconds))
+        ms, gb = measured or (math.nan, math.nan)
+        row = dict(name=name, products=n, tokens=N, H=H, V=V, masked=masked, ms=ms)
+        row["ratio"] = ms / first.setdefault(n, ms)
+        row["tflops"] = 2 * n * (N - int(N * masked / 100)) * H * V / ms / 1e9
+        row |= dict(peak_gb=gb, error=errors[name], note=note)
+        rows.append(row)
+        line = "{name:36} {ms:12.2f} {ratio:7.2f} {tflops:8.3g} {peak_gb:7.2f} {error:8.1e}  {note}"
+        print(line.format(**row), flush=True)
+    return rows
 
 
 def HxV(text):
@@ -277,17 +275,12 @@ def main() -> None:
         help="only these: how their names in the table begin",
     )
     add("--csv", metavar="FILE", help="the rows, for a spreadsheet")
-    add("--plot", metavar="FILE", help="time over tokens")
     add("--json", action="store_true", help="print the rows as JSON, too, in the last line")
     args = parser.parse_args()
     if any(N < 1 or N % SEQUENCES for N in args.tokens):
         parser.error(f"--tokens: give multiples of {SEQUENCES}")
     if not all(0 <= masked < 100 for masked in args.masked):
         parser.error("--masked: give percents from 0 to below 100")
-
-    for file in filter(None, (args.csv, args.plot)):
-        if not Path(file).absolute().parent.is_dir():
-            parser.error(f"{file}: there is no such directory")
 
     # errors at a small shape
     device = "no GPU: this tests the script, its times say nothing"
@@ -298,31 +291,13 @@ def main() -> None:
     if not errors:
         parser.error(f"--peers: no name begins so; there are {', '.join(PEERS)}")
 
-    # times at each of the shapes
     for (H, V), masked, N in itertools.product(args.shapes, args.masked, args.tokens):
-        title = f"{N} tokens, {masked:g} % masked, H x V = {H}x{V}"
-        print(f"\n{title:46} ms  x ours  TFLOP/s      GB    error")
-        first = {}
-        for name, (n, run) in runs_of(make_batch(N, H, V, masked / 100)).items():
-            if name not in errors:
-                continue
-            measured, note = attempt(partial(measure, run, args.seconds))
-            ms, gb = measured or (math.nan, math.nan)
-            row = dict(name=name, products=n, tokens=N, H=H, V=V, masked=masked, ms=ms)
-            row["ratio"] = ms / first.setdefault(n, ms)
-            row["tflops"] = 2 * n * (N - int(N * masked / 100)) * H * V / ms / 1e9
-            row |= dict(peak_gb=gb, error=errors[name], note=note)
-            rows.append(row)
-            line = "{name:36} {ms:12.2f} {ratio:7.2f} {tflops:8.3g} {peak_gb:7.2f} {error:8.1e}  {note}"
-            print(line.format(**row), flush=True)
-
+        rows += time_shape(N, H, V, masked, errors, args.seconds)
     if args.csv:
         with open(args.csv, "w", newline="", encoding="utf-8") as file:
             table = csv.DictWriter(file, rows[0])
             table.writeheader()
             table.writerows(rows)
-    if args.plot:
-        plot(rows, args.plot)
     if args.json:
         print(json.dumps({"device": device, "rows": rows}))
 

@@ -66,26 +66,17 @@ def grpo_head(
     Returns L, a scalar, and detached (N,) tensors: logp, entropy (nats), kl, clipped (adv is not 0
     and yet S is flat).
     """
-    passes = _rows(hidden.device)
     if beta and ref_logp is None:
         raise ValueError(f"beta = {beta} needs ref_logp")
     if columns and objective is None:
         raise TypeError(f"Eq. 2 does not read {', '.join(columns)}: give an objective")
 
     # how a chunk of rows becomes a loss, and what it reads of each token
-    if objective is None and hasattr(passes, "loss_rows"):
-        loss_rows = passes.loss_rows
-    else:
-        loss_rows = partial(_two_passes, passes, objective or eq2)
-    loss_rows = partial(loss_rows, temperature=temperature, beta=beta)
-    columns |= {
-        "adv": adv,
-        "token_weight": token_weight,
-        "eps_low": eps_low,
-        "eps_high": eps_high,
-        "old": old_logp,
-        "ref": ref_logp,
-    }
+    loss_rows = partial(
+        _choose_loss_rows(hidden.device, objective), temperature=temperature, beta=beta
+    )
+    columns |= dict(adv=adv, token_weight=token_weight, eps_low=eps_low, eps_high=eps_high)
+    columns |= dict(old=old_logp, ref=ref_logp)
     need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
 
     # Under autocast the products would be bf16, and logp off by up to 0.1, half of eps.
@@ -126,6 +117,13 @@ def _run_chunks(hidden, weight, targets, loss_rows, columns, need_grad, chunk):
     # over all N at once, so that the order of summation does not depend on chunk
     loss = (-J).sum()
     return loss, dX, dW, {"logp": logp, "entropy": entropy, "kl": kl, "clipped": clipped}
+
+
+def _choose_loss_rows(device, objective):
+    passes = _rows(device)
+    if objective is None and hasattr(passes, "loss_rows"):
+        return passes.loss_rows
+    return partial(_two_passes, passes, objective or eq2)
 
 
 def _two_passes(

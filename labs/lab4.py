@@ -141,7 +141,7 @@ def _():
 def _(right_again, right_rho):
     desk.need("The run", right_again, right_rho)
     with tempfile.TemporaryDirectory() as _folder:
-        model, tokenizer = load_policy(small.train(_folder, steps=150), ("</search>",))
+        model, tokenizer = load_policy(small.train(_folder, steps=150))
     learner = Learner(model, None, play.config(beta=0.0))
     prompt = encode(tokenizer, "<search>")
 

@@ -64,7 +64,7 @@ class Player:
 
     def __init__(self, cfg: Config, task: Task):
         self.cfg, self.task, ends = cfg, task, task.make_format().stop_strings()
-        self.model, self.tokenizer = load_policy(cfg.model, ends)
+        self.model, self.tokenizer = load_policy(cfg.model)
         self.engine = TorchEngine(self.model, self.tokenizer, ends)
         self.learner = Learner(self.model, copy.deepcopy(self.model), cfg)
 

@@ -9,9 +9,7 @@ rounded up. Averaged over places every step arrives, and with B = 0 the policy i
 """
 
 import contextlib
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +17,6 @@ from torch import Tensor, nn
 
 from models.linear import Linear, linear
 from plumbing.faults import Fault
-
-LOSS = """
-## Adapters
-
-The policy computed with W + scale * B A, in bfloat16 {rounded} (models/lora.py). Whoever adds B (A x) to W x in
-bfloat16 instead, as peft and vLLM do, loses most of a small update (four fifths where B is 1e-4): load W in float32,
-or take the merged export.
-"""
 
 
 class LoRALinear(Linear):
@@ -144,23 +134,3 @@ def off(model: Any) -> Iterator[None]:
     finally:
         for layer in layers(model).values():
             layer.off = False
-
-
-def export(model: Any, alpha: int, base: str, path: Path) -> None:
-    """Writes a model's adapters to a directory, for peft to load on top of `base`, a path or hub
-    id."""
-    from safetensors.torch import save_file
-
-    adapted = layers(model)
-    rank = len(next(iter(adapted.values())).lora_A)
-    config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "inference_mode": True,
-        "target_modules": sorted({name.split(".")[-2] for name in adapted}), "base_model_name_or_path": base,
-    }  # fmt: skip
-    (path / "adapter_config.json").write_text(json.dumps(config, indent=1), "utf-8")
-    tensors = {
-        f"base_model.model.{k}.weight": p.detach()
-        for k, p in model.named_parameters()
-        if is_adapter(k)
-    }
-    save_file(tensors, path / "adapter_model.safetensors")

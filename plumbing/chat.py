@@ -3,25 +3,22 @@ sandbox."""
 
 import functools
 from collections.abc import Sequence
-from datetime import datetime
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 from plumbing.faults import Fault, first_line
 from plumbing.outside import match_markup
 
 REMEDY = "fix it, or choose another model"
-TODAY = datetime(2024, 7, 26)  # what Llama 3's template takes where it has no clock
-# The clock is a macro before the template: from 5.24 on transformers gives a template no functions.
-DATES = "".join(TODAY.strftime(f"|replace('%%{x}', '%{x}')") for x in "aAbBdHIjmMpSyY")
-CLOCK = "{% macro strftime_now(format) %}{{ format" + DATES + " }}{% endmacro %}\n"
+# a clock that stands still, for templates that ask for the date: what Llama 3's takes without one
+CLOCK = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}\n"
 
 
 def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
     """Returns what the chat template writes of a conversation, up to where the policy's turn
     begins.
 
-    `options`: what else it is given. A template that asks for the date gets TODAY: a resumed run
+    `options`: what else it is given. A template that asks for the date gets CLOCK's: a resumed run
     has the prompts that it began with. Raises Fault where the template fails.
     """
     options = {"add_generation_prompt": True} | options
@@ -32,39 +29,28 @@ def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any)
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except Exception as e:  # a template is a program and can raise anything
         why = f"{type(e).__name__}: {first_line(e)}"
-        message = f"the {messages[-1]['role']}'s message that ends {messages[-1]['content'].strip()[-60:]!r}"
-        raise Fault(f"{template_of(tokenizer)} fails ({why}) on {message}; {REMEDY}") from e
+        raise Fault(f"{template_of(tokenizer)} fails ({why}); {REMEDY}") from e
 
 
 @functools.lru_cache(maxsize=16)
 def turn_ends(tokenizer: Any) -> tuple[int, ...]:
     """Returns the tokens that end a turn of the policy, whoever samples it: the control token that
     the chat template writes after an assistant's message, the tokenizer's EOS, and `eos_token_id`
-    of the model's generation_config.json, or of its config.json where it has none.
+    of the model's generation_config.json.
 
     A turn that we write ends with the first of them.
     """
     from transformers import GenerationConfig
 
-    said, folder = "It is Lake Baikal.", tokenizer.name_or_path
+    said = "It is Lake Baikal."
     asked = [
         {"role": "user", "content": "Which lake is the deepest?"},
         {"role": "assistant", "content": said},
     ]
-    try:
-        after = rendered(tokenizer, asked, add_generation_prompt=False).partition(said)[2]
-    except Fault:  # a template for questions alone
-        after = ""
-
-    # what the model declares
+    after = rendered(tokenizer, asked, add_generation_prompt=False).partition(said)[2]
     declared = None
-    for name in ("generation_config.json", "config.json"):
-        try:
-            declared = GenerationConfig.from_pretrained(folder, name).eos_token_id
-            break
-        except OSError:
-            if Path(folder, name).is_file():  # it is damaged
-                raise
+    with suppress(OSError):  # it has none
+        declared = GenerationConfig.from_pretrained(tokenizer.name_or_path).eos_token_id
 
     # in this order, each once
     closing = match_markup(tokenizer).search(after)
@@ -84,11 +70,7 @@ def apply_template(tokenizer: Any, messages: Sequence[dict[str, Any]], **options
     for message in messages:
         content = message["content"].strip()
         if content not in text:
-            words, kept = content.split(" "), 0
-            while " ".join(words[: kept + 1]) in text:
-                kept += 1
-            lost = " ".join(words[kept:])[:60]
             raise Fault(
-                f"{template_of(tokenizer)} drops or changes {lost!r} of the {message['role']}'s message; {REMEDY}"
+                f"{template_of(tokenizer)} drops or changes part of the {message['role']}'s message; {REMEDY}"
             )
     return text

@@ -1,8 +1,9 @@
-"""HTTP with JSON bodies, and the one rule of retries for every server that a run talks to."""
+"""HTTP with JSON bodies, the one rule of retries for every server that a run talks to, and what chat
+endpoints reply: to the optimizer, a judge and an evaluated model alike."""
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import requests
 from requests.adapters import HTTPAdapter
@@ -14,7 +15,6 @@ from plumbing.outside import at, clean, without_secrets
 T = TypeVar("T")
 MAX_WAIT = 60  # seconds between two attempts, whatever a server asks for
 BUSY = (408, 409, 425, 429, *range(500, 600))  # statuses that another attempt may not meet
-LOOPBACK = re.compile(r"https?://(localhost|127\.[\d.]+|\[::1\])([:/]|$)")
 
 
 class RequestFailed(Outage):
@@ -32,14 +32,13 @@ class Client:
     Connection faults, time-outs and BUSY answers are followed by up to `retries` more attempts: the
     first at once, the others after 2, 4, 8, ... seconds or as Retry-After asks. `timeout`: seconds
     until something arrives. No redirect is followed: it would take questions and gold answers to
-    another host. `key` is for a service outside, "" if it needs none: the environment's proxies are
-    used, never for this machine.
+    another host. `key` is for a service outside, which the environment's proxies may lead to.
     """
 
-    def __init__(self, url: str, timeout: float, retries: int, key: str | None = None):
+    def __init__(self, url: str, timeout: float, retries: int, key: str = ""):
         self.url, self.timeout = at(url), timeout
         self.session = requests.Session()
-        self.session.trust_env = key is not None and not LOOPBACK.match(self.url)
+        self.session.trust_env = bool(key)
         if key:
             self.session.headers["Authorization"] = f"Bearer {key}"
         retry = Retry(
@@ -58,8 +57,7 @@ class Client:
     def ask(self, path: str, body: Any, read: Callable[[Any], T]) -> T:
         """Returns `read(answer)` of a POST of `body`, or of a GET where it is None.
 
-        A LookupError, TypeError or ValueError of `read` makes the answer malformed. Raises
-        RequestFailed.
+        Raises RequestFailed, also for an answer that `read` cannot read.
         """
         url, method = at(self.url, path), "GET" if body is None else "POST"
         said = without_secrets(url)
@@ -77,7 +75,44 @@ class Client:
             raise RequestFailed(text, reply.status_code)
         try:
             return read(clean(reply.json()))
-        except (LookupError, TypeError, ValueError) as e:  # perhaps a page to log in
+        except (
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as e:  # perhaps a page to log in
             raise RequestFailed(
-                f"{said}: malformed answer ({type(e).__name__}: {str(e)[:200]}; it begins {began[:80]!r})"
+                f"{said}: malformed answer ({type(e).__name__}: {str(e)[:200]}; it begins {began!r})"
             ) from None
+
+
+class Reply(NamedTuple):
+    """What a chat model says, and the tokens that its server bills; 0: it does not say."""
+
+    text: str
+    cut: bool = False  # it ended at the limit of tokens
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+def read_reply(answer: Any) -> Reply:
+    """Returns the reply that a chat completion holds."""
+    choice, usage = answer["choices"][0], answer.get("usage") or {}
+    text = choice["message"].get("content") or ""  # null: all of it is thoughts
+    if not isinstance(text, str):
+        raise TypeError("content is not text")
+    billed = [int(usage.get(f"{part}_tokens") or 0) for part in ("prompt", "completion")]
+    return Reply(text, choice.get("finish_reason") == "length", *billed)
+
+
+def without_thoughts(text: str, part: re.Pattern[str]) -> str:
+    """Returns what follows a model's thoughts, which end at the last `</think>` that a `part` of an
+    answer follows: parts and later remarks mention it, too. Nothing follows thoughts without an end.
+
+    Templates that write `<think>` themselves leave a reply with the closing tag alone.
+    """
+    outside = part.sub(lambda found: "\0" * len(found[0]), text)
+    end = outside.rfind("</think>", 0, outside.rfind("\0") + 1)
+    if end >= 0:
+        return text[end + len("</think>") :]
+    return "" if outside.lstrip().startswith("<think>") else text

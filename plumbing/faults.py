@@ -7,39 +7,20 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from plumbing.outside import printable
 
 
 class Fault(Exception):
-    """What is wrong, where, and what to do about it: a line, or a line for each of several
-    faults."""
-
-    def __str__(self) -> str:
-        lines = [str(line) for line in self.args]
-        if len(lines) > 1:
-            lines.insert(0, f"{len(lines)} things are missing or wrong:")
-        return "\n  ".join(lines)
+    """What is wrong, where, and what to do about it: a line."""
 
 
 def first_line(e: BaseException) -> str:
     """Returns the first line of an exception's message that says something, or the exception's
     type."""
     return (str(e).strip().splitlines() or [type(e).__name__])[0]
-
-
-def together(*checks: Callable[[], object]) -> None:
-    """Runs every check and reports all failures at once."""
-    lines: list[object] = []
-    for check in checks:
-        try:
-            check()
-        except Fault as e:
-            lines += [line for line in e.args if line not in lines]
-    if lines:
-        raise Fault(*lines)
 
 
 class Outage(Fault):

@@ -1,14 +1,16 @@
-"""Files of a run: written atomically, and read however they were cut short."""
+"""Files of a run: written atomically, and read however they were cut short; and by which code."""
 
+import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+import subprocess
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from plumbing.faults import DiskFault, Fault
-from plumbing.outside import decoded
+from plumbing.faults import DiskFault
 
 Row = dict[str, Any]  # of a .jsonl file
 
@@ -36,21 +38,16 @@ def write_file(path: Path, text: str) -> None:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Yields an empty directory, which is called `path` in the end: a reader finds the old one,
-    none or the new. Raises DiskFault."""
+    """Yields an empty directory, which is called `path` once it is whole. Raises DiskFault."""
     path = path.absolute()
-    temporary, old = (path.with_name(f".{path.name}{end}.tmp") for end in ("", ".old"))
+    temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
-        remove(old)
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir(parents=True)
             yield temporary
-            with suppress(FileNotFoundError):
-                os.replace(path, old)  # at once: removing it may take seconds
+            remove(path)
             os.replace(temporary, path)
-            with suppress(DiskFault):  # the new one is there
-                remove(old)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # or a full disk stays full
 
@@ -65,24 +62,23 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def parse_lines(lines: Iterable[str], key: str = "") -> list[Row]:
-    """Returns the objects of JSON lines, those with `key` if given; lines cut short or damaged are
-    left out."""
+def read_jsonl(path: Path) -> list[Row]:
+    """Returns the objects of a .jsonl file, none of a file that is not there; a line that was cut
+    short is left out."""
     rows = []
-    for line in lines:
-        with suppress(ValueError):
-            row = decoded(line)
-            if isinstance(row, dict) and (not key or key in row):
-                rows.append(row)
+    with suppress(FileNotFoundError):
+        for line in path.read_text("utf-8", "replace").split("\n"):
+            with suppress(ValueError):
+                rows.append(json.loads(line))
     return rows
 
 
-def read_jsonl(path: Path) -> list[Row]:
-    """Returns the rows of a .jsonl file, none of a file that is not there; Fault where it cannot be
-    read."""
-    try:
-        return parse_lines(path.read_text("utf-8", "replace").split("\n"))
-    except FileNotFoundError:
-        return []
-    except OSError as e:
-        raise Fault(f"cannot read {path} ({e.strerror}): move it away") from None
+@cache  # of the code that this process runs, whatever is edited meanwhile
+def commit() -> str:
+    """Returns this checkout's commit, with "+" where tracked files differ from it; "" outside a git
+    checkout."""
+    describe = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    with suppress(OSError):
+        told = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
+        return told.stdout.strip()
+    return ""

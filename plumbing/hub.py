@@ -23,25 +23,14 @@ ELSEWHERE = {  # models that can be had without the hub, and how
 }
 
 
-def parse_name(path: str) -> dict[str, Any] | None:
-    """Returns a hub's name in parts, as huggingface_hub calls them, None for a path on this disk;
-    raises Fault at another hf://."""
-    if not path.startswith("hf://"):
-        return None
-    match = NAMED.fullmatch(path)
-    if not match:
-        raise Fault(f"{path}: not a file of a data set; write hf://datasets/OWNER/NAME/PATH")
-    return match.groupdict(default="main")
-
-
 def find_on_disk(path: str) -> Path | None:
     """Returns the file of that path or hub's name if it is on this disk, else None."""
     from huggingface_hub import try_to_load_from_cache
 
-    name = parse_name(path)
+    name = NAMED.fullmatch(path)
     if not name:
         return Path(path) if Path(path).is_file() else None
-    cached = try_to_load_from_cache(**name, repo_type="dataset")
+    cached = try_to_load_from_cache(**name.groupdict("main"), repo_type="dataset")
     return Path(cached) if isinstance(cached, str) else None
 
 
@@ -51,22 +40,18 @@ def fetch_file(path: str) -> Path:
 
     A fetched file stays and is not asked for again, even if the hub has another version by then.
     """
-    name = parse_name(path)
-    if not name:
-        return Path(path)
     from huggingface_hub import hf_hub_download
 
-    on_disk = find_on_disk(path)
-    if on_disk:
-        return on_disk
+    name, on_disk = NAMED.fullmatch(path), find_on_disk(path)
+    if on_disk or not name:
+        return on_disk or Path(path)
     reason = out_of_reach()
     if not reason:
         try:
-            return Path(hf_hub_download(**name, repo_type="dataset"))
+            parts: Any = name.groupdict("main")
+            return Path(hf_hub_download(**parts, repo_type="dataset"))
         except Exception as e:  # a name that is not there, a broken connection, a full disk
-            reason = (
-                f"the hub does not give {name['filename']} of {name['repo_id']} ({first_line(e)})"
-            )
+            reason = f"the hub does not give it ({first_line(e)})"
     raise Fault(f"{path}: {reason}; run this where it can be reached, or give a file of your own")
 
 

@@ -1,6 +1,6 @@
 """Text from outside is data: passages, questions, replies of the optimizer, error pages.
 
-`decoded` and `clean` take it in, `escape_markup` puts it into the policy's context, `printable` puts it
+`clean` takes it in, `escape_markup` puts it into the policy's context, `printable` puts it
 on a terminal.
 """
 
@@ -8,11 +8,14 @@ import functools
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 # half a character: JSON can spell it, no encoder accepts it
 SURROGATE = re.compile("[\ud800-\udfff]")
+# control characters but line ends and tabs, and those of bidirectional text
+UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 SIMPLE_TAG = re.compile(r"</?[A-Za-z_][\w-]*>")
 MARKUP = re.compile(r"[<\[{].+[>\]}]", re.S)
 # of a URL, or of what should have been one
@@ -23,31 +26,15 @@ QUERY = re.compile(
 JOINERS = "\u200c\u200d"  # invisible, but Persian, Hindi and emoji are written with them
 
 
-def decoded(text: str | bytes | bytearray, **options: Any) -> Any:
-    """Returns what a JSON text says. Raises ValueError if it is not JSON, also where Python gives
-    up on its nesting."""
-    try:
-        return json.loads(text, **options)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-
-
 def finite(value: Any) -> Any:
     """Returns JSON data with None for every nan and infinity: JSON has no word for them, and
     browsers refuse them."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
-def clean(value: Any, secrets: Collection[str] = ()) -> Any:
-    """Returns decoded JSON, in which half surrogate pairs are U+FFFD and `secrets` are "[secret]"
-    in every text."""
-
-    def cleaned(text: str) -> str:
-        for secret in secrets:
-            text = text.replace(secret, "[secret]")
-        return SURROGATE.sub("\ufffd", text)
-
-    return map_texts(value, cleaned)
+def clean(value: Any) -> Any:
+    """Returns decoded JSON, in which half surrogate pairs are U+FFFD."""
+    return map_texts(value, partial(SURROGATE.sub, "\ufffd"))
 
 
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:
@@ -108,14 +95,9 @@ def escape_markup(text: str, pattern: re.Pattern[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns the text for a terminal: control characters are escapes (`\\x1b`), but for line ends
-    and tabs."""
-    shown = ""
-    for c in text:
-        harmless = c.isprintable() or c in f"\n\t{JOINERS}"
-        harmless = harmless or unicodedata.category(c) in ("Zs", "Cn", "Co")
-        shown += c if harmless else c.encode("unicode_escape").decode()
-    return shown
+    """Returns the text for a terminal: what moves a cursor or turns letters round is an escape
+    (`\\x1b`)."""
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def without_secrets(text: str) -> str:
@@ -124,21 +106,18 @@ def without_secrets(text: str) -> str:
 
 
 def at(url: str, path: str = "") -> str:
-    """Returns the URL of a path below a base, which may have a query of its own, or be that URL
-    already."""
-    base, _, query = url.strip().partition("?")
-    place = base.rstrip("/").removesuffix(path) + path
-    return place + ("&" if "?" in place else "?") + query if query else place
+    """Returns the URL of a path below a base, which may be that URL already."""
+    return url.strip().rstrip("/").removesuffix(path) + path
 
 
 def contents_of(row: Any) -> str:
     """Returns the `contents` of a passage, or what they would be from its `text` and its `title`, if
     it has one. Raises LookupError or TypeError."""
-    if "contents" in row or "text" not in row:
+    if "contents" in row:
         contents = row["contents"]
     else:
-        title = row["title"] if "title" in row else ""
-        contents = '"' + (title or "") + '"\n' + row["text"]
+        title = (row["title"] if "title" in row else "") or ""
+        contents = f'"{title}"\n{row["text"]}'
     if not isinstance(contents, str):
         raise TypeError("its contents are not text")
     return contents

@@ -13,16 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from plumbing.faults import Fault, Outage
+from plumbing.faults import Fault
 
 # a server prints it once it accepts connections
 LISTENING = re.compile(r"^listening on (http://\S+)$", re.M)
-# What a child sees of the environment: where programs, caches and devices are. Not keys, nor
-# anything it does not need.
-INHERITED = re.compile(
-    "PATH|HOME|USER|LANG|TZ|TE?MP|TMPDIR|VIRTUAL_ENV|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|HF_ENDPOINT|"
-    "(LC|LD|PYTHON|OMP|GOMP|MKL|CUDA|NVIDIA|XDG)_?[A-Z_]+"
-)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -74,7 +68,7 @@ class Child(contextlib.AbstractContextManager["Child"]):
     never is.
 
     It ends with this process, however this process ends. What it prints is appended to the file
-    `log`. Of the environment it gets what is INHERITED.
+    `log`.
     """
 
     def __init__(self, argv: list[str], log: str | Path, deadline: float = 60.0, port: int = 0):
@@ -82,9 +76,8 @@ class Child(contextlib.AbstractContextManager["Child"]):
         command = [sys.executable, *argv, "--port", str(port), "--child"]
         root = str(Path(__file__).parents[1])  # for `-m module`, whatever the working directory
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        env = {name: value for name, value in os.environ.items() if INHERITED.fullmatch(name)}
         # one thread: the trainer needs the cores
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self._log = Path(log)
         with open(log, "ab") as output:
             self._log_start = output.tell()
@@ -104,10 +97,8 @@ class Child(contextlib.AbstractContextManager["Child"]):
                     problem = "stopped while starting"
                     if self.alive():
                         problem = f"not ready after {deadline:g} s"
-                    lines = [line for line in self._printed().splitlines() if line.strip()]
-                    raise Fault(
-                        f"{program} {problem}: {lines[-1] if lines else 'it printed no error'}"
-                    )
+                    last_line = self._printed().strip().rpartition("\n")[2]
+                    raise Fault(f"{program} {problem}: {last_line} (log: {log})")
                 time.sleep(0.02)
         except BaseException:  # Ctrl-C too
             self.stop()
@@ -136,8 +127,7 @@ class Servers(contextlib.AbstractContextManager["Servers"]):
     and returns its URL.
 
     `deadline`: seconds after which one that is not ready is a Fault. A server that has died
-    restarts on its old port, the only one that the clients of other ranks know; one that does not
-    is an Outage.
+    restarts on its old port, the only one that the clients of other ranks know.
     """
 
     def __init__(self, log: str | Path):
@@ -148,12 +138,7 @@ class Servers(contextlib.AbstractContextManager["Servers"]):
         last = self._running.get(argv)
         if not last or not last.alive():
             port = int(last.url.rpartition(":")[2]) if last else 0
-            try:
-                self._running[argv] = Child([*argv], self.log, deadline, port)
-            except Fault as e:
-                if last:
-                    raise Outage(f"{e} (log: {self.log})") from None
-                raise
+            self._running[argv] = Child([*argv], self.log, deadline, port)
         return self._running[argv].url
 
     def __exit__(self, *_: object) -> None:

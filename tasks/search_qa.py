@@ -6,6 +6,7 @@ verl's parquet unchanged, or JSONL with the same fields; and the match of an ans
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import string
@@ -24,7 +25,7 @@ from plumbing.batches import Batches
 from plumbing.client import Client
 from plumbing.faults import Fault, Outage, ToolDown, first_line
 from plumbing.hub import fetch_file, find_on_disk
-from plumbing.outside import clean, contents_of, decoded, without_secrets
+from plumbing.outside import clean, contents_of, without_secrets
 from plumbing.stop import count_ranks
 from plumbing.words import SIGNS, compose, split_words
 from tasks.task import Question, Task, Trajectory, rng_of
@@ -102,7 +103,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
             if not raw.strip():
                 continue
             try:
-                yield line, decoded(raw)
+                yield line, json.loads(raw)
             except ValueError as e:
                 raise Fault(
                     f"{path}:{line}: invalid JSON ({getattr(e, 'msg', e)}); write one JSON object a line,"
@@ -127,7 +128,7 @@ def read_parquet(
                 for row in batch.to_pylist(maps_as_pydicts="strict"):
                     for name in as_json:
                         if row[name] is not None:
-                            row[name] = decoded(row[name])
+                            row[name] = json.loads(row[name])
                     line += 1
                     yield line, row
     # pyarrow's, text that is not UTF-8, a date beyond Python's, a key that is there twice
@@ -203,7 +204,7 @@ def unpacked(value: object) -> Any:
     columns so."""
     if isinstance(value, str) and JSON_TEXT.match(value):
         with suppress(ValueError):
-            return unpacked(decoded(value))  # it may be written twice
+            return unpacked(json.loads(value))  # it may be written twice
     return value
 
 

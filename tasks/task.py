@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar, TypeVar
@@ -26,7 +26,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from config import HERE, PRESETS, Config
-from plumbing.faults import Fault, first_line, together
+from plumbing.faults import Fault, first_line
 from plumbing.files import Row
 from plumbing.outside import JOINERS, printable, without_secrets
 from plumbing.stop import leads, may_stop
@@ -603,7 +603,8 @@ def read_instruction(path: str) -> str:
 def check_questions(task: Task) -> None:
     """Raises Fault unless there is something to train and to test on, and every question has an id
     of its own."""
-    together(*(partial(_check_split, task, split) for split in ("train", "valid", "test")))
+    for split in ("train", "valid", "test"):
+        _check_split(task, split)
 
 
 def _check_split(task: Task, split: str) -> None:

@@ -46,11 +46,10 @@ def pytest_sessionfinish():
 
 def load(path):
     # here: it imports transformers, which takes seconds, and few tests need it
-    from tiny_model import STOP
 
     from models.model import load_policy
 
-    return load_policy(path, STOP)
+    return load_policy(path)
 
 
 @pytest.fixture(scope="session", autouse=True)

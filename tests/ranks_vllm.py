@@ -49,7 +49,7 @@ def main() -> None:
     if ranks:
         dist.init_process_group("gloo")
         rank = dist.get_rank()
-    config, tokenizer = load_config(path), load_tokenizer(path, STOP)
+    config, tokenizer = load_config(path), load_tokenizer(path)
     source = load_model(path) if rank == 0 else None
     model = fill(shard(skeleton(config), "cpu"), source) if ranks else source
     if urls:

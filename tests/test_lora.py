@@ -5,7 +5,7 @@ import copy
 import json
 import pickle
 import threading
-from dataclasses import asdict, replace
+from dataclasses import replace
 from unittest.mock import ANY, Mock, call
 
 import numpy as np
@@ -17,7 +17,6 @@ from test_inspo import SMALL, finish, metrics, start, weights_of
 from test_ranks import CFG, LIMIT, together, torchrun
 from tiny_model import STOP
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
 
 import export
 from config import WORLD, Config
@@ -234,7 +233,7 @@ def test_a_checkpoint_holds_the_policy_of_the_moment_in_which_it_began(
 
 
 @pytest.mark.slow
-def test_a_run_trains_adapters_and_exports_them_merged_or_for_peft(tmp_path):
+def test_a_run_trains_adapters_and_exports_them_merged(tmp_path):
     flags = ["--lora_rank", RANK, "--lora_alpha", ALPHA, "--lr", 0.01, "--recompute", 1]
     code, _, stderr = finish(start("--out", out := tmp_path / "lora", *SMALL, *flags))
     assert code == 0, stderr
@@ -250,26 +249,6 @@ def test_a_run_trains_adapters_and_exports_them_merged_or_for_peft(tmp_path):
     export.main([str(out), "--out", str(tmp_path / "merged")])
     merged = weights_of(tmp_path / "merged")
     assert all(torch.equal(merged[name], W) for name, W in final.items())
-    export.main([str(out), "--adapters", "--out", str(tmp_path / "adapters")])
-    assert (tmp_path / "adapters" / "I_star.txt").read_text() == (out / "I_star.txt").read_text()
-    for name, W in by_peft(tmp_path / "adapters", WORLD / "policy").items():
-        torch.testing.assert_close(W.data, final[name], atol=1e-6, rtol=0)
-
-
-def by_peft(adapters, base):
-    """Returns the weights of a model as peft merges adapters into them."""
-    from peft import PeftModel
-
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    merged = PeftModel.from_pretrained(model, adapters).merge_and_unload()
-    return dict(merged.named_parameters())
-
-
-def test_a_run_without_adapters_has_none_to_export(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(asdict(Config())))
-    with pytest.raises(SystemExit, match="--adapters: .* trained all weights") as stop:
-        export.main([str(tmp_path), "--adapters"])
-    assert "\n" not in stop.value.code
 
 
 # ---- several ranks

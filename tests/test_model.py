@@ -172,7 +172,7 @@ REFUSED = {  # family -> settings, what the line says
     "Gemma2": ({}, LOGITS),  # a soft cap
     "Phi": ({}, LOGITS),  # a bias
     "GptOss": (EXPERTS, HIDDEN),  # attention sinks
-    "Llama4Text": (EXPERTS, "its forward pass fails"),
+    "Llama4Text": (EXPERTS, "no forward pass that can be packed"),
     "GPTNeo": ({"attention_types": [[["global", "local"], 1]]}, "no causal LM can be loaded"),
     "Phi3": (
         {"rope_parameters": LONG | {"rope_theta": 1e4}, "original_max_position_embeddings": 32},

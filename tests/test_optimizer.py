@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from plumbing.replies import read_blocks
-from reflect import paraphrase_prompt, reflection_prompt
+from reflect import paraphrase_prompt, read_blocks, reflection_prompt
 from world.clauses import FRAMES, START, read_clauses
 from world.optimizer import reply_to
 

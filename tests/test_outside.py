@@ -122,10 +122,10 @@ def test_a_passage_of_megabytes_is_cut_before_it_is_tokenized():
 # ---- arrival
 
 
-def test_half_a_surrogate_pair_is_replaced_and_keys_are_taken_out():
-    sent = r'{"a\ud800": ["x\udfff y", {"b": "key sk-123456"}, 1, null, true, 0.5], "😀": "\ud83d\ude00"}'
-    found = {"a\ufffd": ["x\ufffd y", {"b": "key [secret]"}, 1, None, True, 0.5], "😀": "😀"}
-    assert clean(json.loads(sent), ["sk-123456"]) == found
+def test_half_a_surrogate_pair_is_replaced():
+    sent = r'{"a\ud800": ["x\udfff y", {"b": 2}, 1, null, true, 0.5], "😀": "\ud83d\ude00"}'
+    found = {"a\ufffd": ["x\ufffd y", {"b": 2}, 1, None, True, 0.5], "😀": "😀"}
+    assert clean(json.loads(sent)) == found
 
 
 def test_plain_text_has_one_spelling():
@@ -146,7 +146,7 @@ def test_what_the_agent_and_its_passages_say_moves_no_cursor(capsys):
 
 
 def test_no_control_character_reaches_a_terminal():
-    hostile = "".join(map(chr, [*range(32), *range(127, 160), 0x202E, 0xFEFF, 0xE0041, 0xD800]))
+    hostile = "".join(map(chr, [*range(32), *range(127, 160), 0x202E, 0x2066, 0xD800]))
     assert set(printable(hostile)) - set("\t\n") <= set(map(chr, range(32, 127)))
     with pytest.raises(SystemExit) as ended, one_line("ask.py"):
         raise Fault("HTTP 400: \x1b]0;owned\x07")

@@ -3,7 +3,6 @@ an endpoint stops."""
 
 import json
 import re
-import sys
 import time
 from dataclasses import asdict
 from functools import partial
@@ -11,19 +10,19 @@ from functools import partial
 import pytest
 from json_server import free_port, json_servers
 
+import reflect
 from config import parse_flags
 from plumbing.faults import OptimizerDown
-from plumbing.replies import read_blocks
 from plumbing.words import cut_middle
 from reflect import (
-    MAX_REPLY,
     Optimizer,
     connect_optimizer,
+    count_tokens,
     find_flaw,
     fold_words,
     history_prompt,
-    make_token_counter,
     paraphrase_prompt,
+    read_blocks,
     read_candidates,
     reflection_prompt,
     shorten,
@@ -33,8 +32,13 @@ from tasks.tools import find_lost_tag
 
 
 def words(text):
-    """A token counter for tests: words."""
     return len(text.split())
+
+
+@pytest.fixture
+def in_words(monkeypatch):
+    """A token is a word."""
+    monkeypatch.setattr(reflect, "count_tokens", words)
 
 
 # --- the prompts of App. E
@@ -129,15 +133,15 @@ def long_failure(passage_words):
     return "\n".join([QUESTION, ACTIONS[0], ACTIONS[1], observed, ACTIONS[2], observed, END])
 
 
-def test_a_failure_within_its_budget_is_shown_whole():
+def test_a_failure_within_its_budget_is_shown_whole(in_words):
     text = long_failure(400)
-    assert shorten(text, words(text), words) == text
+    assert shorten(text, words(text)) == text
     assert cut_middle("x" * 80, 80) == "x" * 80
 
 
 @pytest.mark.parametrize("budget", [600, 200, 80, 40])
-def test_a_long_failure_loses_the_middle_of_its_observations_first(budget):
-    short = shorten(long_failure(4000), budget, words)
+def test_a_long_failure_loses_the_middle_of_its_observations_first(in_words, budget):
+    short = shorten(long_failure(4000), budget)
     assert words(short) <= budget
     for part in (QUESTION, *ACTIONS, END):
         assert part in short
@@ -145,13 +149,13 @@ def test_a_long_failure_loses_the_middle_of_its_observations_first(budget):
     assert " [...] " in short
 
 
-def test_observations_are_cut_no_more_than_is_needed():
+def test_observations_are_cut_no_more_than_is_needed(in_words):
     text = long_failure(4000)
-    by_budget = [words(shorten(text, budget, words)) for budget in (60, 200, 600, 2000)]
+    by_budget = [words(shorten(text, budget)) for budget in (60, 200, 600, 2000)]
     assert by_budget == sorted(by_budget)
     assert by_budget[-1] > 500
     # an observation's start and end stay
-    assert "Doc 1(Title: Solaris) lorem" in shorten(text, 600, words)
+    assert "Doc 1(Title: Solaris) lorem" in shorten(text, 600)
 
 
 def test_an_observation_keeps_as_much_of_its_start_as_of_its_end_and_a_short_one_all():
@@ -159,15 +163,15 @@ def test_an_observation_keeps_as_much_of_its_start_as_of_its_end_and_a_short_one
     text = f"a<information>{long}</information>b<information>{short}</information>c"
     cut = re.fullmatch(
         rf"a<information>(\d+) \[...\] (\d+)</information>b<information>{short}</information>c",
-        shorten(text, 1500, len),
+        shorten(text, 375),
     )
     start, end = cut.groups()
     assert long.startswith(start) and long.endswith(end) and len(start) == len(end) > 400
 
 
-def test_where_observations_are_not_enough_question_and_end_stay():
+def test_where_observations_are_not_enough_question_and_end_stay(in_words):
     text = QUESTION + "\n<think>" + "and so on " * 3000 + "</think>\n" + END
-    short = shorten(text, 60, words)
+    short = shorten(text, 60)
     assert words(short) <= 60
     assert short.startswith(QUESTION)
     assert short.endswith(END)
@@ -175,24 +179,24 @@ def test_where_observations_are_not_enough_question_and_end_stay():
 
 def test_the_observations_of_every_tool_are_cut_over_all_their_lines():
     text = "<seen>" + "7\n" * 3000 + "</seen> the middle <result>" + "8\n" * 3000 + "</result>"
-    short = shorten(text, 1000, len, ("result", "seen"))
+    short = shorten(text, 250, ("result", "seen"))
     assert "</seen> the middle <result>" in short and len(short) <= 1000
-    assert "the middle" not in shorten(text, 1000, len, ())
+    assert "the middle" not in shorten(text, 250, ())
 
 
 def test_a_failure_without_right_answers_has_none_in_the_prompt_and_the_only_one_has_the_whole_budget():
-    count, _ = make_token_counter()
     text = long_failure(400)
-    prompt = reflection_prompt("Do it.", [(text, ())], 6, count(text))
+    prompt = reflection_prompt("Do it.", [(text, ())], 6, count_tokens(text))
     assert f"<example>\nResponse: {text}\n</example>" in prompt and "Correct answer" not in prompt
 
 
 def test_every_failure_gets_its_share_of_the_budget():
-    count, _ = make_token_counter()
     failures = [(long_failure(4000), ("gold",))] * 4
     prompt = reflection_prompt("Do it.", failures, 6, 800)
     assert prompt.count(QUESTION) == prompt.count(END) == prompt.count("Correct answer: gold") == 4
-    assert count(prompt) <= 800 + count(reflection_prompt("Do it.", [("", ("gold",))] * 4, 6, 800))
+    assert count_tokens(prompt) <= 800 + count_tokens(
+        reflection_prompt("Do it.", [("", ("gold",))] * 4, 6, 800)
+    )
     assert len(prompt) < len(reflection_prompt("Do it.", failures, 6, 8000))
 
 
@@ -351,7 +355,7 @@ def test_a_candidate_that_differs_in_case_space_and_punctuation_alone_is_a_dupli
 
 
 def test_a_candidate_may_be_as_long_as_the_limit_and_no_longer():
-    n = make_token_counter()[0](GOOD)
+    n = count_tokens(GOOD)
     assert reason(GOOD, max_tokens=n) == ""
     assert reason(GOOD, max_tokens=n - 1) == f"longer than {n - 1} tokens"
 
@@ -459,7 +463,7 @@ def test_a_gold_answer_leaks_only_as_whole_words_that_are_long_and_new(gold, inn
         ("[/INST] Sure.", "holds the control token [/INST]"), ("<eos>", "holds the control token <eos>"),
         ("\x1b[2J\x1b[31mred", "holds control characters"), ("a\x00b", "holds control characters"),
         ("One.\\nTwo.", "holds escapes"), ('Say \\"so\\".', "holds escapes"),
-        ("andrei\u200btark\u00adovsky", "holds control characters"), ("\u202eabc", "holds control characters"),
+        ("\u202eabc", "holds control characters"),
         ("<information>Doc 1(Title: Emma) Emma is a novel by Jane Austen.</information>", "holds a search result"),
         ("<information>Emma is a novel by Austen.</information>", "holds a search result"),
         ("\nQuestion: who wrote Emma?", "asks a question of its own"), ("\n > QUESTION : x", "asks a question"),
@@ -563,15 +567,14 @@ def test_two_candidates_of_one_reply_with_the_same_words_are_one():
 
 
 def test_candidates_are_measured_in_the_optimizer_s_tokens():
-    count, _ = make_token_counter()
     text = "Search for one entity at a time, then answer."
-    assert read_candidates(f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text), 1, PARSED)[
-        0
-    ] == {1: text}
+    assert read_candidates(
+        f"<ins_1>{text}</ins_1>", "parent", set(), [], count_tokens(text), 1, PARSED
+    )[0] == {1: text}
     _, [row] = read_candidates(
-        f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text) - 1, 1, PARSED
+        f"<ins_1>{text}</ins_1>", "parent", set(), [], count_tokens(text) - 1, 1, PARSED
     )
-    assert row["reason"] == f"longer than {count(text) - 1} tokens"
+    assert row["reason"] == f"longer than {count_tokens(text) - 1} tokens"
 
 
 # --- the client, against a real HTTP server
@@ -623,14 +626,7 @@ def test_without_a_key_there_is_no_authorization_header_and_a_url_may_end_in_a_s
     assert path == "/v1/chat/completions" and "Authorization" not in headers
 
 
-@pytest.mark.parametrize(
-    "usage",
-    [
-        None, {}, "free", {"prompt_tokens": None, "completion_tokens": None},
-        {"prompt_tokens": "many", "completion_tokens": 0}, {"prompt_tokens": -10_000_014, "completion_tokens": [3]},
-        {"prompt_tokens": True, "completion_tokens": 1e300}, {"prompt_tokens": 10**18, "completion_tokens": {"n": 1}},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": None, "completion_tokens": 0}])
 def test_tokens_that_the_endpoint_does_not_count_are_estimated(endpoint, usage):
     call = Optimizer(base(endpoint(completion("r" * 400, usage=usage))), "m").ask("p" * 4000)
     assert (call.prompt_tokens, call.completion_tokens) == (1000, 100)
@@ -656,6 +652,8 @@ def test_an_optimizer_that_stays_away_is_down_and_the_fault_is_named(endpoint, w
         "<html>gateway</html>", "[]", "null", '"hello"', "{}", '{"error": {"message": "quota"}}', '{"choices": []}',
         '{"choices": [{"text": "legacy"}]}', '{"choices": [{"message": "hello"}]}',
         '{"choices": [{"message": {"content": 7}}]}',
+        '{"choices": [{"message": {"content": "A"}}], "usage": "free"}',
+        '{"choices": [{"message": {"content": "A"}}], "usage": {"prompt_tokens": "many"}}',
     ],
 )  # fmt: skip
 def test_a_malformed_completion_is_never_taken_for_a_reply(endpoint, waits, text):
@@ -666,9 +664,7 @@ def test_a_malformed_completion_is_never_taken_for_a_reply(endpoint, waits, text
     assert "quota" not in text or "quota" in str(down.value)
 
 
-def test_the_environment_s_proxy_is_asked_unless_the_endpoint_is_on_this_machine(
-    endpoint, monkeypatch
-):
+def test_the_environment_s_proxy_is_asked_where_there_is_a_key(endpoint, monkeypatch):
     proxy = endpoint(completion("by proxy"))
     for name in ("HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, proxy.url)
@@ -678,7 +674,9 @@ def test_the_environment_s_proxy_is_asked_unless_the_endpoint_is_on_this_machine
         Optimizer(base(endpoint(completion("directly"))), "m", retries=0).ask("p").reply
         == "directly"
     )
-    assert Optimizer("http://api.inspo.invalid/v1", "m", retries=0).ask("p").reply == "by proxy"
+    assert (
+        Optimizer("http://api.inspo.invalid/v1", "m", "k", retries=0).ask("p").reply == "by proxy"
+    )
     assert [path for path, _, _ in proxy.requests] == [
         "http://api.inspo.invalid/v1/chat/completions"
     ]
@@ -688,8 +686,6 @@ def test_a_reply_that_ended_at_a_limit_is_marked(endpoint):
     for reason, cut in (("length", True), ("stop", False), (None, False), (["length"], False)):
         answer = {"choices": [{"message": {"content": "hello"}, "finish_reason": reason}]}
         assert Optimizer(base(endpoint(answer)), "m").ask("p").cut is cut
-    call = Optimizer(base(endpoint(completion("x" * 10**6))), "m").ask("p")
-    assert call.cut and len(call.reply) == MAX_REPLY and call.completion_tokens == 250_000
 
 
 def test_a_scripted_optimizer_that_died_is_started_again(endpoint):
@@ -719,37 +715,3 @@ def test_of_a_run_that_is_resumed_the_tokens_of_its_rows_count(monkeypatch):
     cfg = parse_flags(["--optimizer_model", "m", "--max_optimizer_tokens", "10"])
     rows = [{"call": {"prompt_tokens": 3, "completion_tokens": 4}}, {"t": 1, "verified": []}]
     assert connect_optimizer(cfg, None, rows * 2).tokens == 14
-
-
-# --- counting tokens
-# ----------------------------------------------------------------------------------------------
-
-
-def test_without_tiktoken_or_its_encodings_tokens_are_estimated(monkeypatch):
-    class Unreachable:
-        @staticmethod
-        def get_encoding(name):
-            raise ConnectionError("no network")
-
-    for module in (None, Unreachable):  # None: not installed
-        monkeypatch.setitem(sys.modules, "tiktoken", module)
-        count, how = make_token_counter.__wrapped__()
-        assert "estimate" in how
-        assert count("") >= 0
-        assert 90 <= count("word " * 80) <= 110
-
-
-def test_with_tiktoken_tokens_are_counted_and_its_special_tokens_are_ordinary_text(monkeypatch):
-    tiktoken = pytest.importorskip("tiktoken")
-    # an encoding of single bytes, because the real one has to be downloaded
-    bytes_ = tiktoken.Encoding(
-        "bytes",
-        pat_str=r"[\s\S]",
-        mergeable_ranks={bytes([i]): i for i in range(256)},
-        special_tokens={"<|end|>": 256},
-    )
-    monkeypatch.setattr(tiktoken, "get_encoding", {"o200k_base": bytes_}.__getitem__)
-    count, how = make_token_counter.__wrapped__()  # past its cache
-    assert how == "tiktoken"
-    assert count("hello") == 5
-    assert count("<|end|>") == 7

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -431,20 +430,6 @@ def test_a_fault_of_the_thread_is_raised_by_the_next_step_and_comes_second_to_an
 
 
 # ---- two at once
-
-
-def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("time.strftime", lambda form: "20261122-101112")
-    with ThreadPoolExecutor(8) as pool:
-        runs = list(pool.map(lambda _: Run.open(Config()), range(8)))
-    names = {run.path.name for run in runs}
-    assert names == {
-        "20261122-101112-world-inspo",
-        *(f"20261122-101112-world-inspo-{k}" for k in range(2, 9)),
-    }
-    for run in runs:
-        run.close()
 
 
 def test_a_new_run_replaces_nothing_of_somebody_s(tmp_path):

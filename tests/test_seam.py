@@ -5,11 +5,9 @@ import json
 import math
 import random
 import sys
-import threading
 import zlib
 from collections import Counter
-from functools import partial
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ import torch
 
 from config import PRESETS, Config, parse_flags
 from plumbing.faults import Fault
-from tasks import Job, Question, Task, Trajectory
+from tasks import Question, Task, Trajectory
 from tasks.search_qa import SEARCH_R1, SearchQA
 from tasks.task import (
     average_by_source,
@@ -33,7 +31,6 @@ from tasks.task import (
     take_subset,
 )
 from tasks.tools import Calculator
-from training.policy import Policy
 
 GAME = """
 from tasks import Question, Task
@@ -569,31 +566,3 @@ def test_a_subset_is_the_same_every_time_and_has_every_source_in_its_share(n):
 )
 def test_a_sample_is_spread_evenly(n, k, places):
     assert space_evenly(n, k) == places
-
-
-@pytest.mark.parametrize("state, says", [
-    (threading.Lock(), "cannot pickle '_thread.lock'"), ((k for k in "ab"), "cannot pickle 'generator'"), ({"a": 1}, "")
-])  # fmt: skip
-def test_a_state_that_cannot_be_sent_to_rank_0_is_named(monkeypatch, state, says):
-    played = Trajectory(0, Question("q7", "Who?"), 0, [], 0, state=state)
-    monkeypatch.setattr("training.policy.rollout", lambda *args, **kwargs: [played])
-    policy = SimpleNamespace(
-        cfg=Config(task="mine:Own"),
-        ranks=SimpleNamespace(rank=0, size=2),
-        sync=lambda: None,
-        progress=None,
-        engine=None,
-        tokenizer=None,
-        task=SimpleNamespace(waited=0.0),
-        seconds={},
-    )
-    policy.check_state = partial(Policy.check_state, policy)
-
-    def play():
-        return Policy.rollout.__wrapped__(policy, 1, "rollout", [Job(0, "I", played.question, 0)])
-
-    if not says:
-        assert play() == {0: played}
-        return
-    with pytest.raises(Fault, match=f"^--task mine:Own: the state of question q7 .*{says}.*finish"):
-        play()

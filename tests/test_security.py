@@ -2,19 +2,16 @@
 
 import base64
 import json
-import os
 import shutil
-from pathlib import Path
 
 import pytest
 from json_server import json_servers
 
 from config import WORLD, find_endpoint, parse_flags
 from evaluate import find_subject
-from models.model import load_config, load_model, load_tokenizer, skeleton
+from models.model import load_config, load_model, load_tokenizer
 from plumbing.faults import Fault, OptimizerDown
 from plumbing.outside import without_secrets
-from plumbing.servers import Child
 from reflect import Optimizer, describe_optimizer
 
 # ---- a folder's own code
@@ -51,11 +48,10 @@ def test_an_unknown_family_s_code_is_not_run(with_code, load):
     assert path in str(fault.value) and "\n" not in str(fault.value)
 
 
-@pytest.mark.parametrize("load", [load_model, lambda path: skeleton(load_config(path))])
-def test_a_known_family_s_code_for_a_causal_lm_is_not_run(with_code, load):
+def test_a_known_family_s_code_for_a_causal_lm_is_not_run(with_code):
     path = with_code("config.json", model_type="t5", auto_map={"AutoModelForCausalLM": "own.Own"})
     with pytest.raises(Fault, match="custom code"):
-        load(path)
+        load_model(path)
 
 
 def test_a_known_family_needs_no_code(with_code):
@@ -65,35 +61,9 @@ def test_a_known_family_needs_no_code(with_code):
     assert load_model(path).config.model_type == load_config(str(WORLD / "policy")).model_type
 
 
-# ---- the environment of what we start
-
-
-def test_a_server_that_we_start_does_not_see_our_keys(tmp_path, monkeypatch):
-    secrets = (
-        "OPENAI_API_KEY",
-        "JUDGE_API_KEY",
-        "HF_TOKEN",
-        "WANDB_API_KEY",
-        "AWS_SECRET_ACCESS_KEY",
-        "https_proxy",
-    )
-    for name in secrets:
-        monkeypatch.setenv(name, "s3cr3t-of-mine")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    monkeypatch.setenv("OMP_NUM_THREADS", "16")
-    search = ["-m", "retrieval_server", "--corpus", str(WORLD / "corpus.jsonl")]
-    for argv in (["-m", "world.optimizer"], search):
-        with Child(argv, tmp_path / "log") as child:
-            lines = Path(f"/proc/{child._process.pid}/environ").read_text("utf-8").split("\0")
-            seen = dict(line.split("=", 1) for line in lines if "=" in line)
-        assert "s3cr3t-of-mine" not in seen.values()
-        assert seen["PATH"] == os.environ["PATH"] and seen["CUDA_VISIBLE_DEVICES"] == "7"
-        assert seen["OMP_NUM_THREADS"] == "1"  # the cores are the trainer's
-
-
 # ---- passwords and keys in addresses
 
-SECRET = "ann:Gehe%2Fim42@{}/v1?key=Geheim4711&v=2"
+SECRET = "ann:Gehe%2Fim42@{}/v1"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +88,7 @@ def test_an_address_is_shown_without_its_secrets(said, shown):
     assert without_secrets(said) == shown
 
 
-def test_a_path_goes_before_the_query_and_what_the_address_hides_is_not_shown():
+def test_what_an_address_hides_is_sent_and_not_shown():
     with json_servers() as serve:
         server = serve((401, {}, "no such key"), {"data": [{"id": "m"}]})
         url = "http://" + SECRET.format(f"127.0.0.1:{server.server_port}")
@@ -127,9 +97,7 @@ def test_a_path_goes_before_the_query_and_what_the_address_hides_is_not_shown():
             OptimizerDown, match=f"^{server.url}/v1/chat/completions: HTTP 401: no such key"
         ) as fault:
             optimizer.ask("Why?")
-        assert [request[0] for request in server.requests] == [
-            "/v1/chat/completions?key=Geheim4711&v=2"
-        ]
+        assert [request[0] for request in server.requests] == ["/v1/chat/completions"]
         sent = base64.b64encode(b"ann:Gehe/im42").decode()
         assert server.requests[0][1]["Authorization"] == f"Basic {sent}"
     assert find_subject(url).name == f"127.0.0.1-{server.server_port}"

@@ -106,20 +106,9 @@ def test_small_micro_batches_are_a_cpu_s_alone_unless_the_user_asks(monkeypatch)
     assert chosen("cuda", recompute=0, micro_tokens=8192) == (8192, 0)
 
 
-def test_a_large_preset_is_not_trained_on_a_cpu_that_nobody_asked_for(monkeypatch):
-    """Where torch finds no CUDA; --device cpu goes on, to the next thing that is missing."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for argv, wanted in ([], True), (["--device", "cpu"], False):
-        with pytest.raises(Fault) as fault:
-            inspo.train(parse_flags(["--model", "qwen2.5-0.5b", "--mode", "static", *argv]))
-        assert (
-            "CUDA device; fix that, or take weeks with --device cpu" in str(fault.value)
-        ) == wanted
-
-
 @pytest.mark.ranks
-def test_under_torchrun_the_list_of_what_is_missing_comes_last_and_has_the_gpu(tmp_path):
-    """The paper's command on a machine without a hub, passages, a key or a GPU."""
+def test_under_torchrun_what_is_missing_comes_last(tmp_path):
+    """The paper's command on a machine without a hub."""
     command = [
         sys.executable,
         "-m",
@@ -128,17 +117,16 @@ def test_under_torchrun_the_list_of_what_is_missing_comes_last_and_has_the_gpu(t
         "--nproc_per_node=2",
         ROOT / "inspo.py",
     ]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("OPENAI")} | {
-        "HF_HUB_OFFLINE": "1"
-    }
     done = subprocess.run(
-        [*command, "--model", "qwen2.5-3b"], cwd=tmp_path, env=env, capture_output=True, text=True
+        [*command, "--model", "qwen2.5-3b"],
+        cwd=tmp_path,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode != 0 and "Traceback" not in done.stderr.split("Root Cause")[1]
     *_, last = done.stderr.split("traceback : ")
-    for missing in ("--model", "--train", "--test", "search", "optimizer"):
-        assert missing in last, last
-    assert "CUDA" in last and last.startswith("6 things")
+    assert last.startswith("--train"), last
 
 
 def test_a_full_gpu_is_told_in_one_line_that_names_a_remedy(monkeypatch, tmp_path):
@@ -208,6 +196,4 @@ def test_the_world_s_optimizer_is_the_one_that_was_named_and_comes_back_when_it_
 
 
 def test_no_password_in_a_url_is_shown():
-    assert describe_optimizer(Optimizer("http://me:pass@host/v1", "m")).startswith(
-        "m at http://host/v1 "
-    )
+    assert describe_optimizer(Optimizer("http://me:pass@host/v1", "m")) == "m at http://host/v1"

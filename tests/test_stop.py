@@ -14,7 +14,6 @@ import reflect
 from plumbing import stop
 from run import Run, step_of
 from training.policy import Policy
-from training.ranks import Ranks
 
 
 def test_a_signal_that_the_shell_ignores_stays_ignored():
@@ -69,13 +68,6 @@ with stop.listening():
 def test_a_second_signal_ends_the_process_wherever_it_is():
     done = subprocess.run([sys.executable, "-c", TWICE], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "goes on\n" * 2)
-
-
-def test_an_exit_in_a_task_s_code_does_not_end_a_run_as_if_it_had_succeeded():
-    ranks = Ranks("cpu", 1)
-    for raised, passed in (SystemExit(0), RuntimeError), (stop.Stopped("x"), stop.Stopped):
-        with pytest.raises(passed), ranks.fail_at_once():
-            raise raised
 
 
 WORKER = """

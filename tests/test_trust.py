@@ -133,7 +133,6 @@ def test_without_a_home_a_run_can_be_started_and_is_not_remembered(
         ("task", "tasks.search_qa:SearchQA", True),
         ("task", "extras.tasks.judged:Judged", False),
         ("task", "runs.stranger.helper:Task", False),
-        ("task", "tasks.no_such_module:Task", False),
         ("task", "os:system", False),
         ("tools", "search", True),
         ("tools", "os:system", False),

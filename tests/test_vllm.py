@@ -81,7 +81,7 @@ def changed(model, factor=1.2):
 def opened(path):
     """An engine of a policy, which is closed after a with block."""
     engine = VllmEngine(
-        path, load_tokenizer(path, STOP), STOP, max_len=MAX_LEN, dtype="float32", memory=0.02
+        path, load_tokenizer(path), STOP, max_len=MAX_LEN, dtype="float32", memory=0.02
     )
     return contextlib.closing(engine)
 
@@ -303,12 +303,11 @@ def test_each_of_two_ranks_has_its_engine_with_the_weights_of_the_sharded_policy
 def test_the_version_is_checked_without_importing_it(monkeypatch):
     check_vllm()
     assert vllm_version()
-    monkeypatch.setattr(vllm_engine, "versions", lambda: {"vllm": "0.31.0"})
+    monkeypatch.setattr(vllm_engine, "vllm_version", lambda: "0.31.0")
     with pytest.raises(
         Fault, match=r"vLLM 0\.32, found 0\.31\.0: pip install vllm==0\.32\.0 .*--engine torch"
     ):
         check_vllm()
-    monkeypatch.setattr(vllm_engine, "versions", dict)
+    monkeypatch.setattr(vllm_engine, "vllm_version", str)
     with pytest.raises(Fault, match="found none: pip install"):
         check_vllm()
-    assert not vllm_version()

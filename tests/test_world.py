@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from config import WORLD
-from plumbing.replies import read_blocks as parse_reply
 from reflect import fold_words, paraphrase_prompt, reflection_prompt
+from reflect import read_blocks as parse_reply
 from retrieval_server import BM25
 from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, START, read_clauses, write_instruction
 from world.optimizer import reply_to

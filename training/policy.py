@@ -8,11 +8,9 @@ import copy
 import functools
 import math
 import os
-import pickle
 import resource
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -99,11 +97,6 @@ def on_all_ranks(
                 ) from None
             except (Fault, stop.Stopped) as e:  # after it all ranks can still work together
                 answer = e
-            except Exception:
-                if self.ranks.size == 1 or method.__name__ != "rollout" or not self.synced:
-                    raise
-                # of a task or a tool: the ranks can go on, too
-                answer = RuntimeError(traceback.format_exc())
             answers = self.ranks.gather(answer)  # [] on the other ranks
             self.in_step = True
             self.seconds[method.__name__] = time.perf_counter() - began
@@ -233,7 +226,7 @@ def choose_for_machine(cfg: Config, task: Task) -> tuple[Config, Config, Ranks]:
         if on_cpu and cfg.micro_tokens == Config.micro_tokens:
             fitted = replace(fitted, micro_tokens=CPU_TOKENS)
         load_config(cfg.model, cfg.longest)
-        form = task.make_format(load_tokenizer(cfg.model, task.make_format().stop_strings()))
+        form = task.make_format(load_tokenizer(cfg.model))
         questions = task.questions("train")[:64]
         shortest = min(len(form.encode_prompt(task.instruction, q)) for q in questions)
         if shortest > cfg.max_prompt:
@@ -256,7 +249,7 @@ class Policy:
         learner = learner or Learner
         self.cfg, self.ranks, self.task = cfg, ranks, task
         self.stop_strings = task.make_format().stop_strings()
-        self.tokenizer = load_tokenizer(cfg.model, self.stop_strings)
+        self.tokenizer = load_tokenizer(cfg.model)
         first = load_first_policy(cfg, ranks)
         model, reference = first, None
         if ranks.grouped:
@@ -316,9 +309,6 @@ class Policy:
                 progress=show,
             )
         self.seconds["tools"] = self.task.waited - waited
-        if size > 1:
-            for tau in played:
-                self.check_state(tau)
 
         # an evaluation has thousands of trajectories, of which a sample is stored
         taus = dict(zip(mine, played, strict=True))
@@ -328,16 +318,6 @@ class Policy:
                 if k not in stored:
                     taus[k] = tau.drop_tokens()
         return taus
-
-    def check_state(self, tau: Trajectory) -> None:
-        """Raises Fault if a trajectory's state cannot be sent to rank 0."""
-        try:
-            pickle.dumps(tau.state)
-        except Exception as e:
-            where = f"--task {self.cfg.task}: the state of question {tau.question.id}"
-            raise Fault(
-                f"{where} cannot be sent to rank 0 ({e}); make it plain data in finish()"
-            ) from None
 
     def evaluate(self, t: int, I: Instruction, split: str) -> list[Trajectory]:
         """Plays and rewards the questions of "valid" or "test", --eval_n of them, greedily under an
@@ -455,14 +435,7 @@ class Policy:
     def reset(self) -> None:
         """Restores the first policy, for evaluation alone: the optimizer keeps its moments."""
         self.t = -1
-        first = fault = None
-        try:
-            first = load_first_policy(self.cfg, self.ranks)
-        except Fault as e:  # on rank 0, while the others would wait for its weights
-            fault = e
-        fault = self.ranks.broadcast(fault)
-        if fault:
-            raise fault
+        first = load_first_policy(self.cfg, self.ranks)
         fill(self.learner.model, first)  # what is computed is the same without dither
         self.synced = self.shared
 

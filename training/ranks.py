@@ -95,8 +95,6 @@ class Ranks:
         except BaseException as e:
             if self.size == 1:
                 self.leave()  # the caller may train again
-                if isinstance(e, SystemExit) and not isinstance(e, Stopped):
-                    raise RuntimeError(f"the task's code has called exit({e.code})") from e
                 raise
             if isinstance(e, Fault) or (isinstance(e, Stopped) and not self.rank):
                 text = printable(str(e))

@@ -50,7 +50,7 @@ def find_missed(x: dict) -> list[str]:
 
 def measure_memory(config: Qwen2Config, model: Any, cuda: bool) -> dict[str, Any]:
     """Returns what vLLM takes of the GPU, awake and asleep, and what was estimated."""
-    tokenizer = load_tokenizer(PRESETS["world"]["model"], ())
+    tokenizer = load_tokenizer(PRESETS["world"]["model"])
     total = torch.cuda.get_device_properties(0).total_memory / 1e9 if cuda else 24.0
     before = used(cuda)  # the weights, with the CUDA context
     memory = (total - before - SPARE / 1e9) / total if cuda else 0.05

@@ -39,7 +39,7 @@ from pathlib import Path
 
 from extras.bench.harness import ROOT, kill_tree, parser_of, timed
 from plumbing.faults import Fault, one_line
-from plumbing.versions import commit
+from plumbing.files import commit
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "NO_PROXY": "127.0.0.1,localhost"}
 OFFLINE["HTTP_PROXY"] = OFFLINE["HTTPS_PROXY"] = "http://127.0.0.1:9"  # where nobody listens

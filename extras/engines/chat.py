@@ -17,10 +17,9 @@ from typing import Any
 from config import Config
 from engines import Contexts, FinishedTurn, Turns
 from extras.engines import RemoteEngine
-from plumbing.client import Client, RequestFailed
+from plumbing.client import Client, Reply, RequestFailed, read_reply
 from plumbing.faults import EngineFault, Fault
 from plumbing.outside import without_secrets
-from plumbing.replies import Reply, read_reply
 
 # how servers say that a conversation is too long
 TOO_LONG = re.compile(
@@ -119,15 +118,14 @@ class ChatEngine(RemoteEngine):
         """Returns the server's turn, the last one if it refuses this conversation alone; raises
         EngineFault."""
         try:
-            reply = self.client.ask("/chat/completions", body, read_reply)
-            stop = "refused" if reply.refused else ""
+            reply, stop = self.client.ask("/chat/completions", body, read_reply), ""
         except RequestFailed as e:
             long = TOO_LONG.search(str(e))
             final = long or e.status in range(400, 500)
             if not final or not self.serves(body):
                 raise EngineFault(str(e)) from None
             reply, stop = Reply(""), "length" if long else "refused"
-        ids = self.tokenizer(self.closed(reply.text, reply.cut or reply.refused))["input_ids"]
+        ids = self.tokenizer(self.closed(reply.text, reply.cut or stop != ""))["input_ids"]
         return FinishedTurn(key, ids, [0.0] * len(ids), stop)
 
     def serves(self, body: dict) -> bool:

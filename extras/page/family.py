@@ -5,7 +5,7 @@ import re
 
 from extras.page.read import Run
 from plumbing.files import Row
-from plumbing.replies import read_blocks
+from reflect import read_blocks
 
 EXAMPLE = re.compile(
     r"<example>\n(?:Response: )?(.*?)(?:\nCorrect answer: (.*?))?\n</example>", re.S
@@ -34,7 +34,7 @@ def collect_family(run: Run) -> Row:
         if "call" in row:
             call = row["call"]
             calls[place] = _call(call)
-            blocks[place] = read_blocks(call["reply"], call.get("cut", True))
+            blocks[place] = read_blocks(call["reply"])
         reply = dict(enumerate(blocks.get(place, ()), 1))
 
         # what the checks said of each text of the reply

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from plumbing.chat import rendered, template_of, turn_ends
+from plumbing.client import without_thoughts
 from plumbing.faults import Fault
-from plumbing.outside import clean, decoded, escape_markup, match_markup
-from plumbing.replies import without_thoughts
+from plumbing.outside import clean, escape_markup, match_markup
 from tasks.functions import SchemaTool
 from tasks.search_qa import SEARCH_R1
 from tasks.tools import (
@@ -216,9 +216,9 @@ def call_of(text: str, tools: Sequence[Tool]) -> tuple[Tool, str]:
     it."""
     form = 'write {"name": ..., "arguments": {...}}'
     try:
-        call = clean(decoded(text))
+        call = clean(json.loads(text))
         if isinstance(call, dict) and isinstance(call.get("arguments"), str):
-            call["arguments"] = decoded(
+            call["arguments"] = json.loads(
                 call["arguments"] or "{}"
             )  # Granite 4 writes their JSON text
     except ValueError as e:

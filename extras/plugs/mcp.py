@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Any
 
 from plumbing.faults import Fault, ToolDown, first_line
-from plumbing.outside import decoded, printable, without_secrets
+from plumbing.outside import printable, without_secrets
 from tasks.functions import Failed, SchemaTool
 from tasks.tools import Tool
 
@@ -121,7 +121,7 @@ class CheckedTool(SchemaTool):
         super().__init__({"name": name, "description": description, "parameters": parameters})
 
     def read_arguments(self, arguments: str) -> dict[str, Any]:
-        given = decoded(arguments)
+        given = json.loads(arguments)
         for error in self.validator.iter_errors(given):
             raise ValueError(": ".join([*map(str, error.instance_path), error.message[:200]]))
         return given  # type: ignore[no-any-return]  # the SDK sends nothing but an object
@@ -278,7 +278,7 @@ def _read(content: list[Any], data: Any) -> str:
 def _value(text: str) -> Any:
     """Returns what a JSON text says, or another text."""
     with suppress(ValueError):
-        return decoded(text)
+        return json.loads(text)
     return text
 
 

@@ -20,7 +20,7 @@ from extras.plugs.environment import EnvironmentTask, close
 from extras.plugs.mcp import RETRIES, CheckedTool, back_off, make_tools
 from plumbing.client import Client
 from plumbing.faults import Fault, ToolDown, first_line
-from plumbing.outside import at, decoded, without_secrets
+from plumbing.outside import at, without_secrets
 from plumbing.stop import count_ranks
 from tasks import Question, Trajectory
 from tasks.functions import Failed
@@ -61,7 +61,7 @@ class Session:
         try:
             with contextlib.suppress(ConnectionClosed):  # why it was can still be read
                 self.socket.send(json.dumps({"type": kind} | data))
-            reply = decoded(self.socket.recv(PATIENCE))
+            reply = json.loads(self.socket.recv(PATIENCE))
             answer = reply["data"]
             error = answer["message"] if reply["type"] == "error" else ""
             lost = error and answer["code"] in REFUSED

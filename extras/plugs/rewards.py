@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import json
 import math
 import os
 import re
@@ -25,7 +26,6 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 from plumbing.faults import Fault
-from plumbing.outside import decoded
 from tasks import Question, Task, Trajectory
 from tasks.search_qa import look_up, unpacked
 from tasks.task import import_named, read_rewards
@@ -236,7 +236,7 @@ def columns_of(q: Question) -> Columns:
 def arguments_of(text: str, name: str) -> Columns:
     """Returns the arguments of a call: the JSON object that it wrote, or else its text by name."""
     try:
-        arguments = decoded(text)
+        arguments = json.loads(text)
     except ValueError:
         arguments = text
     return arguments if isinstance(arguments, dict) else {name: text}

@@ -20,7 +20,6 @@ from config import HERE, PRESETS, SMOLLM
 from extras.bench.harness import parser_of
 from plumbing import stop
 from plumbing.faults import Fault, one_line
-from plumbing.outside import decoded
 
 NAME = "smollm2-135m"
 DEMOS, STEPS = 1024, 60  # of the cold start
@@ -97,7 +96,9 @@ def play(part: Part) -> None:
 
 def table(out: Path) -> str:
     """Writes the Markdown table of what was measured."""
-    cold, run = (decoded((out / name / "summary.json").read_bytes()) for name in ("cold", "inspo"))
+    cold, run = (
+        json.loads((out / name / "summary.json").read_bytes()) for name in ("cold", "inspo")
+    )
     held = cold["held_out"]["first policy, first instruction"]
     rows = {
         "as it comes, closed book (`direct`)": evaluated(out, "direct"),
@@ -125,7 +126,7 @@ def table(out: Path) -> str:
 
 def evaluated(out: Path, which: str) -> tuple[int, float, float]:
     """Reads (questions, EM, searches) of an evaluation."""
-    summary = decoded((out / "evaluation" / which / "summary.json").read_bytes())
+    summary = json.loads((out / "evaluation" / which / "summary.json").read_bytes())
     (row,) = summary["benchmarks"].values()
     return row["questions"], row["em"]["mean"], row["searches"]
 
@@ -147,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
             {"optimizer_model": args.optimizer_model, "seed": args.seed},
             out / "setting.json",
         )
-        if note.exists() and decoded(note.read_bytes()) != setting:
+        if note.exists() and json.loads(note.read_bytes()) != setting:
             raise Fault(
                 f"{out} was started with another --seed or --optimizer_model: choose another --out"
             )

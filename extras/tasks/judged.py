@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
-from plumbing.client import Client, RequestFailed
+from plumbing.client import Client, RequestFailed, read_reply, without_thoughts
 from plumbing.faults import Fault, Outage
 from plumbing.outside import without_secrets
-from plumbing.replies import read_reply, without_thoughts
 from tasks import Question, Trajectory
 from tasks.search_qa import SearchQA, em
 

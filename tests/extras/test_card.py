@@ -36,15 +36,13 @@ def test_a_card_has_the_instruction_the_table_and_the_command(tmp_path):
     (run / "config.json").write_text(json.dumps(asdict(cfg) | about))
     policy.mkdir()
     (policy / "I_star.txt").write_text("Search twice.\n")
-    (policy / "README.md").write_text("\n## Adapters\n\nload W in float32.\n")
     summary = json.loads((run / "summary.json").read_text())
-    summary |= {"evolutions": 2, "empty_places": 0, "steps_of_one": 0}
     (run / "summary.json").write_text(json.dumps(summary))
     for _ in range(2):  # a card is written again as well
         card.main([str(run), str(policy)])
     found = ModelCard.load(policy / "README.md")
     assert found.data.library_name == "transformers" and found.data.base_model is None
-    assert "Search twice." in found.text and found.text.count("## Adapters") == 1
+    assert "Search twice." in found.text
     for name, row in summary["held_out"].items():
         [line] = [line for line in found.text.splitlines() if line.startswith(f"{name}  ")]
         assert f"{row['em']:.3f}" in line.split()

@@ -127,14 +127,6 @@ def test_a_turn_that_was_cut_at_a_limit_neither_calls_nor_answers(servers, text,
     engine.close()
 
 
-def test_a_reply_that_was_filtered_ends_its_conversation(servers):
-    message = {"content": None, "refusal": "I cannot."}
-    filtered = {"choices": [{"message": message, "finish_reason": "stop"}]}
-    engine, _ = chatting(servers, lambda body: filtered if "bad" in str(body) else said("A"))
-    assert turns_of(engine, ["bad", "good"]) == {0: ("", "refused"), 1: ("A", "")}
-    engine.close()
-
-
 @pytest.mark.parametrize("status", [400, 401])
 def test_a_server_that_refuses_everything_ends_the_evaluation(servers, status):
     engine, _ = chatting(servers, lambda body: (status, {}, "context length: 0 tokens"))

@@ -152,7 +152,7 @@ def test_a_new_tool_is_explained_called_and_refused_where_its_tag_cannot_be_writ
     assert task.make_format().stop_strings() == ("</search>", "</count>", "</answer>")
     assert task.tools[1].submit("one two three").result(60) == ["3"]
     with pytest.raises(Fault, match="cannot write </count>"):
-        load_tokenizer(str(WORLD / "policy"), task.make_format().stop_strings())
+        load_tokenizer(str(WORLD / "policy"))
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ STOP = TASK.make_format().stop_strings()
 @pytest.fixture(scope="module")
 def real():
     """(model, tokenizer)"""
-    return load_policy(str(SMOLLM), STOP)
+    return load_policy(str(SMOLLM))
 
 
 def train(folder, lora_rank):
@@ -132,13 +132,7 @@ def test_plain_transformers_say_what_the_trained_policy_said(lora_rank, tmp_path
         assert kept[0] == kept[1], name
     tokenizer = AutoTokenizer.from_pretrained(run / "policy")
     models = [AutoModelForCausalLM.from_pretrained(run / "policy", dtype=torch.float32)]
-    if lora_rank:
-        from peft import PeftModel
-
-        export.main([str(run), "--adapters", "--out", str(tmp_path / "adapters")])
-        base = AutoModelForCausalLM.from_pretrained(SMOLLM, dtype=torch.float32)
-        models.append(PeftModel.from_pretrained(base, tmp_path / "adapters"))
-    engine = TorchEngine(*load_policy(str(run / "policy"), STOP), STOP)
+    engine = TorchEngine(*load_policy(str(run / "policy")), STOP)
     known = {q.id: q for q in TASK.questions("test")}
     for row in stored(run, TRAINED):
         messages = TASK.prompt(INSTRUCTION, known[row["question"]])

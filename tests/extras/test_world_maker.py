@@ -17,8 +17,8 @@ from extras.world.demos import CHOICES, SEARCH, TASK, choose_clauses, demo, demo
 from extras.world.facts import MINI, the_world
 from extras.world.tokenizer import build_tokenizer, save_tokenizer
 from extras.world.warm_start import tiny_policy, write_files
-from plumbing.replies import read_blocks as parse_reply
 from reflect import find_flaw, fold_words, reflection_prompt
+from reflect import read_blocks as parse_reply
 from tasks import Question
 from tasks.search_qa import em
 from tasks.tools import explain_invalid_action, find_answer, find_lost_tag
