@@ -4,6 +4,7 @@ endpoints, on bad input."""
 import contextlib
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import sys
 
 import numpy as np
 import pytest
+from json_server import json_servers
 
 import ask
 import evaluate
@@ -34,8 +36,9 @@ def retriever(tmp_path_factory):
 
 
 @pytest.fixture
-def servers(serve):
-    return serve
+def servers():
+    with json_servers() as start:
+        yield start
 
 
 def run(*flags, main=evaluate.main):
@@ -78,8 +81,9 @@ def test_an_evaluation_writes_one_json_one_table_and_a_line_a_question(whole, re
         read_jsonl(out / "results.jsonl"),
         json.loads((out / "summary.json").read_text()),
     )
-    splits = [load_questions(WORLD / f"{split}.jsonl") for split in ("test", "valid")]
-    questions = {q.id: q for split in splits for q in split}
+    questions = {
+        q.id: q for split in ("test", "valid") for q in load_questions(WORLD / f"{split}.jsonl")
+    }
     search = Search(retriever, 3)
     assert len(rows) == 12 == len({row["id"] for row in rows})
     for row in rows:
@@ -90,21 +94,25 @@ def test_an_evaluation_writes_one_json_one_table_and_a_line_a_question(whole, re
         passages = " ".join(search.submit(q.text).result())
         assert row["searches"] == 1
         assert row["gold_recall"] == float(any(gold in passages for gold in q.golds))
-    parts = summary["benchmarks"]
-    for title, part in parts.items():
+    assert list(summary["benchmarks"]) == ["world", "valid"]
+    for title, part in summary["benchmarks"].items():
         own = [row for row in rows if row["data"] == title]
         assert part["questions"] == len(own) == 6
+        [line] = [line for line in said.splitlines() if line.startswith(title)]
         for name in ("f1", "em"):
-            assert part[name] == estimate_mean([row[name] for row in own])
+            x = part[name]
+            assert x == estimate_mean([row[name] for row in own])
+            assert f"{name} {x['mean']:.3f}" in line
+        assert f"em {x['mean']:.3f} [{x['low']:.3f}, {x['high']:.3f}]" in line
         for name in ("gold_recall", "searches", "answered", "sampled_tokens"):
             assert part[name] == pytest.approx(np.mean([row[name] for row in own]))
-    mean = np.mean([row["em"] for row in rows])
-    below = np.hypot(*(part["em"]["mean"] - part["em"]["low"] for part in parts.values())) / 2
-    assert summary["average"]["mean"] == pytest.approx(mean)
-    assert summary["average"]["low"] == pytest.approx(mean - below)
-    for title, x in ("world", parts["world"]["em"]), ("average", summary["average"]):
-        [line] = [line for line in said.splitlines() if line.startswith(title)]
-        assert f"em {x['mean']:.3f} [{x['low']:.3f}, {x['high']:.3f}]" in line
+            assert f"{name} {part[name]:.3f}" in line
+    average = summary["average"]
+    assert average["mean"] == pytest.approx(np.mean([row["em"] for row in rows]))
+    parts = [part["em"] for part in summary["benchmarks"].values()]
+    below = np.hypot(*(x["mean"] - x["low"] for x in parts)) / 2
+    assert average["low"] == pytest.approx(average["mean"] - below)
+    assert f"average           em {average['mean']:.3f} [{average['low']:.3f}, " in said
 
 
 def test_an_interval_is_wilson_s_of_zeros_and_ones_and_the_normal_one_of_other_values():
@@ -147,15 +155,37 @@ def test_a_run_is_measured_under_its_I_star_and_another_instruction_can_replace_
     assert own == same != other
 
 
+def test_other_questions_go_into_a_folder_of_their_own(retriever, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for data in (["test"], ["valid"], ["test", "valid"]):
+        assert not run("world", "--n", 2, "--retriever", retriever, "--data", *data)[1]
+    folders = [path.name for path in (tmp_path / "runs" / "evaluation").iterdir()]
+    assert sorted(folders) == ["world", "world-test-valid", "world-valid"]
+
+
 # ---- at the command line
+
+
+def test_progress_is_shown_within_a_chunk(retriever, tmp_path):
+    err = io.StringIO()
+    flags = ["--data", "world", "--n", "9", "--retriever", retriever, "--out", str(tmp_path / "o")]
+    with pytest.MonkeyPatch.context() as patch:
+        reached, update = [], evaluate.tqdm.update
+        patch.setattr(
+            evaluate.tqdm, "update", lambda bar, n: (update(bar, n), reached.append(bar.n))
+        )
+        with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+            evaluate.main(["world", *flags])
+    assert reached == sorted(reached) and {*reached} == {*range(1, 10)}  # one chunk
+    assert re.findall(r"world: +(\d+%)", err.getvalue())[-1] == "100%"
 
 
 @pytest.mark.parametrize("program", ["evaluate.py", "ask.py"])
 def test_help_waits_for_neither_torch_nor_scipy(program):
     command = [sys.executable, "-X", "importtime", program, "--help"]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=300)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "--temperature" in done.stdout
+    assert done.returncode == 0 and "--temperature" in done.stdout
     assert "config" in imported and not imported & {"torch", "scipy", "transformers", "rich"}
 
 
@@ -199,45 +229,53 @@ class Rolling(Game):
 ROLLING = ["world", "--task", f"{__name__}:Rolling"]
 
 
-@pytest.fixture(scope="module")
-def rolled(tmp_path_factory):
-    out = tmp_path_factory.mktemp("evaluations") / "rolled"
-    text, fault = run(*ROLLING, "--out", out)
-    assert not fault
-    return out, text
-
-
-def test_another_task_is_measured_by_its_own_metrics_on_its_own_questions(rolled):
-    out, text = rolled
+def test_another_task_is_measured_by_its_own_metrics_on_its_own_questions(tmp_path):
+    text, fault = run(*ROLLING, "--out", tmp_path / "o")
     rows, summary = (
-        read_jsonl(out / "results.jsonl"),
-        json.loads((out / "summary.json").read_text()),
+        read_jsonl(tmp_path / "o/results.jsonl"),
+        json.loads((tmp_path / "o/summary.json").read_text()),
     )
-    assert [(row["reached"], row["stop"], row["rolls"]) for row in rows] == [
-        (1, "over", 1),
-        (0, "turns", 1),
-        (1, "over", 1),
+    assert not fault
+    assert [row["reached"] for row in rows] == [1, 0, 1] and [row["stop"] for row in rows] == [
+        "over",
+        "turns",
+        "over",
     ]
-    assert all(row["reward"] == -row["missing"] for row in rows)
+    assert all(row["reward"] == -row["missing"] for row in rows) and [
+        row["rolls"] for row in rows
+    ] == [1, 1, 1]
     assert (summary["metrics"], summary["tools"]) == (["reached", "missing"], ["rolls"])
-    assert summary["benchmarks"]["test"]["reached"]["mean"] == pytest.approx(2 / 3)
+    assert (
+        summary["benchmarks"]["test"]["reached"]["mean"]
+        == pytest.approx(2 / 3)
+        == summary["average"]["mean"]
+    )
     assert "answered 0.667" in text and "missing" in text
     assert not any(word in text for word in ("em ", "f1", "gold", "searches"))
 
 
-def test_an_evaluation_whose_judge_goes_away_can_be_started_again(rolled, tmp_path, monkeypatch):
+def test_an_evaluation_whose_judge_goes_away_can_be_started_again(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "CHUNK", 1)
-    out = tmp_path / "later"
-    path = out / "results.jsonl"
-    monkeypatch.setattr(Rolling, "down", property(lambda self: len(read_jsonl(path)) == 2))
-    assert run(*ROLLING, "--out", out)[1] == "evaluate.py: the judge does not answer"
-    assert len(read_jsonl(path)) == 2
+    whole, later = tmp_path / "whole", tmp_path / "later"
+    run(*ROLLING, "--out", whole)
+    monkeypatch.setattr(
+        Rolling, "down", property(lambda self: len(read_jsonl(later / "results.jsonl")) == 2)
+    )
+    _, fault = run(*ROLLING, "--out", later)
+    assert (
+        fault == "evaluate.py: the judge does not answer"
+        and len(read_jsonl(later / "results.jsonl")) == 2
+    )
     monkeypatch.setattr(Rolling, "down", False)
-    assert not run(*ROLLING, "--out", out)[1]
-    assert path.read_text() == (rolled[0] / "results.jsonl").read_text()
+    assert not run(*ROLLING, "--out", later)[1]
+    assert (later / "results.jsonl").read_text() == (whole / "results.jsonl").read_text()
 
 
 # ---- asking
+
+
+def alike(taus):
+    return [0.0 for _ in taus]
 
 
 def test_asking_plays_the_run_s_task_and_scores_what_it_knows(finished, retriever):
@@ -248,52 +286,105 @@ def test_asking_plays_the_run_s_task_and_scores_what_it_knows(finished, retrieve
     [prediction] = re.findall("^  answer  (.*)$", text, re.M)
     assert f"  scored  em {em(prediction, known.golds):g}," in text
     assert run(*own, known.id, main=ask.main)[0] == text
+    for flags in [], ["--reward", f"{__name__}:alike"]:
+        text, fault = run(*own, *flags, "What is the", "color of the sky", main=ask.main)
+        assert not fault and "color of the sky?" in text
+        assert "scored" not in text and "  answer  " in text
     # longer than a file's name can be
-    text, fault = run(*own, *["What is the", "color of the sky"] * 9, main=ask.main)
-    assert not fault and "color of the sky?" in text
-    assert "scored" not in text and "  answer  " in text
+    text, fault = run(*own, "Who wrote the book of the color of the sky and " * 9, main=ask.main)
+    assert not fault and "color of the sky" in text
 
 
-def test_asking_a_game_from_the_keyboard(finished, monkeypatch):
+def test_asking_a_game_from_the_keyboard(finished, tmp_path, monkeypatch):
+    shutil.copytree(finished, tmp_path / "game")
+    rewrite(
+        tmp_path / "game" / "config.json",
+        '"task": "tasks.search_qa:SearchQA"',
+        f'"task": "{__name__}:Rolling"',
+    )
     typed = iter(["anything", "test-1", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    text, fault = run("--run", finished, "--task", f"{__name__}:Rolling", main=ask.main)
+    text, fault = run("--run", tmp_path / "game", "--task", f"{__name__}:Rolling", main=ask.main)
     assert not fault and "is more than its text: give the id of one, such as test-1" in text
-    assert text.rstrip().endswith("the end (over)\n  scored  reached 1, missing 0")
+    assert (
+        text.rstrip().endswith("the end (over)\n  scored  reached 1, missing 0")
+        and " of 1\n" in text
+    )
 
 
 # ---- other bad input
 
 
-def test_each_fault_is_one_line_that_says_what_to_do(tmp_path, finished, monkeypatch):
+def test_each_fault_is_one_line_that_says_what_to_do(
+    tmp_path, finished, whole, servers, tiny_path, monkeypatch
+):
     # a search server may run on this machine
     monkeypatch.setattr("tasks.search_qa.DEFAULT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    half = shutil.copytree(finished, tmp_path / "half", ignore=lambda *_: ["I_star.txt"])
-    policy, gone = WORLD / "policy", tmp_path / "gone"
+    shutil.copytree(finished, tmp_path / "half", ignore=shutil.ignore_patterns("I_star.txt"))
+    shutil.copytree(tiny_path, tmp_path / "mixed")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(WORLD / "policy" / name, tmp_path / "mixed")
+    policy, corpus = WORLD / "policy", ["--data", "world", "--corpus", WORLD / "corpus.jsonl"]
     for flags, words in (
-        (["world", "--data", "world", "world"], "--data world: "),
+        (["world", "--data", "world", "world"], "--data world: there is a world already"),
         (["world", "--data", "squad"], "squad: no such file"),
-        (["world", "--data", "hotpotqa"], "hotpotqa/dev.jsonl: the hub cannot be reached"),
-        ([*ROLLING, "--data", "valid"], "--data valid: "),
-        ([half], "wait, resume it, or give a directory"),
+        (
+            ["world", "--data", "hotpotqa"],
+            "hf://datasets/RUC-NLPIR/FlashRAG_datasets/hotpotqa/dev.jsonl: the hub cannot be reached",
+        ),
+        ([*ROLLING, "--data", "valid"], f"--data valid: {__name__}:Rolling has no such questions"),
+        ([*ROLLING, "--data", "nq"], "asks its own questions: give test, valid, train"),
+        ([tmp_path / "half"], "half has not finished: wait, resume it, or give a directory"),
         ([policy, "--data", "world"], "nothing to search: give --corpus"),
         ([policy], "--test is missing"),
-        (["world", "--corpus", gone], "--corpus"),
+        (["world", "--corpus", tmp_path / "gone"], "--corpus"),
+        (["world", "--instruction", tmp_path / "gone"], "--instruction"),
         (["world", "--topk", 0], "--topk 0: must be at least 1"),
-        (["runs/nothere"], "--model runs/nothere: "),
+        (["world", "--task", "nothing"], "--task nothing: give it as module:"),
+        ([tmp_path / "nothing"], "nothing is no directory; as a model of the hub: --model "),
+        (["runs/nothere"], "runs/nothere is no directory; as a model of the hub: --model "),
+        (["http://127.0.0.1:9/v1", *corpus], "name its engine, --engine module:Class"),
     ):
-        _, fault = run(*flags, "--out", tmp_path / "o", "--n", 2)
-        assert words in fault and fault.startswith("evaluate.py: ") and "\n" not in fault, fault
+        out, fault = run(*flags, "--out", tmp_path / "o", "--n", 2)
+        assert words in fault and fault.startswith("evaluate.py: ") and fault.count("\n") == 0, (
+            fault
+        )
+    shutil.copytree(finished, tmp_path / "lost", ignore=shutil.ignore_patterns("policy"))
     for flags, words in (
-        ([half, "x"], "wait, resume it, or give a directory"),
-        (["runs/nothere", "x"], "runs/nothere: "),
+        ([tmp_path / "half", "x"], "half has not finished"),
+        ([tmp_path / "lost", "x"], "lost has not finished"),
+        (["runs/nothere", "x"], "--run runs/nothere: no such directory"),
+        ([finished, "x", "--temperature", "nan"], "--temperature and --seed: give finite numbers"),
         ([finished, "x", "--seed", -1], "--temperature and --seed: give finite numbers"),
-        ([finished, "x", "--corpus", gone], "--corpus"),
+        ([finished, "x", "--topk", 0], "--topk 0: must be at least 1"),
+        ([finished, "x", "--corpus", tmp_path / "gone"], "--corpus"),
     ):
         _, fault = run("--run", *flags, main=ask.main)
         assert words in fault.splitlines()[-1] and "Traceback" not in fault, fault
     assert "name a run with --run" in run(finished, "x", main=ask.main)[1]
+    text, fault = run("--run", finished, "--corpus", WORLD / "corpus.jsonl", " ", main=ask.main)
+    assert not fault and text.endswith("the question is empty\n")
+
+
+def searching(handler):
+    """Answers as a search server does; what it says of itself is the server's `about`."""
+    path, _, body = handler.server.requests[-1]
+    hit = {"document": {"id": "1", "contents": '"T"\ntext'}, "score": 1.0}
+    hits = (
+        {"result": [[hit]] * len(json.loads(body)["queries"])}
+        if path == "/retrieve"
+        else handler.server.about
+    )
+    handler.send_response(200)
+    handler.end_headers()
+    handler.wfile.write(json.dumps(hits).encode())
+
+
+def rewrite(path, old, new):
+    text = path.read_bytes()
+    assert old.encode() in text
+    path.write_bytes(text.replace(old.encode(), new.encode()))
 
 
 @pytest.mark.parametrize("name", ["summary.json", "config.json"])
@@ -302,3 +393,28 @@ def test_a_directory_that_holds_an_evaluation_or_a_run_is_refused(tmp_path, name
     _, fault = run("world", "--n", 12, "--out", tmp_path)
     assert fault.startswith(f"evaluate.py: {tmp_path} has a {name}") and "\n" not in fault
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+# of text that is ASCII
+ANOTHER_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+READS = r"""
+import locale, pathlib, sys
+from evaluate import find_subject
+from plumbing.faults import one_line
+from plumbing.files import read_jsonl, write_file
+assert locale.getpreferredencoding(False) != "utf-8", locale.getpreferredencoding(False)
+with one_line():
+    folder = pathlib.Path(sys.argv[1])
+    assert find_subject(sys.argv[1]).I_star == "Write \u201canswer\u201d: \u5317\u4eac"
+    write_file(folder / "x.jsonl", '{"text": "\u201c\u5317"}')
+    assert read_jsonl(folder / "x.jsonl") == [{"text": "\u201c\u5317"}]
+    print("printed: \u201c")
+"""
+
+
+def test_an_instruction_is_read_as_utf_8_in_any_locale(tmp_path):
+    (tmp_path / "I_star.txt").write_text("Write \u201canswer\u201d: \u5317\u4eac\n", "utf-8")
+    env = os.environ | ANOTHER_LOCALE
+    command = [sys.executable, "-c", READS, str(tmp_path)]
+    done = subprocess.run(command, env=env, cwd=HERE, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "printed: \\u201c\n"), done.stderr
