@@ -1,99 +1,23 @@
 """What used to go wrong without a word: inputs that were read as something else."""
 
-import json
-import shutil
-
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from test_questions import ROW, fault, write
 
-from config import parse_flags
-from grpo import Learner
-from models.model import load_model
-from plumbing.faults import Fault
-from reflect import read_blocks
-from tasks.search_qa import load_questions
-
-# ---- weights
+from tasks.task import read_instruction
 
 
-@pytest.fixture
-def damaged(tiny_path, tmp_path):
-    """A function that changes the weights of a copy of the tiny policy, and returns its
-    directory."""
-
-    def change(edit) -> str:
-        path = shutil.copytree(tiny_path, tmp_path / "policy")
-        weights = load_file(path / "model.safetensors")
-        edit(weights)
-        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-        return str(path)
-
-    return change
-
-
-NAME = "model.layers.1.mlp.up_proj.weight"
-
-
-@pytest.mark.parametrize("edit, what", [
-    (lambda w: w.pop(NAME), rf"missing \(1, {NAME}\)"),
-    (lambda w: w.update(extra=torch.zeros(3)), r"unexpected \(1, extra\)"),
-    (lambda w: w.update({NAME: torch.zeros(5, 64)}), "no causal LM can be loaded"),
-    (lambda w: w[NAME][2, 3].fill_(float("nan")), "or are not finite"),
-    (lambda w: w["model.norm.weight"].fill_(3e38), "or are not finite"),
+@pytest.mark.parametrize("text, clean", [
+    ("\ufeffSea\u00adrch\u200b first.\x0c", "Search first."),
+    ("One.\r\nTwo.\u2028Three.\x85Four.", "One.\nTwo.\nThree.\nFour."),
 ])  # fmt: skip
-def test_weights_that_are_not_the_model_s_are_refused_by_name(damaged, edit, what):
-    with pytest.raises(Fault, match=what):
-        load_model(damaged(edit))
-
-
-# ---- an optimizer that has not stepped
-
-
-def test_saving_before_the_first_step_leaves_the_optimizer_unstepped(tiny):
-    model, _ = tiny
-    learner = Learner(model, None, parse_flags(["--beta", "0"]))
-    state = learner.state_dict()
-    steps = [x.item() for name, x in state.items() if name.endswith(".step")]
-    assert steps and set(steps) == {0.0}
-    assert {x["step"].item() for x in learner.optimizer.state.values()} == {0.0}
-
-
-# ---- thoughts of a reasoning model
-
-FINAL = "<ins_1>Use <think> and </think>, then <answer> </answer>.</ins_1>"
-DRAFT = "<ins_1>draft with <think> </think></ins_1> too short"
-
-
-@pytest.mark.parametrize("reply", [
-    f"<think>Perhaps {DRAFT}</think>\n{FINAL}", f"Perhaps {DRAFT}\n</think>\n\n{FINAL}", FINAL,
-    f"The tags lack <think>.\n{FINAL}",
-    f"{FINAL}\nIt names <think> and </think>.", f"It forgets <think> and </think>.\n{FINAL}",
-])  # fmt: skip
-def test_drafts_in_thoughts_are_no_candidates(reply):
-    assert read_blocks(reply) == [FINAL[7:-8]]
-
-
-# ---- questions
-
-
-def read(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_questions(path)
-
-
-@pytest.mark.parametrize("answers", [{"value": "Vienna", "aliases": ["Wien"]}, {"a": 1, "b": 2}])
-def test_answers_in_a_dictionary_are_refused(tmp_path, answers):
-    with pytest.raises(
-        Fault, match=r"q\.jsonl:1: gold answers \{.* are neither a text nor a list of texts"
-    ):
-        read(tmp_path / "q.jsonl", {"question": "What?", "golden_answers": answers})
+def test_invisible_characters_are_taken_out_and_line_ends_of_all_kinds_are_line_ends(
+    tmp_path, text, clean
+):
+    (tmp_path / "i.txt").write_bytes(text.encode())
+    assert read_instruction(str(tmp_path / "i.txt")) == clean
 
 
 def test_ids_that_collide_with_their_source_before_them_are_refused(tmp_path):
-    rows = [("1", "nq"), ("1", "hotpotqa"), ("nq-1", "popqa")]
-    with pytest.raises(Fault, match="make the ids unique"):
-        read(
-            tmp_path / "q.jsonl",
-            *[dict(id=i, question="What?", golden_answers="x", data_source=s) for i, s in rows],
-        )
+    ids = [("1", "nq"), ("1", "hotpotqa"), ("nq-1", "popqa")]
+    rows = [ROW | {"id": id, "data_source": source} for id, source in ids]
+    assert "make the ids unique" in fault(write(tmp_path / "q.jsonl", *rows))
