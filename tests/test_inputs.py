@@ -1,6 +1,5 @@
 """What used to go wrong without a word: inputs that were read as something else."""
 
-import json
 import shutil
 
 import pytest
@@ -12,7 +11,6 @@ from grpo import Learner
 from models.model import load_model
 from plumbing.faults import Fault
 from reflect import read_blocks
-from tasks.search_qa import load_questions
 
 # ---- weights
 
@@ -72,28 +70,3 @@ DRAFT = "<ins_1>draft with <think> </think></ins_1> too short"
 ])  # fmt: skip
 def test_drafts_in_thoughts_are_no_candidates(reply):
     assert read_blocks(reply) == [FINAL[7:-8]]
-
-
-# ---- questions
-
-
-def read(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_questions(path)
-
-
-@pytest.mark.parametrize("answers", [{"value": "Vienna", "aliases": ["Wien"]}, {"a": 1, "b": 2}])
-def test_answers_in_a_dictionary_are_refused(tmp_path, answers):
-    with pytest.raises(
-        Fault, match=r"q\.jsonl:1: gold answers \{.* are neither a text nor a list of texts"
-    ):
-        read(tmp_path / "q.jsonl", {"question": "What?", "golden_answers": answers})
-
-
-def test_ids_that_collide_with_their_source_before_them_are_refused(tmp_path):
-    rows = [("1", "nq"), ("1", "hotpotqa"), ("nq-1", "popqa")]
-    with pytest.raises(Fault, match="make the ids unique"):
-        read(
-            tmp_path / "q.jsonl",
-            *[dict(id=i, question="What?", golden_answers="x", data_source=s) for i, s in rows],
-        )

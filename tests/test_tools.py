@@ -403,7 +403,6 @@ def test_a_title_loses_its_quotes_and_none_of_its_own(line, title):
         '{"result": [[{"document": {"contents": "x"}}, {"document": {"contents": 1}}]]}',
         '{"result": [[{"document": {"contents": ["x"]}}]]}', '{"result": [["the contents of a text"]]}',
         '{"result": [[{"document": "contents"}]]}', '{"result": [[{"document": null}]]}', '{"result": [[null]]}',
-        '{"result": [[{"document": {"title": "x", "text": null}}]]}', '{"result": [[{"title": ["x"], "text": "x"}]]}',
     ],
 )  # fmt: skip
 def test_a_malformed_answer_is_search_down(serve, body):
