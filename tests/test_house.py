@@ -198,7 +198,7 @@ MOST = {
     "rollout.py": 1120,
     "run.py": 2154,
     "tasks": 8590,
-    "tests": 214749,
+    "tests": 214574,
     "training": 3686,
     "world": 2235,
 }
