@@ -246,8 +246,10 @@ def test_an_id_that_two_sources_share_gets_the_source_and_one_that_a_source_repe
 ):
     path = write(tmp_path / "q.jsonl", ROW, ROW | {"data_source": "hotpotqa"}, ROW | {"id": "b"})
     assert [q.id for q in load_questions(path)] == ["nq-a", "hotpotqa-a", "b"]
-    path = write(tmp_path / "q.jsonl", ROW, ROW | {"id": "b"}, ROW)
-    assert fault(path) == ": 2 questions have the id 'nq-a', source included; make the ids unique"
+    twice = [ROW, ROW | {"data_source": "hotpotqa"}, ROW | {"id": "nq-a", "data_source": "popqa"}]
+    path = str(write(tmp_path / "q.jsonl", *twice))
+    with pytest.raises(Fault, match="test 2 questions have the id 'nq-a'; make it unique"):
+        check_questions(SearchQA(Config(train=str(FIXTURE / "train.jsonl"), test=path)))
 
 
 def test_a_faulty_file_is_named(tmp_path):
