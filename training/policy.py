@@ -224,7 +224,13 @@ def choose_for_machine(cfg: Config, task: Task) -> tuple[Config, Config, Ranks]:
         if on_cpu and cfg.micro_tokens == Config.micro_tokens:
             fitted = replace(fitted, micro_tokens=CPU_TOKENS)
         load_config(cfg.model, cfg.longest)
-        form = task.make_format(load_tokenizer(cfg.model))
+        tokenizer = load_tokenizer(cfg.model)
+        form = task.make_format(tokenizer)
+        for tag in form.stop_strings():
+            if tag not in tokenizer.decode(tokenizer(tag)["input_ids"]):
+                raise Fault(
+                    f"--model {cfg.model}: its tokenizer cannot write {tag}: choose another"
+                )
         questions = task.questions("train")[:64]
         shortest = min(len(form.encode_prompt(task.instruction, q)) for q in questions)
         if shortest > cfg.max_prompt:
@@ -440,13 +446,8 @@ class Policy:
     def describe(self) -> str:
         """Returns in words what is trained, and on what."""
         model, ranks = self.learner.model, self.ranks
-        words = f"{model.num_parameters() / 1e6:,.2f}M parameters, "
-        if self.cfg.lora_rank:
-            trained = model.num_parameters(only_trainable=True)
-            words += f"{trained / 1e6:,.2f}M of LoRA adapters, "
-        if ranks.size > 1:
-            words += f"{ranks.size} x "
-        return f"{words}{ranks.device}, {ranks.dtype}, {self.cfg.engine} engine"
+        words = f"{model.num_parameters() / 1e6:,.2f}M parameters, {ranks.size} x {ranks.device}"
+        return f"{words}, {ranks.dtype}, {self.cfg.engine} engine"
 
     def close(self) -> None:
         """Ends all ranks, unless one is inside a collective: then torchrun ends them. A checkpoint that
