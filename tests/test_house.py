@@ -142,26 +142,15 @@ MOST = {
     "labs": 15782,
     "log.py": 2455,
     "models": 6693,
-<<<<<<< HEAD
     "plumbing": 5062,
-=======
-    "plumbing": 5768,
->>>>>>> h-corebase
     "population.py": 1538,
     "reflect.py": 1835,
     "retrieval_server.py": 2499,
     "rollout.py": 1120,
-<<<<<<< HEAD
     "run.py": 2152,
     "tasks": 8589,
     "tests": 180416,
     "training": 3672,
-=======
-    "run.py": 2154,
-    "tasks": 10239,
-    "tests": 218225,
-    "training": 3676,
->>>>>>> h-corebase
     "world": 2235,
 }
 SILENT = (

@@ -15,7 +15,7 @@ from plumbing.faults import Fault
 from plumbing.words import split_words
 from tasks import Question, Trajectory, search_qa
 from tasks.search_qa import SearchQA, em, f1, holds_gold, load_questions, normalize
-from tasks.task import compute_metrics, set_rewards
+from tasks.task import check_questions, compute_metrics, set_rewards
 
 FIXTURE = Path(__file__).parent / "fixture"
 ROW = {"id": "a", "question": "Who?", "golden_answers": ["X"], "data_source": "nq"}
