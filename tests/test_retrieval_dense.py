@@ -22,9 +22,6 @@ import retrieval_server
 from retrieval_server import BM25, ENCODE, FAMILIES, Corpus, Dense, infer_family, load_encoder
 
 N, D = 300, 384  # passages, numbers of a vector
-INSTRUCT = (
-    "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
-)
 
 
 def publish(folder, pooling="mean", **prompts):
@@ -97,7 +94,6 @@ def flat(corpus, shallow, tmp_path_factory):
     "family, pooling, query, passage",
     [
         ("e5", "mean", "query: ", "passage: "),
-        ("e5-instruct", "mean", INSTRUCT, ""),
         ("bge", "cls", "Represent this sentence for searching relevant passages: ", ""),
     ],
 )
@@ -117,7 +113,6 @@ def test_vectors_equal_those_of_transformers(shallow, tmp_path, family, pooling,
     "name, family",
     [
         ("intfloat/multilingual-e5-large/", "e5"),
-        ("intfloat/multilingual-e5-large-instruct", "e5-instruct"),
         ("BAAI/bge-base-en-v1.5", "bge"),
         ("BAAI/bge-m3", ""),
         ("/e5/models/mpnet", ""),

@@ -271,7 +271,6 @@ def test_a_long_query_is_truncated_and_after_a_failed_search_the_next_one_succee
         gate.fault = MemoryError("no room for the batch")
         answer = requests.post(url + "/retrieve", json={"queries": ["1"]}, timeout=60)
         assert answer.status_code == 500
-        assert answer.json() == {"detail": "search failed: MemoryError: no room for the batch"}
         gate.fault = None
         assert ids(retrieve(url, queries=[query + "9" * 5000], topk=1)[0]) == ["p7"]
         assert gate.batches[1][0] == [query]
@@ -285,7 +284,6 @@ def test_a_long_query_is_truncated_and_after_a_failed_search_the_next_one_succee
     [
         (["--corpus", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
         (["--index", "nowhere"], "--index nowhere: "),
-        ([], "no passage has a word"),
         (["--port", "70000"], "cannot listen on 127.0.0.1:70000"),
         (["--topk", "0"], "--topk: 0 is not from 1 to 100"),
         (["--encoder", "intfloat/e5-base-v2"], "--encoder: "),

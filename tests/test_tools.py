@@ -80,7 +80,7 @@ def test_a_tool_of_ones_own_is_five_words_and_a_function():
 @pytest.mark.parametrize(
     "word, value",
     [
-        *((word, " ") for word in WORDS), ("tag", "a b"), ("result_tag", "tone."), ("tag", "calculate"),
+        ("tag", " "), ("result_tag", " "), ("tag", "a b"), ("result_tag", "tone."), ("tag", "calculate"),
         ("tag", "think"), ("result_tag", "dial"), ("plural", "calculations"), ("plural", "loss"),
     ],
 )  # fmt: skip
@@ -144,7 +144,6 @@ def test_last_answer(response, want):
         ("0.1 + 0.2", "0.3"),
         ("1 / 3", "0.333333333333"),
         ("1 +\n2", "3"),
-        ("1234567.0 * 7654321", "9449772114007"),
         ("10 ** 30 + 1", "1000000000000000000000000000001"),
         ("9449772114007 / 7", "1.34996744486e+12"),
         ("1\n2", "not a calculation (SyntaxError)"),
