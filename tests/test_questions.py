@@ -15,7 +15,7 @@ from plumbing.faults import Fault
 from plumbing.words import split_words
 from tasks import Question, Trajectory, search_qa
 from tasks.search_qa import SearchQA, em, f1, holds_gold, load_questions, normalize
-from tasks.task import compute_metrics, set_rewards
+from tasks.task import check_questions, compute_metrics, set_rewards
 
 FIXTURE = Path(__file__).parent / "fixture"
 ROW = {"id": "a", "question": "Who?", "golden_answers": ["X"], "data_source": "nq"}
@@ -241,13 +241,13 @@ def test_a_faulty_row_is_named(tmp_path, row, want):
     assert fault(write(tmp_path / "q.jsonl", ROW | {"id": "z"}, "", row)).startswith(f":3: {want}")
 
 
-def test_an_id_that_two_sources_share_gets_the_source_and_one_that_a_source_repeats_is_refused(
-    tmp_path,
-):
+def test_an_id_that_two_sources_share_gets_the_source_and_one_that_stays_twice_is_refused(tmp_path):
     path = write(tmp_path / "q.jsonl", ROW, ROW | {"data_source": "hotpotqa"}, ROW | {"id": "b"})
     assert [q.id for q in load_questions(path)] == ["nq-a", "hotpotqa-a", "b"]
-    path = write(tmp_path / "q.jsonl", ROW, ROW | {"id": "b"}, ROW)
-    assert fault(path) == ": 2 questions have the id 'nq-a', source included; make the ids unique"
+    more = {"data_source": "hotpotqa"}, {"id": "nq-a", "data_source": "popqa"}
+    path = str(write(tmp_path / "q.jsonl", ROW, *(ROW | other for other in more)))
+    with pytest.raises(Fault, match="2 questions have the id 'nq-a'"):
+        check_questions(SearchQA(Config(train=str(FIXTURE / "train.jsonl"), test=path)))
 
 
 def test_a_faulty_file_is_named(tmp_path):
