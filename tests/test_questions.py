@@ -241,14 +241,12 @@ def test_a_faulty_row_is_named(tmp_path, row, want):
     assert fault(write(tmp_path / "q.jsonl", ROW | {"id": "z"}, "", row)).startswith(f":3: {want}")
 
 
-def test_an_id_that_two_sources_share_gets_the_source_and_one_that_a_source_repeats_is_refused(
-    tmp_path,
-):
+def test_an_id_that_two_sources_share_gets_the_source_and_one_that_stays_twice_is_refused(tmp_path):
     path = write(tmp_path / "q.jsonl", ROW, ROW | {"data_source": "hotpotqa"}, ROW | {"id": "b"})
     assert [q.id for q in load_questions(path)] == ["nq-a", "hotpotqa-a", "b"]
-    twice = [ROW, ROW | {"data_source": "hotpotqa"}, ROW | {"id": "nq-a", "data_source": "popqa"}]
-    path = str(write(tmp_path / "q.jsonl", *twice))
-    with pytest.raises(Fault, match="test 2 questions have the id 'nq-a'; make it unique"):
+    more = {"data_source": "hotpotqa"}, {"id": "nq-a", "data_source": "popqa"}
+    path = str(write(tmp_path / "q.jsonl", ROW, *(ROW | other for other in more)))
+    with pytest.raises(Fault, match="2 questions have the id 'nq-a'"):
         check_questions(SearchQA(Config(train=str(FIXTURE / "train.jsonl"), test=path)))
 
 

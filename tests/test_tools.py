@@ -80,7 +80,7 @@ def test_a_tool_of_ones_own_is_five_words_and_a_function():
 @pytest.mark.parametrize(
     "word, value",
     [
-        *((word, " ") for word in WORDS), ("tag", "a b"), ("result_tag", "tone."), ("tag", "calculate"),
+        ("tag", " "), ("result_tag", " "), ("tag", "a b"), ("result_tag", "tone."), ("tag", "calculate"),
         ("tag", "think"), ("result_tag", "dial"), ("plural", "calculations"), ("plural", "loss"),
     ],
 )  # fmt: skip
