@@ -91,8 +91,7 @@ class TaskKnobs(Knobs):
     corpus: str = ""
     """passages, .jsonl: the run serves them with BM25 (unless --retriever is given)"""
     retriever: str = ""
-    """URL of a search server, or several with commas; empty, without --corpus: the one on port
-    8000"""
+    """URL of a search server; empty, without --corpus: the one on port 8000"""
     tools: str = "search"
     """the agent's tools, comma-separated: search, calculator, module:function,
     mcp:URL-or-command; none: no tools"""

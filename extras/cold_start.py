@@ -203,12 +203,12 @@ def main(argv: list[str] | None = None) -> None:
     from models.model import load_tokenizer
 
     demos: dict[int, Trajectory] = {}
-    with one_line():
+    with one_line(), stop.listening():
         # before anything large is loaded
         if os.environ.get("RANK", "0") == "0":
             task = load_task(cfg)
             demos = read_demonstrations(cfg, task, load_tokenizer(cfg.model))
-        inspo.train(cfg, Demonstrated, algorithm=partial(learn, demos), listening=stop.listening)
+        inspo.train(cfg, Demonstrated, algorithm=partial(learn, demos))
 
 
 if __name__ == "__main__":

@@ -38,13 +38,17 @@ def load_parts(cfg: ForkConfig) -> dict[str, Any]:
             raise Fault(f"--parts {spec}: extends neither Learner nor Population nor Evolution")
         list_overrides(part, bases[-1])
         kinds[bases[-1].__name__].append(part)
-    return {name.lower(): type(name, tuple(some), {}) for name, some in kinds.items() if some}
+    return {
+        name.lower(): type("+".join(part.__name__ for part in some), tuple(some), {})
+        for name, some in kinds.items()
+        if some
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
-    with one_line():
+    with one_line(), stop.listening():
         cfg = parse_flags(argv, ForkConfig)
-        train(cfg, **load_parts(cfg), listening=stop.listening)
+        train(cfg, **load_parts(cfg))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from pydantic.dataclasses import dataclass
 import inspo
 from extras.espl import NEVER, FromOne, check_buffer
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
-from inspo import Trial
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Population, ReplayBuffer
 from reflect import PROMPT_BUDGET, fold_words, format_examples
@@ -101,7 +100,7 @@ class GEPA(FromOne):
         # what the optimizer may see: no question on which prompts are chosen
         shown = ReplayBuffer(cfg.buffer)
         shown.items = [e for e in self.B.items if e.question not in {q.id for q in D_B}]
-        prompts: list[Trial] = [(I.id, I.text) for I in P.active]
+        prompts: list[Any] = [(I.id, I.text) for I in P.active]
         self.t, self.used = t, {fold_words(text) for _, text in prompts}
         r = self.rewards_on(policy, "verify front", prompts, D_B)  # (prompts, questions)
         wins, passed, shortfall = instance_wins(r), list[tuple[str, int]](), "none wins"
@@ -126,7 +125,7 @@ class GEPA(FromOne):
                 self.log.add_verification(t, round, batch, [c], [c] if better else [])
                 passed += [(c.text, I_parent.id)] * better
         if passed:
-            new: list[Trial] = [(None, text) for text, _ in passed]
+            new: list[Any] = [(None, text) for text, _ in passed]
             r = np.concatenate([r, self.rewards_on(policy, "verify passed", new, D_B)])
         wins, means = instance_wins(r), r.mean(1)
         order = sorted(range(len(r)), key=lambda k: (-wins[k], -means[k]))[: cfg.N_P]
@@ -144,7 +143,7 @@ class GEPA(FromOne):
         self.log.add_event(t, "evolve", P, outcome)
 
     def rewards_on(
-        self, policy: Policy, purpose: str, prompts: list[Trial], D_B: list[Question]
+        self, policy: Policy, purpose: str, prompts: list[Any], D_B: list[Question]
     ) -> Array:
         """Plays D_B under each prompt, its id and its text; returns the rewards (prompts,
         questions)."""

@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 import inspo
 from config import Config
 from extras import variants as v
-from extras.batch import Array, Batch, Mask
+from extras.batch import Array, Batch, Mask, turn_lengths
 from grpo import Learner, Terms
 from kernels import clipped_surrogate
 from plumbing.files import Row
@@ -117,13 +117,14 @@ class ObjectiveLearner(Learner):
         return (self.cfg.max_turns + 1) * self.cfg.max_response
 
     def set_advantages(self, taus: Sequence[Trajectory]) -> None:
-        """Sets `advantage`, and `credit` where turns differ; rewards stay as they are."""
+        """Sets `advantage`, and an attribute `credit` where turns differ; rewards stay as they are."""
         o, b = OBJECTIVES[self.cfg.objective], Batch(taus, self.limit, self.remembered)
         b.reward = o.reward(b)
         A = o.advantage(b)
         credit = o.credit(b, A).tolist() if o.credit else [[]] * b.n
         for tau, a, row in zip(taus, A.tolist(), credit, strict=True):
-            tau.advantage, tau.credit = a, row[: len(tau.turn_tokens or [1])]
+            tau.advantage = a
+            vars(tau)["credit"] = row[: len(turn_lengths(tau))]
 
     def update(self, t: int, minibatches: list[list[Trajectory]]) -> Row:
         self.whole_step = [tau for minibatch in minibatches for tau in minibatch]

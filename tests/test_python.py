@@ -126,29 +126,11 @@ def test_a_run_evaluates_the_questions_that_there_are_resumed_too(tmp_path, case
     assert metrics(run) == rows
 
 
-INTERRUPTED = """
-import os, signal, sys
-
-class Interrupts:
-    def find_spec(self, name, *args):
-        if name == "torch.nn.functional":
-            sys.meta_path.remove(self)
-            os.kill(os.getpid(), signal.SIGINT)
-
-sys.meta_path.insert(0, Interrupts())
-try:
-    exec(page)
-except KeyboardInterrupt:
-    print("interrupted:", os.listdir("."))
-exec(page)
-"""
-
-
 README = (ROOT / "README.md").read_text()
 [TASK] = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-def test_the_page_shows_what_runs_after_an_interrupt_while_torch_is_imported_too(tmp_path):
+def test_the_page_shows_what_runs(tmp_path):
     """As a script, in a folder of the user's, with the README's task; only the sizes are made
     smaller. Then as a notebook, where the class is defined above."""
     [page] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.S)
@@ -158,14 +140,13 @@ def test_the_page_shows_what_runs_after_an_interrupt_while_torch_is_imported_too
     notebook = TASK + page.removeprefix("from alliteration import Alliteration\n")
     env = ENV | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", f"page = {page!r}{INTERRUPTED}{notebook}"],
+        [sys.executable, "-c", page + notebook],
         cwd=tmp_path,
         env=env,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("interrupted: ['alliteration.py']\n")
     runs = sorted((tmp_path / "runs").iterdir())
     assert [json.loads((run / "config.json").read_text())["task"] for run in runs] == [
         "alliteration:Alliteration",
@@ -240,24 +221,27 @@ REFUSED = {
     "a word of two": (dict(batch_size=8), "--batch_size: .*nearest is batch$"),
     "half of a name": (dict(optimizer="x"), "--optimizer: .*nearest is optimizer_model$"),
     "a name and a word": (dict(model_name="x"), "--model_name: .*nearest is model$"),
-    "a learner of another kind": (dict(learner=Population), "learner: .*Population.* Learner"),
+    "a learner of another kind": (dict(learner=Population), "Population does not extend Learner"),
     "a population of another kind": (
         dict(population=Learner),
-        "population: .*Learner.* Population",
+        "Learner does not extend Population",
     ),
-    "an evolution of another kind": (dict(evolution=Echo), "evolution: .*Echo.* Evolution"),
+    "an evolution of another kind": (dict(evolution=Echo), "Echo does not extend Evolution"),
     "a method that is misspelt": (
         dict(learner=Misspelt),
-        "Misspelt: Learner has no set_advantage; the nearest is set_advantages$",
+        "Misspelt overrides no method of Learner; the nearest is set_advantages$",
     ),
     "the same, inherited": (
         dict(learner=type("Mine", (Misspelt,), {})),
-        "Mine: Learner has no set_advantage; the nearest is set_advantages$",
+        "Mine overrides no method of Learner; the nearest is set_advantages$",
     ),
-    "a method of its own alone": (dict(evolution=Idle), "Idle: Evolution has no fill; .* fill_"),
+    "a method of its own alone": (
+        dict(evolution=Idle),
+        "Idle overrides no method of Evolution; the nearest is fill_population$",
+    ),
     "a class that changes nothing": (
         dict(population=type("Same", (Population,), {"__doc__": "None."})),
-        "Same overrides no method of Population",
+        "Same overrides no method of Population$",
     ),
     "a preset": (dict(preset="wrld"), "--preset wrld: choose world, "),
     "text for a number": (dict(T="many"), "--T many: should be a valid integer"),
@@ -394,7 +378,7 @@ def test_a_class_of_a_function_is_trained_and_loaded_by_the_class_alone(tmp_path
         pass
 
     path = inspo.train(task=Local, **TINY, out=str(tmp_path / "r")).path
-    with pytest.raises(Fault, match="<locals>.Local is not a class in test_python "):
+    with pytest.raises(Fault, match="<locals>.Local is not a class in test_python"):
         load_agent(path)
     with load_agent(path, task=Local, temperature=0.5, max_turns=1) as agent:
         assert agent.task.cfg.max_turns == 1 and agent.instruction == Echo.instruction

@@ -16,16 +16,6 @@ from run import Run, step_of
 from training.policy import Policy
 
 
-def test_a_signal_that_the_shell_ignores_stays_ignored():
-    code = "import signal; from plumbing import stop\nwith stop.listening():\n"
-    code += "    print([signal.getsignal(n).__class__.__name__ for n in stop.SIGNALS])"
-    command = ["sh", "-c", "trap '' USR1; exec \"$@\"", "sh", sys.executable, "-c", code]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL
-    )
-    assert done.stdout == "['function', 'function', 'Handlers']\n"
-
-
 @pytest.fixture
 def listening():
     with stop.listening():
