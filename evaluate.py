@@ -23,7 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from config import PRESETS, Config, check_settings, out_of_range, read_config
+from config import PRESETS, Config, TaskKnobs, check_settings, read_config
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.files import Row, commit, write_file, writing
@@ -81,7 +81,7 @@ class Agent(contextlib.ExitStack):
         if run:
             check_origin(run, vars(cfg), given)
         cfg = dataclasses.replace(cfg, **{**given, **self.knobs})
-        fault = out_of_range(cfg, given)
+        fault = TaskKnobs.find_fault(cfg)
         if fault:
             raise Fault(fault)
         self.task = load_task(cfg, settings.get("task"))
@@ -323,8 +323,7 @@ def add_player_flags(parser: argparse.ArgumentParser, knobs: Sequence[str] = KNO
     add("--seed", type=int, default=0, help="of what is sampled")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     for name in knobs:
-        kind = type(getattr(Config, name))
-        add(f"--{name}", type=kind, default=argparse.SUPPRESS, help="as inspo.py's")
+        add(f"--{name}", default=argparse.SUPPRESS, help="as inspo.py's")
 
 
 def read_player_flags(args: argparse.Namespace, knobs: Sequence[str] = KNOBS) -> Row:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from config import Config, read_config
+from config import Config, check_settings, read_config
 from evaluate import KNOBS, Agent, add_player_flags, read_player_flags
 from extras.bench.harness import parser_of
 from extras.cold_start import conversation, cut_at_stop
@@ -82,7 +82,7 @@ def read(run: Path, settings: Row) -> Iterator[Played]:
     """Yields a run's training rollouts, the latest first."""
     cfg: Config = read_config(run)
     check_origin(run, {name: getattr(cfg, name) for name in OWN}, settings)
-    task = load_task(dataclasses.replace(cfg, **settings))
+    task = load_task(dataclasses.replace(cfg, **check_settings(Config, settings)))
     questions = {q.id: q for q in task.questions("train")}
     texts = {
         I["id"]: I["text"] for event in read_jsonl(run / "population.jsonl") for I in event["P"]

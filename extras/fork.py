@@ -9,10 +9,11 @@ started with.
 
 if not __package__:
     import root  # noqa: F401
-from dataclasses import dataclass
 from typing import Any
 
-from config import Config, knob, parse_flags
+from pydantic.dataclasses import dataclass
+
+from config import Config, parse_flags
 from inspo import list_overrides, train
 from plumbing import stop
 from plumbing.faults import Fault, one_line
@@ -23,7 +24,8 @@ from tasks.task import import_named
 class ForkConfig(Config):
     """parts of yours"""
 
-    parts: str = knob("", "the classes, comma-separated: module:Class,...")
+    parts: str = ""
+    """the classes, comma-separated: module:Class,..."""
 
 
 def load_parts(cfg: ForkConfig) -> dict[str, Any]:

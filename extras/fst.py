@@ -11,14 +11,13 @@ docs/selection.md lists what is restated and what deviates.
 if not __package__:
     import root  # noqa: F401
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic.dataclasses import dataclass
 
 import inspo
-from config import knob
 from extras.espl import NEVER, FromOne, check_buffer
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
 from plumbing.faults import OptimizerDown
@@ -48,7 +47,8 @@ Put the new instruction into <ins_1>...</ins_1>."""
 
 @dataclass(frozen=True)
 class FSTConfig(ObjectiveConfig):
-    mode: str = knob("fst", "fst", of=("fst",), more=True)
+    mode: Literal["fst"] = "fst"  # type: ignore[assignment]
+    """fst"""
 
     def find_fault(self) -> str:
         if self.D_B < 1:

@@ -19,9 +19,11 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from config import STATIC, Config, knob, parse_flags
+from pydantic.dataclasses import dataclass
+
+from config import STATIC, Config, parse_flags
 from engines import FinishedTurn
 from evaluate import Agent, find_model, make_parser, run
 from extras.bench.harness import play_turns
@@ -295,11 +297,12 @@ def infer_method(cfg: Config) -> str:
 # ---- training
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class SupervisedConfig(Config):
     """supervised fine-tuning"""
 
-    mode: str = knob("supervised", "supervised", of=("supervised",), more=True)
+    mode: Literal["supervised"] = "supervised"  # type: ignore[assignment]
+    """supervised"""
 
     def __post_init__(self) -> None:
         """A step is one mini-batch without a KL, whatever a preset says."""

@@ -34,9 +34,8 @@ WORDS = ("tag", "noun", "argument", "plural", "result_tag")
 # What metrics.jsonl has of every step, with `time/total` and the like: neither a tool's metric nor a
 # task's has such a name.
 COLUMNS = set(
-    "t metrics loss kl entropy clip_fraction logp logp_gap grad_norm lr skipped_updates candidates answered "
-    "failed valid_actions prompt_tokens response_tokens context_tokens zero_variance_groups all_right_groups "
-    "all_wrong_groups P best w_best w p n r_bar time test valid".split()
+    "t metrics loss kl entropy clip_fraction logp logp_gap grad_norm lr skipped_updates answered valid_actions "
+    "prompt_tokens response_tokens context_tokens zero_variance_groups best w_best w p n time test valid".split()
 )
 TAG = re.compile(r"[^\W\d][\w-]*")
 ANSWERS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # innermost, complete

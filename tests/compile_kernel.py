@@ -35,9 +35,7 @@ SETTINGS = {
     "V = 1187": (rows.loss_kernel, {"BLOCK": 2048}),  # not a multiple of 16
     "loss alone": (rows.loss_kernel, {"DZ": None}),
     "log-probs": (rows.logp_kernel, {}),
-    "log-probs of bf16 logits": (rows.logp_kernel, {"Z": "*bf16"}),
     "bf16 gradient": (rows.grad_kernel, {}),
-    "fp32 gradient": (rows.grad_kernel, {"DZ": "*fp32"}),
     "bf16 gradient of bf16 logits": (rows.grad_kernel, {"Z": "*bf16"}),
 }
 found = []

@@ -106,20 +106,6 @@ def passages(find):
     return answer
 
 
-def trickle(text, seconds=0.02):
-    """Returns an answer that sends a byte at a time, headers included, for as long as somebody
-    reads."""
-
-    def answer(handler):
-        handler.close_connection = True
-        for byte in text:
-            handler.wfile.write(bytes([byte]))
-            if handler.server.closing.wait(seconds):
-                return
-
-    return answer
-
-
 class ChatServer(JsonServer):
     """Speaks chat completions, as an optimizer or judge; stops after a with block.
 

@@ -2,13 +2,9 @@
 the protocol."""
 
 import inspect
-import itertools
-import json
 import random
 import re
 import shutil
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -101,7 +97,7 @@ def spelled(tokenizer, text):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("keys, rate", [(KEYS, 0.2), (GROUPS, 0.2), (GROUPS, 0.02), (DEALT, 0.2)])
+@pytest.mark.parametrize("keys, rate", [(KEYS, 0.2), (GROUPS, 0.02), (DEALT, 0.2)])
 def test_cached_turns_equal_a_plain_forward_pass(
     policy, engine, keys, rate, temperature, monkeypatch
 ):
@@ -121,6 +117,7 @@ def test_cached_turns_equal_a_plain_forward_pass(
             torch.testing.assert_close(torch.tensor(logps).double(), of_sampled, atol=1e-4, rtol=0)
             if temperature == 0:
                 assert (of_sampled > want.amax(1) - 1e-5).all()  # greedy: no token is likelier
+            assert len(ids) <= 12
             answered.append((row, ids))
         assert sorted(row for row, _ in answered) == sorted(contexts)
         assert rate < 0.1 or len({len(ids) for _, ids in answered}) > 2
@@ -173,12 +170,10 @@ def two_turns(engine, tokenizer, seed):
 
 
 def test_a_seed_gives_the_same_bits_and_another_seed_other_samples(tiny, small):
-    tokenizer = tiny[1]
-    a = two_turns(small, tokenizer, seed=7)
+    a = two_turns(small, tiny[1], seed=7)
     torch.randn(3)  # torch's global generator plays no part
-    assert two_turns(small, tokenizer, seed=7) == a
-    assert two_turns(TorchEngine(*tiny, STOP), tokenizer, seed=7) == a
-    other = two_turns(small, tokenizer, seed=8)
+    assert two_turns(small, tiny[1], seed=7) == a
+    other = two_turns(small, tiny[1], seed=8)
     assert [ids for _, ids, *_ in other[0]] != [ids for _, ids, *_ in a[0]]
 
 
@@ -195,28 +190,16 @@ def test_rows_of_one_prompt_are_sampled_independently_and_temperature_0_needs_no
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_tokens_are_drawn_from_the_softmax_at_the_temperature(world, temperature):
     model, tokenizer = world
-    context = (
-        prompt_ids(tokenizer, "Who?") + tokenizer("<think></think><search>director of")["input_ids"]
-    )
-    n = 3000
+    started = tokenizer("<think></think><search>director of")["input_ids"]
+    context, n = prompt_ids(tokenizer, "Who?") + started, 3000
     engine = TorchEngine(model, tokenizer, STOP)
     engine.reset(3)
-    drawn = torch.tensor(
-        [ids[0] for _, ids, *_ in engine.generate(dict.fromkeys(range(n), context), 1, temperature)]
-    )
+    turns = engine.generate(dict.fromkeys(range(n), context), 1, temperature)
+    drawn = torch.tensor([ids[0] for _, ids, *_ in turns])
     p = plain_logprobs(model, context, [0], temperature)[0].exp()
-    share = torch.bincount(drawn, minlength=len(p)) / n
+    off = (torch.bincount(drawn, minlength=len(p)) / n - p).abs()
     likely = n * p > 20
-    assert likely.sum() >= 2
-    assert ((share - p).abs() < 4.5 * (p * (1 - p) / n).sqrt())[likely].all()
-
-
-def test_the_first_and_the_last_token_of_the_vocabulary_are_drawn(tiny, small, monkeypatch):
-    last = tiny[0].config.vocab_size - 1
-    for token in (0, last):
-        play(small, [token], monkeypatch)
-        assert [turn.ids for turn in small.generate({0: [5]}, 1, 1.0)] == [[token]]
-        small.reset(0)
+    assert likely.sum() >= 2 and (off < 4.5 * (p * (1 - p) / n).sqrt())[likely].all()
 
 
 # ---- the end of a turn
@@ -235,21 +218,15 @@ def test_a_stop_string_or_eos_ends_the_turn_and_stays_in_it(policy, engine, end,
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 LLAMA = "{% for m in messages %}<|start_header_id|>{{ m.role }}\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
 GEMMA = "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
-PHI = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}{{ eos_token }}"
-GLM = "[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
 EOS, END = "<|endoftext|>", "<|im_end|>"
-# model -> template, EOS, eos_token_id of generation_config.json (None: none),
+# model -> template, EOS, eos_token_id of generation_config.json (None: none, in config.json neither),
 # what ends a turn
 ENDS = {
     "Qwen 2.5": (CHATML, END, [END, EOS], [END, EOS]),
     "Qwen 2.5, base": (CHATML, EOS, EOS, [END, EOS]),
-    "SmolLM 2": (CHATML, END, END, [END]),
-    "Gemma 3": (GEMMA, "<eos>", ["<eos>", "<end_of_turn>"], ["<end_of_turn>", "<eos>"]),
     "Gemma 3, template alone": (GEMMA, "<eos>", None, ["<end_of_turn>", "<eos>"]),
     "Llama 3.1": (LLAMA, "<|eot_id|>", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
                   ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"]),
-    "Phi 3": (PHI, EOS, [EOS, "<|assistant|>", "<|end|>"], ["<|end|>", EOS, "<|assistant|>"]),
-    "GLM 4": (GLM, EOS, [EOS, "<|user|>", "<|observation|>"], [EOS, "<|user|>", "<|observation|>"]),
 }  # fmt: skip
 
 
@@ -260,19 +237,17 @@ def test_what_ends_a_turn_is_the_same_for_engines_and_for_whoever_loads_an_expor
     template, eos, declared, ends = ENDS[name]
     path = shutil.copytree(tiny_path, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": sorted({*re.findall(r"<\|?\w+\|?>", template), *ends})}
-    )
+    special = sorted({*re.findall(r"<\|?\w+\|?>", template), *ends})
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.chat_template, tokenizer.eos_token = template, eos
     tokenizer.save_pretrained(path)
     id_of, model = tokenizer.convert_tokens_to_ids, AutoModelForCausalLM.from_pretrained(path)
     model.resize_token_embeddings(len(tokenizer))
     model.config.eos_token_id = None
+    model.generation_config.eos_token_id = declared and id_of(declared)
     model.save_pretrained(path)
-    (path / "generation_config.json").unlink()
-    if declared:
-        model.generation_config.eos_token_id = id_of(declared)
-        model.generation_config.save_pretrained(path)
+    if not declared:
+        (path / "generation_config.json").unlink()
     tokenizer, model = load_tokenizer(str(path)), load_model(str(path))
     assert turn_ends(tokenizer) == tuple(id_of(ends))
     engine = TorchEngine(model, tokenizer, STOP)
@@ -283,66 +258,22 @@ def test_what_ends_a_turn_is_the_same_for_engines_and_for_whoever_loads_an_expor
     assert (served if isinstance(served, list) else [served]) == id_of(ends)
 
 
-@pytest.mark.skipif(not find_spec("trl"), reason="TRL is not installed")
-@pytest.mark.parametrize("name, end", [
-    ("gemma3", "<end_of_turn>"), ("phi3", "<|end|>"), ("llama3_1", "<|eot_id|>"), ("qwen2_5", END), ("qwen3", END),
-    ("deepseekv3", "<｜end▁of▁sentence｜>"), ("cohere", "<|END_OF_TURN_TOKEN|>"), ("gemma4_v5", "<turn|>"),
-    ("glm4moe", EOS), ("lfm2", END),
-])  # fmt: skip
-def test_templates_as_models_ship_them_say_what_ends_a_turn(name, end, tiny_path):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
-    folder = Path(find_spec("trl").submodule_search_locations[0]) / "chat_templates"
-    tokenizer.chat_template = (folder / f"{name}.jinja").read_text()
-    marks = set(
-        re.findall(
-            r"<[|｜][^<>{}]+?[|｜]>|<\w+_of_turn>|<turn\|>|<\|turn>", tokenizer.chat_template
-        )
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks)})
-    assert tokenizer.convert_ids_to_tokens(turn_ends(tokenizer)) == list(dict.fromkeys([end, EOS]))
-
-
-def test_a_stop_string_is_found_however_its_tokens_are_cut(tiny, small, monkeypatch):
-    tokenizer = tiny[1]
-    cuts = [["</", "search", ">"], ["<", "/s", "ear", "ch", ">"], list("</search>")]
-    for pieces in cuts:
-        ids = [i for piece in ["a > b <search> c ", *pieces] for i in tokenizer(piece)["input_ids"]]
-        play(small, ids + ids, monkeypatch)
-        small.reset(0)
-        [(_, got, *_)] = small.generate({0: [5, 6, 7]}, 200, 0.0)
-        assert got == ids
-
-
-def test_a_stop_string_is_found_where_ids_name_nothing_below_its_own(tiny_path, tmp_path):
-    path = shutil.copytree(tiny_path, tmp_path / "sparse")
-    written = json.loads((path / "tokenizer.json").read_text())
-    written["model"]["vocab"][">"] = 640
-    (path / "tokenizer.json").write_text(json.dumps(written))
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    ids, ended = tokenizer("a</answer>")["input_ids"], watch_ends(tokenizer, STOP)
-    assert ids[-1] == 640 > len(tokenizer)
-    assert [ended(ids[: k + 1]) for k in range(len(ids))] == [False] * (len(ids) - 1) + [True]
-
-
 def test_a_turn_ends_with_the_first_token_that_completes_any_stop_string(tiny):
-    model, tokenizer = tiny
-    draw = random.Random(0)
-    texts = [tokenizer.decode([i]) for i in range(len(tokenizer))]
-    plain = [i for i, text in enumerate(texts) if text.isascii() and i > 2]
-    inside = 0
+    tokenizer, draw, inside = tiny[1], random.Random(0), 0
+    plain = [i for i in range(3, len(tokenizer)) if tokenizer.decode([i]).isascii()]
     for _ in range(100):
         ids = draw.choices(plain, k=40)
-        text = tokenizer.decode(ids)
-        at = draw.randrange(len(text) - 8)
-        stop = text[at : at + draw.randint(1, 8)]
-        engine = TorchEngine(model, tokenizer, (stop, "never" * 3))
-        want = next(k for k in range(1, 41) if stop in tokenizer.decode(ids[:k]))
-        assert next(k for k in range(1, 41) if engine.ended(ids[:k])) == want
-        inside += not tokenizer.decode(ids[:want]).endswith(stop)
+        texts = [tokenizer.decode(ids[:k]) for k in range(1, 41)]
+        at = draw.randrange(len(texts[-1]) - 8)
+        stop = texts[-1][at : at + draw.randint(1, 8)]
+        ended = watch_ends(tokenizer, (stop, "never" * 3))
+        want = [stop in text for text in texts].index(True)
+        assert [ended(ids[:k]) for k in range(1, want + 2)] == [False] * want + [True]
+        inside += not texts[want].endswith(stop)
     assert inside > 10  # a token often contains more than the end of the stop string
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 120, 160, 320, 512])
+@pytest.mark.parametrize("rows", [1, 5, 120, 512])
 def test_a_graph_of_vllm_s_is_at_most_half_larger_than_its_rows(rows):
     sizes = graph_sizes(rows)
     assert sizes == sorted(set(sizes)) and sizes[-1] <= 512 and len(sizes) < 20
@@ -350,23 +281,12 @@ def test_a_graph_of_vllm_s_is_at_most_half_larger_than_its_rows(rows):
         assert min(size for size in sizes if size >= n) <= 1.5 * n
 
 
-def test_a_turn_has_at_most_max_new_tokens(tiny, small, monkeypatch):
-    tokenizer = tiny[1]
-    for limit in (1, 7):
-        small.reset(0)
-        play(small, itertools.repeat(tokenizer("film")["input_ids"][0]), monkeypatch)
-        turns = list(small.generate(contexts_of(tokenizer), limit, 0.0))
-        assert [len(ids) for _, ids, *_ in turns] == [limit] * len(KEYS)
-
-
 def test_only_the_turn_itself_is_searched_for_stop_strings(tiny, small, monkeypatch):
-    tokenizer = tiny[1]
-    told = spelled(tokenizer, "<search> who </search>")
-    for seen in (len(told), len(told) - 4):  # the whole tag before the turn, or all but `rch>`
-        small.reset(0)
-        play(small, told[seen:] + spelled(tokenizer, " > and more"), monkeypatch)
-        [(_, ids, *_)] = small.generate({0: told[:seen]}, 9, 0.0)
-        assert len(ids) == 9
+    told = spelled(tiny[1], "<search> who </search>")
+    seen = len(told) - 4  # all but `rch>`
+    play(small, told[seen:] + spelled(tiny[1], " > and more"), monkeypatch)
+    [(_, ids, *_)] = small.generate({0: told[:seen]}, 9, 0.0)
+    assert len(ids) == 9
 
 
 # ---- the protocol
@@ -383,20 +303,13 @@ def test_the_model_is_left_in_the_mode_it_was_in(tiny, small):
     assert list(small.generate({}, 5, 1.0)) == []
 
 
-METHODS = {
-    name: member
-    for name, member in vars(Engine).items()
-    if inspect.isfunction(member) and name[0] != "_"
-}
-
-
-def parameters(function):
-    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-
-
 @pytest.mark.parametrize("engine", [TorchEngine, VllmEngine])
 def test_an_engine_implements_the_protocol(engine):
-    assert set(METHODS) == {"reset", "generate", "load", "sleep", "close"}
-    for name, method in METHODS.items():
-        assert parameters(getattr(engine, name)) == parameters(method), name
-    assert isinstance(engine.lockstep, bool)
+    methods = {name for name, member in vars(Engine).items() if inspect.isfunction(member)}
+    methods -= {name for name in methods if name.startswith("_")}
+    assert methods == {"reset", "generate", "load", "sleep", "close"}
+    for name in methods:
+        theirs, ours = (inspect.signature(getattr(kind, name)) for kind in (Engine, engine))
+        assert [(p.name, p.default) for p in theirs.parameters.values()] == [
+            (p.name, p.default) for p in ours.parameters.values()
+        ], name

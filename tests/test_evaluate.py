@@ -336,7 +336,7 @@ def test_each_fault_is_one_line_that_says_what_to_do(
         ([policy], "--test is missing"),
         (["world", "--corpus", tmp_path / "gone"], "--corpus"),
         (["world", "--instruction", tmp_path / "gone"], "--instruction"),
-        (["world", "--topk", 0], "--topk 0: must be at least 1"),
+        (["world", "--topk", 0], "--topk 0: should be greater"),
         (["world", "--task", "nothing"], "--task nothing: give it as module:"),
         (["runs/nothere"], "--model runs/nothere"),
         (["http://127.0.0.1:9/v1", *corpus], "--engine auto: give it as module:name"),
@@ -349,7 +349,7 @@ def test_each_fault_is_one_line_that_says_what_to_do(
         (["runs/nothere", "x"], "--model runs/nothere"),
         ([finished, "x", "--temperature", -1], "--temperature and --seed: give numbers"),
         ([finished, "x", "--seed", -1], "--temperature and --seed: give numbers"),
-        ([finished, "x", "--topk", 0], "--topk 0: must be at least 1"),
+        ([finished, "x", "--topk", 0], "--topk 0: should be greater"),
         ([finished, "x", "--corpus", tmp_path / "gone"], "--corpus"),
     ):
         _, fault = run("--run", *flags, main=ask.main)

@@ -13,16 +13,13 @@ import pytest
 import requests
 from hub_server import hub_of
 from huggingface_hub import constants
-from json_server import json_servers
 
 import evaluate
 import inspo
-from config import HERE, PRESETS, SEARCH_R1, SMOLLM_HUB, WORLD, Config
-from models.model import load_config
+from config import HERE, SEARCH_R1, WORLD, Config
 from plumbing import hub
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
-from plumbing.servers import Servers
 from tasks import search_qa
 from tasks.search_qa import SearchQA, load_questions
 
@@ -50,28 +47,19 @@ def hubs(monkeypatch, tmp_path):
     hub.out_of_reach.cache_clear()
 
 
-@pytest.mark.parametrize("at", ["", "@main", "@" + "a" * 40])
+@pytest.mark.parametrize("at", ["", "@main"])
 def test_a_file_of_the_hub_is_fetched_once(hubs, monkeypatch, at):
     name = f"hf://datasets/own/set{at}/train.jsonl"
     assert hub.find_on_disk(name) is None
     assert [q.text for q in load_questions(name)] == ["who?"]
     assert hub.find_on_disk(name).read_text() == LINE and hubs.fetched() == [FILE]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # what is there needs no hub
-    hub.out_of_reach.cache_clear()
     assert load_questions(name)[0].golds == ("x",) and hubs.fetched() == [FILE]
 
 
-def test_a_path_of_this_disk_is_not_asked_for(hubs, tmp_path):
-    path = tmp_path / "mine.jsonl"
-    assert hub.find_on_disk(str(path)) is None
-    put(path, LINE)
-    assert hub.fetch_file(str(path)) == hub.find_on_disk(str(path)) == path and hubs.asked == []
-
-
 def test_a_file_that_is_not_there_is_a_line(hubs):
-    with pytest.raises(Fault, match="the hub does not give it .*give a file of your own") as e:
+    with pytest.raises(Fault, match="the hub does not give it [^\n]*give a file of your own"):
         load_questions("hf://datasets/own/set/nothing.jsonl")
-    assert "\n" not in str(e.value)
 
 
 def test_a_hub_out_of_reach_is_asked_once(hubs, monkeypatch):
@@ -89,12 +77,10 @@ def test_evaluate_s_benchmarks_are_fetched_once(hubs, tmp_path):
     folder = tmp_path / "hub" / evaluate.HUB.removeprefix("hf://")
     put(folder / "nq/test.jsonl", LINE)
     put(folder / "musique/dev.jsonl", f"{LINE}\n")  # which has no test split
-    rows = [{"id": f"{k}", "question": f"who is {k}?", "golden_answers": ["x"]} for k in range(125)]
-    put(folder / "bamboogle/test.jsonl", "\n".join(map(json.dumps, rows)))
-    for name, n in (("nq", 1), ("nq", 1), ("musique", 1), ("bamboogle", 125)):
+    for name in ("nq", "nq", "musique"):
         found = evaluate.collect_questions(SearchQA(Config()), [name], 0, 0)
-        assert [q.source for q in found[name]] == [name] * n
-    assert len(hubs.fetched()) == 3
+        assert [q.source for q in found[name]] == [name]
+    assert len(hubs.fetched()) == 2
 
 
 # ---- what is searched
@@ -104,77 +90,44 @@ def test_evaluate_s_benchmarks_are_fetched_once(hubs, tmp_path):
 def elsewhere(monkeypatch, tmp_path):
     """Nothing listens where a search server is expected."""
     monkeypatch.setattr(search_qa, "DEFAULT", "http://127.0.0.1:9")
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_a_server_on_the_usual_port_is_found_unless_a_flag_names_another(monkeypatch, elsewhere):
-    with json_servers() as start:
-        usual = start({"result": [[{"document": {"contents": "A\nb"}, "score": 1.0}]]})
-        monkeypatch.setattr(search_qa, "DEFAULT", usual.url)
-        assert search_qa.choose_source(Config()).retriever == usual.url
-        given = Config(retriever="http://127.0.0.1:9"), Config(corpus=str(WORLD / "corpus.jsonl"))
-        assert (
-            all(search_qa.choose_source(cfg) is cfg for cfg in given) and len(usual.requests) == 1
-        )
-        monkeypatch.setattr(
-            search_qa, "DEFAULT", start((404, {}, "vllm serve has no /retrieve")).url
-        )
-        with pytest.raises(Fault, match="nothing to search"):
-            search_qa.choose_source(Config())
+def test_a_server_on_the_usual_port_is_found_unless_a_flag_names_another(
+    monkeypatch, elsewhere, serve
+):
+    usual = serve({"result": [[{"document": {"contents": "A\nb"}, "score": 1.0}]]})
+    monkeypatch.setattr(search_qa, "DEFAULT", usual.url)
+    assert search_qa.choose_source(Config()).retriever == usual.url
+    given = Config(retriever="http://127.0.0.1:9"), Config(corpus=str(WORLD / "corpus.jsonl"))
+    assert all(search_qa.choose_source(cfg) is cfg for cfg in given) and len(usual.requests) == 1
+    other = serve((404, {}, "vllm serve has no /retrieve"))
+    monkeypatch.setattr(search_qa, "DEFAULT", other.url)
+    with pytest.raises(Fault, match="nothing to search"):
+        search_qa.choose_source(Config())
 
 
-def started_with(cfg):
-    """Returns the arguments with which a run starts its search server, and the seconds that it
-    waits for it."""
-    serve = Mock(return_value="http://127.0.0.1:1")
-    assert search_qa.start_server(cfg, serve)[0] == "http://127.0.0.1:1"
-    serve.assert_called_once()
-    return serve.call_args.args[2:], serve.call_args.kwargs["deadline"]
-
-
-def test_a_run_waits_for_its_server_as_long_as_its_corpus_takes(elsewhere):
+def test_a_run_waits_for_its_server_as_long_as_its_corpus_takes(tmp_path):
     """Half a gigabyte took 50 s on this project's machine (docs/LOG.md), HotpotQA's passages are about
     as much."""
-    corpus = elsewhere / "passages.jsonl"
-    with open(corpus, "wb") as file:
+    with open(tmp_path / "passages.jsonl", "wb") as file:
         file.truncate(500_000_000)  # takes no disk
-    argv, deadline = started_with(Config(corpus=str(corpus)))
-    assert argv == ("--corpus", str(corpus)) and 300 < deadline < 1800
-    (elsewhere / "never.py").write_text("import time; time.sleep(600)")
-    with Servers(elsewhere / "log") as serve, pytest.raises(Fault, match="not ready after 0.01 s"):
-        serve(str(elsewhere / "never.py"), deadline=0.01)
+    serve = Mock(return_value="http://127.0.0.1:1")
+    cfg = Config(corpus=str(tmp_path / "passages.jsonl"))
+    assert search_qa.start_server(cfg, serve)[0] == "http://127.0.0.1:1"
+    assert serve.call_args.args[2:] == ("--corpus", cfg.corpus)
+    assert 300 < serve.call_args.kwargs["deadline"] < 1800
 
 
 # ---- what is missing
 
 
-@pytest.mark.parametrize("look", [hub.check_model, load_config])
-def test_a_model_that_the_hub_is_not_needed_for_says_where_it_is(look):
-    with pytest.raises(Fault, match="make downloads/smollm2-135m"):
-        look(SMOLLM_HUB)
-
-
-def run(cwd, argv, **env):
-    """Returns (exit code, standard output, standard error) of a program of this project's."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OPENAI", "HF_"))}
-    env = kept | {"PYTHONPATH": str(HERE), "HF_HOME": str(cwd / "hf"), "OMP_NUM_THREADS": "1"} | env
-    done = subprocess.run(
-        [sys.executable, *map(str, argv)],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("qwen")])
-def test_a_preset_says_what_is_missing(tmp_path, monkeypatch, capsys, preset):
+def test_a_preset_says_what_is_missing(tmp_path, monkeypatch, capsys):
     """No hub is here, so it has no data."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
-        inspo.main(["--model", preset])
+        inspo.main(["--model", "qwen2.5-3b"])
     assert capsys.readouterr().out == "" and not (tmp_path / "runs").exists()
     assert stop.value.code.startswith(f"--train {SEARCH_R1}/train.parquet: the hub cannot")
     assert "\n" not in stop.value.code
@@ -190,36 +143,21 @@ SMALL = (
 @pytest.mark.ranks
 def test_the_paper_s_command_fetches_what_it_needs_once(tmp_path):
     """torchrun inspo.py --model PRESET: questions and model from a hub; they are the world's."""
-    if not search_qa.probe(search_qa.DEFAULT, 3):
-        pytest.skip("a search server runs on this machine")
     files = tmp_path / "hub"
     for name in ("train", "test"):
-        rows = [
-            {
-                "question": row["question"],
-                "golden_answers": list(row["golden_answers"]),
-                "data_source": "nq",
-            }
-            for row in read_jsonl(WORLD / f"{name}.jsonl")
-        ]
+        rows = [row | {"data_source": "nq"} for row in read_jsonl(WORLD / f"{name}.jsonl")]
         put(path := files / "datasets/PeterJinGo/nq_hotpotqa_train" / f"{name}.parquet", "")
-        pq.write_table(pa.Table.from_pylist(rows), path)
+        pq.write_table(pa.Table.from_pylist(rows).drop("id"), path)
     (files / "own").mkdir()
     (files / "own" / "policy").symlink_to(WORLD / "policy")
-    argv = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        HERE / "inspo.py",
-        *PAPER.split(),
-        *SMALL.split(),
-    ]
-    argv += ["--instruction", WORLD / "instruction.txt", "--corpus", WORLD / "corpus.jsonl"]
-    argv += ["--out", tmp_path / "run"]
+    argv = ["-m", "torch.distributed.run", "--nproc_per_node=2", str(HERE / "inspo.py")]
+    argv += f"{PAPER} {SMALL} --corpus {WORLD}/corpus.jsonl --out run".split()
+    argv += ["--instruction", str(WORLD / "instruction.txt")]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OPENAI", "HF_"))}
+    env = kept | {"PYTHONPATH": str(HERE), "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
     with hub_of(files) as served:
-        code, out, err = run(tmp_path, argv, HF_ENDPOINT=served.url)
-        assert code == 0, err
-        assert f"(BM25 over {WORLD / 'corpus.jsonl'}, started by this run)" in out
+        env["HF_ENDPOINT"] = served.url
+        subprocess.run([sys.executable, *argv], cwd=tmp_path, env=env, check=True)
         large = [path for path in served.fetched() if path.endswith((".parquet", ".safetensors"))]
         # questions to train and to test on, the policy
         assert len(large) == len(set(large)) == 3

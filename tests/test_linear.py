@@ -5,15 +5,15 @@ import copy
 
 import pytest
 import torch
+from test_grpo import batch_of
 from torch import nn
 
 from config import PRESETS
 from models import linear as module
 from models import lora, packing
-from models.linear import ROWS, Linear, linear, prefer_onednn, speed_up
-from models.model import load_config, load_model, skeleton
+from models.linear import ROWS, Linear, prefer_onednn, speed_up
+from models.model import hidden_states, load_config, load_model, skeleton
 from models.packing import pack
-from tasks import Question, Trajectory
 
 
 @pytest.fixture(params=[False, True], ids=["MKL", "oneDNN"])
@@ -30,9 +30,7 @@ def prefer(it: bool, monkeypatch):
         monkeypatch.setattr(where, "prefer_onednn", lambda: it)
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, ROWS, 24), (1, 3 * ROWS, 24), (1, 7, 24), (2, ROWS, 24), (9, 24)]
-)
+@pytest.mark.parametrize("shape", [(1, 3 * ROWS, 24), (1, 7, 24), (2, ROWS, 24), (9, 24)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_product_and_its_gradients_equal_those_in_float64(onednn, shape, bias):
     torch.manual_seed(0)
@@ -54,43 +52,23 @@ def test_a_product_and_its_gradients_equal_those_in_float64(onednn, shape, bias)
         torch.testing.assert_close(mine.grad.double(), theirs.grad, atol=1e-4, rtol=1e-5)
 
 
-def test_weights_that_are_frozen_get_no_gradient(monkeypatch):
-    prefer(True, monkeypatch)
-    W, x = torch.randn(8, 16), torch.randn(1, ROWS, 16, requires_grad=True)
-    linear(x, W).sum().backward()
-    assert x.grad is not None and W.grad is None
-    assert linear(x.bfloat16(), W.bfloat16()).grad_fn.name() != "ProductBackward"
-
-
 def test_a_row_is_filled_up_where_onednn_computes_and_scores_stay(monkeypatch):
     path = PRESETS["world"]["model"]
     model = load_model(path)
     for each in model, skeleton(load_config(path)):  # training alone, then sharded
         assert {type(part) for part in each.modules() if isinstance(part, nn.Linear)} == {Linear}
-    taus = []
-    for k in range(5):  # two groups
-        tau = Trajectory(0, Question("q", "Who?", ("x",), ""), k // 3, [], 70)
-        tau.observe(
-            torch.randint(600, (70,), generator=torch.Generator().manual_seed(k // 3)).tolist()
-        )
-        tau.act(torch.randint(600, (30 + k,)).tolist(), [-1.0] * (30 + k))
-        taus.append(tau)
+    taus = batch_of(2)
+    for tau in taus:
+        tau.ids = [i % 600 for i in tau.ids]
     scores, gradients, tokens = [], [], []
     for it in (False, True):
         prefer(it, monkeypatch)
-        ids, packing_, places, targets = pack(taus, torch.device("cpu"))
+        ids, packing_, where, targets = pack(taus, torch.device("cpu"))
         tokens.append(len(ids))
-        assert len(packing_.positions) == len(ids) == sum(packing_.lengths)
-        logp, entropy = model.forward_packed(ids, packing_, places, targets, 1.0)
+        logp, entropy = model.forward_packed(ids, packing_, where, targets, 1.0)
         scores.append(torch.stack([logp, entropy]))
         model.zero_grad()
-        hidden = model.base_model(
-            input_ids=ids[None],
-            position_ids=packing_.positions[None],
-            use_cache=False,
-            packing=packing_,
-        ).last_hidden_state[0, places]
-        hidden.square().sum().backward()
+        hidden_states(model, ids, packing_)[where].square().sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
     assert tokens[0] % ROWS and tokens[1] == tokens[0] + -tokens[0] % ROWS
     torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-5)
@@ -99,44 +77,35 @@ def test_a_row_is_filled_up_where_onednn_computes_and_scores_stay(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cpu", "built", "preferred"),
+    "name, avx512, built, preferred",
     [
-        ({"cpu_name": "AMD EPYC", "avx512_f": True}, True, True),
-        ({"cpu_name": "AMD EPYC", "avx512_f": True}, False, False),
-        ({"cpu_name": "AMD EPYC", "avx512_f": False}, True, False),
-        ({"cpu_name": "Intel(R) Xeon(R)", "avx512_f": True}, True, False),
-        ({}, True, False),
+        ("AMD EPYC", True, True, True),
+        ("AMD EPYC", True, False, False),
+        ("AMD EPYC", False, True, False),
+        ("Intel(R) Xeon(R)", True, True, False),
     ],
 )
-def test_onednn_is_preferred_on_amd_with_avx512(cpu, built, preferred, monkeypatch):
+def test_onednn_is_preferred_on_amd_with_avx512(name, avx512, built, preferred, monkeypatch):
+    cpu = {"cpu_name": name, "avx512_f": avx512}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: built)
-    prefer_onednn.cache_clear()
-    assert prefer_onednn() == preferred
-    prefer_onednn.cache_clear()
+    assert prefer_onednn.__wrapped__() == preferred
 
 
 def test_a_layer_with_adapters_is_multiplied_by_onednn_too(monkeypatch):
+    """Forward and backward, and as in float64."""
     prefer(True, monkeypatch)
-    asked = []
-
-    def multiply(*args):
-        asked.append(args[0].shape)
-        return by_onednn(*args)
-
-    by_onednn = module.multiply
-    monkeypatch.setattr(module, "multiply", multiply)
+    asked, multiply = [], module.multiply
+    monkeypatch.setattr(module, "multiply", lambda *a: asked.append(a[0].shape) or multiply(*a))
     torch.manual_seed(0)
-    shapes = (1, ROWS, 24), (40, 24), (40,), (4, 24), (40, 4)
-    x, W, bias, A, B = map(torch.randn, shapes)
+    x, W, bias, A, B = map(torch.randn, ((1, ROWS, 24), (40, 24), (40,), (4, 24), (40, 4)))
     trained = [tensor.requires_grad_() for tensor in (x, A, B)]
     wide = [tensor.detach().double().requires_grad_() for tensor in trained]
     out = lora.Product.apply(x, W, bias, A, B, 0.5, torch.zeros(64, dtype=torch.int32))
     want = wide[0] @ (W.double() + 0.5 * wide[2] @ wide[1]).T + bias
     torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-5)
     dy = torch.randn_like(out)
-    out.backward(dy)
-    want.backward(dy.double())
+    torch.autograd.backward([out, want], [dy, dy.double()])
     assert asked == [x.shape, dy.shape]
     for mine, theirs in zip(trained, wide, strict=True):
         torch.testing.assert_close(mine.grad.double(), theirs.grad, atol=1e-3, rtol=1e-4)

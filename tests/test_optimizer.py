@@ -33,11 +33,9 @@ def test_tags_of_another_tool_are_kept(instruction, prompt):
 
 
 def test_revisions_of_a_foreign_instruction_differ_from_it():
-    texts = {
-        text
-        for seed in range(5)
-        for text in read_blocks(reply_to(reflection_prompt(GAME, FAILURE, 6, 4000), seed))
-    }
+    texts = set()
+    for seed in range(5):
+        texts |= {*read_blocks(reply_to(reflection_prompt(GAME, FAILURE, 6, 4000), seed))}
     assert len(texts) > 10 and GAME not in texts
 
 

@@ -1,7 +1,6 @@
 """Text from outside is data: for the tokenizer, for the terminal, and when it arrives."""
 
 import json
-import random
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers_like import MAKERS, control_ids, made
 
 import ask
-from config import WORLD, Config
+from config import Config
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, plain, printable
 from tasks import Question, Trajectory, Turn
@@ -35,36 +34,14 @@ def spellings(tokenizer):
     for token in tokenizer.added_tokens_decoder.values():
         text = token.content
         wide = "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in text)
-        out += [
-            text,
-            text.upper(),
-            wide,
-            text[0] + "\u200b" + text[1:],
-            text[0] + " " + text[1:],
-            text[1:],
-            text[:-1],
-        ]
+        within = [f"{text[0]}{c}{text[1:]}" for c in "\u200b "]
+        out += [text, text.upper(), wide, *within, text[1:], text[:-1]]
     return out
 
 
 def pieces(name):
     tags = [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")]
-    words = [
-        "Paris",
-        "the",
-        " ",
-        "\n",
-        "<",
-        "</",
-        "|",
-        "[",
-        "é",
-        "漢",
-        "\u202e",
-        "1",
-        "Question:",
-        "Doc 1(Title: x)",
-    ]
+    words = ["Paris", "Question:", "Doc 1(Title: x)", *" \n<|[1é漢\u202e", "</"]
     return st.sampled_from([*spellings(made(name)), *tags, *words])
 
 
@@ -126,19 +103,6 @@ def test_harmless_text_keeps_its_tokens(name):
     assert prompt(tokenizer, SEARCH_R1, question) == encode(tokenizer, whole)
 
 
-def test_the_texts_of_the_world_keep_their_tokens():
-    tokenizer = made("world")
-    rows = [json.loads(line) for line in (WORLD / "corpus.jsonl").open()]
-    for row in random.Random(0).sample(rows, 200):
-        expected = encode(tokenizer, f"\n\n<information>{SEARCH.show([row['contents']])}")
-        assert encode_observation(tokenizer, [row["contents"]], 10_000)[: len(expected)] == expected
-    instruction = (WORLD / "instruction.txt").read_text().strip()
-    tags = encode(
-        tokenizer, "<think></think><search></search><information></information><answer></answer>"
-    )
-    assert len(tags) == 8 and set(tags) <= set(prompt(tokenizer, instruction, "who?"))
-
-
 def test_a_passage_of_megabytes_is_cut_before_it_is_tokenized():
     tokenizer, seen = made("qwen"), []
 
@@ -182,10 +146,8 @@ def test_what_the_agent_and_its_passages_say_moves_no_cursor(capsys):
 
 
 def test_no_control_character_reaches_a_terminal():
-    hostile = "".join(map(chr, [*range(32), 127, *range(128, 160), 0x202E, 0x2066, 0xD800]))
-    shown = printable(hostile)
-    assert set(shown) - set("\t\n") <= set(map(chr, range(32, 127)))
-    assert printable("\x1b[2J\r") == "\\x1b[2J\\r"
+    hostile = "".join(map(chr, [*range(32), *range(127, 160), 0x202E, 0x2066, 0xD800]))
+    assert set(printable(hostile)) - set("\t\n") <= set(map(chr, range(32, 127)))
     with pytest.raises(SystemExit) as ended, one_line("ask.py"):
         raise Fault("HTTP 400: \x1b]0;owned\x07")
     assert ended.value.code == "ask.py: HTTP 400: \\x1b]0;owned\\x07"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import sys
@@ -97,58 +96,43 @@ def flat(corpus, shallow, tmp_path_factory):
     [
         ("e5", "mean", "query: ", "passage: "),
         ("bge", "cls", "Represent this sentence for searching relevant passages: ", ""),
-        ("", "mean", "", ""),
-        ("", "cls", "", ""),
     ],
 )
 def test_vectors_equal_those_of_transformers(shallow, tmp_path, family, pooling, query, passage):
     folder = shutil.copytree(shallow, tmp_path / "m")
-    draw = random.Random(0)
-    texts = [" ".join(draw.choices(KINDS + SYLLABLES, k=k)) for k in (1, 5, 40, 350)]
-    texts += ["", "naïve 日本 "]
+    texts = [" ".join((KINDS + SYLLABLES)[:k] * 10) for k in (0, 1, 26)] + ["naïve 日本 "]
     encoder = load_encoder(publish(folder, pooling), family, "cpu")
     for ours, prefix in ((encoder.encode_query, query), (encoder.encode_document, passage)):
-        got = ours(texts, **ENCODE)
         wanted = encode(folder, [prefix + text for text in texts], pooling)
-        assert got.dtype == np.float32
-        np.testing.assert_allclose(got, wanted, atol=1e-5)
-    for name in FAMILIES.keys() - {family}:
-        if FAMILIES[name][2] != pooling:
+        np.testing.assert_allclose(ours(texts, **ENCODE), wanted, atol=1e-5)
+    for name, (_, _, other) in FAMILIES.items():
+        if other != pooling:
             assert f"pools by {pooling}" in refusal(load_encoder, str(folder), name, "cpu")
 
 
-def test_the_family_follows_from_the_name():
-    names = {
-        "intfloat/e5-base-v2": "e5",
-        "intfloat/multilingual-e5-large/": "e5",
-        "intfloat/multilingual-e5-large-instruct": "",
-        "BAAI/bge-base-en-v1.5": "bge",
-        "BAAI/bge-m3": "",
-        "BAAI/bge-base-zh-v1.5": "",
-        "/e5/models/mpnet": "",
-    }
-    assert {name: infer_family(name) for name in names} == names
+@pytest.mark.parametrize(
+    "name, family",
+    [
+        ("intfloat/multilingual-e5-large/", "e5"),
+        ("intfloat/multilingual-e5-large-instruct", ""),
+        ("BAAI/bge-base-en-v1.5", "bge"),
+        ("BAAI/bge-m3", ""),
+        ("/e5/models/mpnet", ""),
+    ],
+)
+def test_the_family_follows_from_the_name(name, family):
+    assert infer_family(name) == family
 
 
 @pytest.mark.parametrize("passage", ["document", "passage"])
-def test_a_model_has_its_own_prompts_whatever_its_name_says(shallow, tmp_path, passage):
+def test_a_model_has_its_own_prompts_or_those_of_its_name(shallow, tmp_path, passage):
     folder = shutil.copytree(shallow, tmp_path / "e5-m")
-    encoder = load_encoder(publish(folder, query="ask: ", **{passage: "told: "}), "", "cpu")
-    np.testing.assert_allclose(
-        encoder.encode_query(["a river"], **ENCODE),
-        encode(folder, ["ask: a river"], "mean"),
-        atol=1e-5,
-    )
-    np.testing.assert_allclose(
-        encoder.encode_document(["a river"], **ENCODE),
-        encode(folder, ["told: a river"], "mean"),
-        atol=1e-5,
-    )
-    # one that publishes none has those of its name
-    encoder = load_encoder(publish(folder), "", "cpu")
-    np.testing.assert_allclose(
-        encoder.encode_query(["b"], **ENCODE), encode(folder, ["query: b"], "mean"), atol=1e-5
-    )
+    own = {"query": "ask: ", passage: "told: "}
+    for published, query, document in ((own, "ask: ", "told: "), ({}, "query: ", "passage: ")):
+        encoder = load_encoder(publish(folder, **published), "", "cpu")
+        for ours, prefix in ((encoder.encode_query, query), (encoder.encode_document, document)):
+            wanted = encode(folder, [f"{prefix}a river"], "mean")
+            np.testing.assert_allclose(ours(["a river"], **ENCODE), wanted, atol=1e-5)
 
 
 def test_a_model_that_cannot_be_loaded_is_named(shallow, tmp_path):
@@ -156,18 +140,20 @@ def test_a_model_that_cannot_be_loaded_is_named(shallow, tmp_path):
         assert refusal(load_encoder, str(folder), "", device).startswith(f"--encoder {folder}: ")
 
 
-def test_no_code_of_a_folder_is_run(shallow, tmp_path):
-    folder = shutil.copytree(shallow, tmp_path / "m")
-    (folder / "own.py").write_text(
-        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: pass\n"
-    )
-    for name, changes in [
+@pytest.mark.parametrize(
+    "file, content",
+    [
         ("modules.json", [{"idx": 0, "name": "0", "path": "", "type": "own.Own"}]),
         ("config.json", {"model_type": "unheard", "auto_map": {"AutoConfig": "own.Own"}}),
-    ]:
-        (folder / name).write_text(json.dumps(changes))
-        refusal(load_encoder, str(folder), "", "cpu")
-    assert not (tmp_path / "ran").exists()
+    ],
+)
+def test_no_code_of_a_folder_is_run(shallow, tmp_path, file, content):
+    folder = shutil.copytree(shallow, tmp_path / "m")
+    ran = tmp_path / "ran"
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass\n")
+    (folder / file).write_text(json.dumps(content))
+    refusal(load_encoder, str(folder), "", "cpu")
+    assert not ran.exists()
 
 
 # --- indexes ---
@@ -176,8 +162,8 @@ def test_no_code_of_a_folder_is_run(shallow, tmp_path):
 def test_a_served_index_ranks_like_the_direct_product(flat, corpus, shallow):
     dense = Dense(str(flat), load_encoder(str(shallow), "", "cpu"), 64, 128, False)
     X = encode(shallow, corpus.texts(), "mean")
-    queries = [f"where is {text.split()[1]} ?" for text in list(corpus.texts())[:40]]
-    S = encode(shallow, queries, "mean") @ X.T  # (40, N)
+    queries = [f"where is {text.split()[1]} ?" for text in list(corpus.texts())[:20]]
+    S = encode(shallow, queries, "mean") @ X.T  # (20, N)
     best = -np.sort(-S, axis=1)[:, :10]
     body = {"queries": queries, "topk": 10, "return_scores": True}
     with serving(dense, corpus) as url:
@@ -193,65 +179,52 @@ def test_a_served_index_ranks_like_the_direct_product(flat, corpus, shallow):
 
 @pytest.mark.parametrize(
     "kind, widths, least",
-    [("SQ8", [1], 0.9), ("IVF32,Flat", [1, 4, 32], 0.999), ("HNSW8,Flat", [10, 200], 0.9)],
+    [("SQ8", [1], 0.9), ("IVF32,Flat", [1, 32], 0.999), ("HNSW8,Flat", [10, 200], 0.9)],
 )
 def test_a_built_index_finds_more_with_the_width_of_the_search(
     flat, corpus, shallow, tmp_path, kind, widths, least
 ):
-    command(
-        "--corpus", corpus.path, "--encoder", shallow, "--index", tmp_path / "i", "--build", kind
-    )
+    path = tmp_path / "i"
+    command("--corpus", corpus.path, "--encoder", shallow, "--index", path, "--build", kind)
     encoder = load_encoder(str(shallow), "", "cpu")
     queries = [f"a {kind} in {place}" for kind in KINDS for place in SYLLABLES]
     truth, recalls = Dense(str(flat), encoder, 1, 1, False).search(queries, 10), []
     for width in widths:
-        found = Dense(str(tmp_path / "i"), encoder, width, width, False).search(queries, 10)
+        found = Dense(str(path), encoder, width, width, False).search(queries, 10)
         common = [len(dict(a).keys() & dict(b)) for a, b in zip(found, truth, strict=True)]
         recalls.append(np.mean(common) / 10)
     assert recalls[-1] >= least, recalls
     assert recalls[0] > 0.2 and recalls == sorted(set(recalls))  # chance is 0.03
 
 
-@pytest.mark.parametrize("name", ["Flat", "IVF4,SQ8", "HNSW8,Flat"])
-def test_an_index_is_not_read_into_memory(name, tmp_path):
+def test_an_index_is_not_read_into_memory(tmp_path):
     x = np.random.default_rng(0).normal(size=(20_000, 256)).astype(np.float32)
-    index = faiss.index_factory(256, name, faiss.METRIC_INNER_PRODUCT)
-    index.train(x)
+    index = faiss.IndexFlatIP(256)
     index.add(x)
     faiss.write_index(index, str(tmp_path / "i"))
-    encoder = SimpleNamespace(
-        get_embedding_dimension=lambda: 256, encode_query=lambda texts, **_: x[: len(texts)]
-    )
+    encoder = SimpleNamespace(get_embedding_dimension=lambda: 256)
     resident = Process().memory_info().rss
     opened = Dense(str(tmp_path / "i"), encoder, 1, 16, False)
-    assert Process().memory_info().rss - resident < (tmp_path / "i").stat().st_size / 2
-    rows = [[row for row, _ in hits] for hits in opened.search(["x"] * 9, 3)]
-    np.testing.assert_array_equal(rows, index.search(x[:9], 3)[1])
+    assert Process().memory_info().rss - resident < x.nbytes / 2 and len(opened) == len(x)
 
 
 def test_bm25_keeps_its_ranking_on_disk(corpus, tmp_path):
     command("--corpus", corpus.path, "--index", tmp_path / "i", "--build", "bm25")
     opened = BM25(retrieval_server.bm25s.BM25.load(tmp_path / "i", mmap=True))
-    assert isinstance(opened.index.scores["data"], np.memmap)
-    queries = [f"a {kind} in {place}" for kind in KINDS for place in SYLLABLES]
+    queries = [f"a {kind} in {SYLLABLES[0]}" for kind in KINDS]
     assert opened.search(queries, 10) == BM25.build(corpus.texts()).search(queries, 10)
 
 
 def test_what_does_not_belong_together_is_refused(flat, corpus, shallow, tmp_path):
-    other = make_corpus(tmp_path / "c", N - 1)
-    command("--corpus", other, "--index", tmp_path / "words", "--build", "bm25")
-    (tmp_path / "junk").write_bytes(flat.read_bytes()[:100_000])
-    faiss.write_index(faiss.IndexFlatIP(24), str(tmp_path / "small"))
-    encoder = ["--encoder", str(shallow)]
+    other, new = make_corpus(tmp_path / "c", N - 1), tmp_path / "i"
+    (junk := tmp_path / "junk").write_bytes(flat.read_bytes()[:100_000])
+    faiss.write_index(faiss.IndexFlatIP(24), str(small := tmp_path / "small"))
+    encoder = ["--encoder", shallow, "--corpus", other]
     for argv, complaint in [
-        (["--corpus", other, "--index", flat, *encoder], f"of {N} passages, not {N - 1}"),
-        (["--corpus", corpus.path, "--index", tmp_path / "words"], f"of {N - 1} passages"),
-        (["--corpus", other, "--index", tmp_path / "junk", *encoder], f"--index {tmp_path}/junk: "),
-        (["--corpus", other, "--index", tmp_path / "small", *encoder], "vectors of 24 numbers"),
+        ([*encoder, "--index", flat], f"of {N} passages, not {N - 1}"),
+        ([*encoder, "--index", junk], f"--index {junk}: "),
+        ([*encoder, "--index", small], "vectors of 24 numbers"),
         (["--corpus", other, "--index", "/proc/x", "--build", "bm25"], "--index /proc/x: "),
-        (
-            ["--corpus", other, "--index", tmp_path / "i", "--build", "IVF", *encoder],
-            f"--index {tmp_path}/i: ",
-        ),
+        ([*encoder, "--index", new, "--build", "IVF"], f"--index {new}: "),
     ]:
         assert complaint in refusal(command, *argv, "--port", 0)

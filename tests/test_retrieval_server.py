@@ -1,15 +1,12 @@
 """The retrieval server as its clients see it: passages, HTTP, ranking against a BM25 written here, batches, faults,
 processes' ends."""
 
-import contextlib
-import http.client
 import json
 import math
 import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -35,19 +32,16 @@ SERVER = ["-m", "retrieval_server"]
 
 
 def random_corpus(n):
-    draw = random.Random(0)
-    vocabulary = [f"w{i}" for i in range(200)]
-    zipf = [1 / (i + 1) for i in range(200)]
-    texts = [" ".join(draw.choices(vocabulary, zipf, k=draw.randint(3, 40))) for _ in range(n)]
-    passages = [{"id": f"p{i}", "contents": f'"Title {i}"\n{t}'} for i, t in enumerate(texts)]
+    draw, zipf = random.Random(0), [1 / (i + 1) for i in range(200)]
+    words = [f"w{i}" for i in range(200)]
+    texts = [" ".join(draw.choices(words, zipf, k=draw.randint(3, 40))) for _ in range(n)]
     for copy, original in [(250, 3), (40, 120), (251, 3)]:  # repeated texts: ties
-        passages[copy]["contents"] = passages[original]["contents"]
+        texts[copy] = texts[original]
     # Equal scores by the formula, but their terms are added in another order, and so round
     # differently.
     for i, counts in enumerate([(3, 2, 1, 4), (1, 2, 3, 4), (3, 4, 2, 1), (2, 1, 4, 3)]):
-        text = " ".join(f"x{j} " * count for j, count in enumerate(counts))
-        passages[200 + i]["contents"] = f'"Zz {i}"\n{text}'
-    return passages
+        texts[200 + i] = "".join(f"x{j} " * count for j, count in enumerate(counts))
+    return [{"id": f"p{i}", "contents": f'"Title {i}"\n{text}'} for i, text in enumerate(texts)]
 
 
 PASSAGES = random_corpus(300)
@@ -56,18 +50,14 @@ PASSAGES = random_corpus(300)
 def lucene_scores(query, passages, k1=1.5, b=0.75):
     """Returns Lucene's BM25 scores in fp64: idf = ln(1 + (N - df + 0.5) / (df + 0.5)), no factor k1
     + 1."""
-    documents = [re.findall(r"\w+", p["contents"].lower()) for p in passages]
-    average = sum(map(len, documents)) / len(documents)
-    df = Counter(word for d in documents for word in set(d))
+    documents = [Counter(re.findall(r"\w+", p["contents"].lower())) for p in passages]
+    average = sum(tf.total() for tf in documents) / len(documents)
+    df = Counter(word for tf in documents for word in tf)
     scores = np.zeros(len(documents))
-    for i, document in enumerate(documents):
-        tf = Counter(document)
+    for i, tf in enumerate(documents):
         for word in re.findall(r"\w+", query.lower()):
-            if word in tf:
-                idf = math.log(1 + (len(documents) - df[word] + 0.5) / (df[word] + 0.5))
-                scores[i] += (
-                    idf * tf[word] / (tf[word] + k1 * (1 - b + b * len(document) / average))
-                )
+            idf = math.log(1 + (len(documents) - df[word] + 0.5) / (df[word] + 0.5))
+            scores[i] += idf * tf[word] / (tf[word] + k1 * (1 - b + b * tf.total() / average))
     return scores
 
 
@@ -87,24 +77,16 @@ def retrieve(url, **body):
 # --- passages on disk ---
 
 
-@pytest.mark.parametrize("newline", ["\n", "\r\n \t\r\n"])
-@pytest.mark.parametrize("ended", [True, False])
-def test_rows_are_read_like_plain_json(tmp_path, newline, ended):
-    texts = ["plain", 'a "quote"', "naïve 日本語 🦉", "\u2028 \x85 \x0b", "line\nbreak", " ", ""]
-    rows, passages = [], []
-    for k, text in enumerate(texts):
-        rows += [
-            {"id": k, "contents": text},
-            {"id": f"p{k}", "title": "T", "text": text},
-            {"_id": f"b{k}", "title": "", "text": text, "metadata": {}},  # BEIR's
-            {"id": f"c{k}", "title": "T", "text": "x", "contents": text},
-        ]
-        contents = (text, f'"T"\n{text}', f'""\n{text}', text)
-        for id, said in zip((str(k), f"p{k}", f"b{k}", f"c{k}"), contents, strict=True):
-            passages.append({"id": id, "contents": said})
-    path = tmp_path / "c.jsonl"
+@pytest.mark.parametrize("newline, end", [("\n", ""), ("\r\n \t\r\n", "\n")])
+def test_rows_are_read_like_plain_json(tmp_path, newline, end):
+    texts = ['a "quote"', "naïve 日本語 🦉", "\u2028 \x85 \x0b", "line\nbreak", ""]
+    rows = [{"id": k, "contents": text} for k, text in enumerate(texts)]
+    passages = [{"id": str(k), "contents": text} for k, text in enumerate(texts)]
+    rows += [{"_id": "b", "title": "T", "text": "x", "metadata": {}}]  # BEIR's
+    rows += [{"id": "c", "title": "T", "text": "x", "contents": "y"}]
+    passages += [{"id": "b", "contents": '"T"\nx'}, {"id": "c", "contents": "y"}]
     lines = [json.dumps(row, ensure_ascii=k % 2 == 0) for k, row in enumerate(rows)]
-    path.write_bytes((newline + newline.join(lines) + newline * ended).encode())
+    (path := tmp_path / "c.jsonl").write_bytes((newline + newline.join(lines) + end).encode())
     corpus = Corpus(path)
     with ThreadPoolExecutor(8) as pool:  # any thread reads any row
         assert list(pool.map(corpus.__getitem__, range(len(corpus)))) == passages
@@ -113,15 +95,7 @@ def test_rows_are_read_like_plain_json(tmp_path, newline, ended):
 
 @pytest.mark.parametrize(
     "line",
-    [
-        b'{"id": ',
-        b'{"id": "1", "contents": "\xff"}',
-        b'["1", "x"]',
-        b'{"contents": "x"}',
-        b'{"id": "1", "title": "x"}',
-        b'{"id": "1", "contents": ["x"]}',
-        b"\x1f\x8b packed",
-    ],
+    [b'["1", "x"]', b'{"contents": "x"}', b'{"id": "1", "contents": ["x"]}', b"\x1f\x8b packed"],
 )
 def test_a_bad_row_is_named_by_file_and_number(tmp_path, line):
     path = tmp_path / "c.jsonl"
@@ -140,16 +114,15 @@ def test_without_passages_or_a_file_it_does_not_start(tmp_path, make):
 
 
 def test_passages_cost_no_memory(tmp_path):
-    n = 40_000
+    n = 20_000
     path = write_corpus(tmp_path / "c", ({"id": str(i), "contents": "x" * 600} for i in range(n)))
     tracemalloc.start()
     corpus = Corpus(path)
-    for row in random.Random(0).choices(range(n), k=1000):
-        assert corpus[row]["id"] == str(row)
+    assert corpus[n - 1]["id"] == str(n - 1)
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     # 8 bytes a row; all texts would take 600, a list of int objects 40
-    assert len(corpus) == n and used < 20 * n
+    assert used < 20 * n
 
 
 # --- the wire format, Search-R1's ---
@@ -158,19 +131,12 @@ def test_passages_cost_no_memory(tmp_path):
 def test_hits_with_and_without_scores(url):
     queries = ["title 7", "w3 w150"]
     result = retrieve(url, queries=queries, topk=4, return_scores=True)
-    assert [len(hits) for hits in result] == [4, 4]
     best = result[0][0]
-    assert best["document"] == PASSAGES[7] and best["document"]["contents"].startswith(
-        '"Title 7"\n'
-    )
-    assert best.keys() == {"document", "score"} and type(best["score"]) is float
+    assert best == {"document": PASSAGES[7], "score": pytest.approx(best["score"])}
     assert best["score"] > result[0][1]["score"] > 0
-    assert retrieve(url, queries=queries, topk=4) == [
-        [hit["document"] for hit in hits] for hits in result
-    ]
-    for topk in ({}, {"topk": None}):
+    for topk, n in ({"topk": 4}, 4), ({}, 3), ({"topk": None}, 3):
         assert retrieve(url, queries=queries, **topk) == [
-            [hit["document"] for hit in hits[:3]] for hits in result
+            [hit["document"] for hit in hits[:n]] for hits in result
         ]
 
 
@@ -196,65 +162,39 @@ def test_a_short_response_does_not_wait_for_a_delayed_acknowledgement(url):
 
 def test_ranking_equals_bm25_by_lucenes_formula(url):
     draw = random.Random(1)
-    queries = [
-        " ".join(f"W{draw.randint(0, 220)}" for _ in range(draw.randint(1, 8))) for _ in range(60)
+    queries = [" ".join(f"W{draw.randint(0, 220)}" for _ in range(k % 8 + 1)) for k in range(40)]
+    # whole passages that are there three times, and terms that are added in other orders
+    queries += [
+        PASSAGES[3]["contents"].partition("\n")[2],
+        "x0 x1 x2 x3",
+        "x3 x0 x2 x1",
+        "x1 x3 x0 x2",
     ]
     queries += ["w1 w1 w2", "Title 12, w5?", "the title: w9 unknown", "", "?!", "nowhere"]
-    result = retrieve(url, queries=queries, topk=100, return_scores=True)
-    for query, hits in zip(queries, result, strict=True):
-        scores = lucene_scores(query, PASSAGES)
-        rounded = scores.astype(np.float32)  # equal in fp32 is a tie
-        order = [i for i in np.argsort(-rounded, kind="stable") if rounded[i] > 0][:100]
-        assert [h["document"] for h in hits] == [PASSAGES[i] for i in order], query
-        np.testing.assert_allclose([h["score"] for h in hits], scores[order], rtol=1e-6)
-    assert result[-3:] == [[], [], []] and retrieve(url, queries=[]) == []
-
-
-def test_ties_keep_the_order_of_the_corpus(url):
-    everywhere = retrieve(url, queries=["title"], topk=100, return_scores=True)[0]
-    assert len(everywhere) == 100 > len({h["score"] for h in everywhere})
-    assert everywhere == sorted(
-        everywhere, key=lambda h: (-h["score"], int(h["document"]["id"][1:]))
-    )
-    words = PASSAGES[3]["contents"]
-    assert [p["id"] for p in retrieve(url, queries=[words], topk=3)[0]] == ["p3", "p250", "p251"]
-    # A cut through a tie keeps its first members.
-    assert [p["id"] for p in retrieve(url, queries=[words], topk=2)[0]] == ["p3", "p250"]
-
-
-def test_ties_do_not_depend_on_the_order_of_addition(url):
-    queries = ["x0 x1 x2 x3", "x3 x0 x2 x1", "x1 x3 x0 x2", "x2 x1 x3 x0"]
-    scores = [lucene_scores(query, PASSAGES)[200:204] for query in queries]
-    assert any(len(set(s)) > 1 for s in scores)  # they differ in the last bits of fp64
-    for hits in retrieve(url, queries=queries, topk=5, return_scores=True):
-        assert [h["document"]["id"] for h in hits] == ["p200", "p201", "p202", "p203"]
-        assert len({h["score"] for h in hits}) == 1
+    scores = [lucene_scores(query, PASSAGES) for query in queries]
+    for topk in (100, 2):  # which cuts through ties
+        result = retrieve(url, queries=queries, topk=topk, return_scores=True)
+        for query, of_query, hits in zip(queries, scores, result, strict=True):
+            rounded = of_query.astype(np.float32)  # equal in fp32 is a tie
+            order = [i for i in np.argsort(-rounded, kind="stable") if rounded[i] > 0][:topk]
+            assert [h["document"] for h in hits] == [PASSAGES[i] for i in order], query
+            np.testing.assert_allclose([h["score"] for h in hits], of_query[order], rtol=1e-6)
+        assert result[-3:] == [[], [], []]
 
 
 @pytest.mark.parametrize(
     "text, query",
     [
-        ("諾貝爾物理學獎得主是霍普菲爾德和辛頓。", "物理學獎得主是誰？"),
         ("東京は日本の首都である。", "首都はどこですか？"),
         ("กรุงเทพเป็นเมืองหลวง", "เมืองหลวง"),
-        ("서울은 한국의 수도이다", "수도"),
-        ("भारत की राजधानी दिल्ली है।", "राजधानी?"),
-        ("ﾆﾎﾝ 1999", "ニホン"),
-        ("令和６年", "2024 6"),
-        ("Zoe\u0308 Saldan\u0303a", "Saldaña Zoë"),
+        ("ﾆﾎﾝ ６", "ニホン 6"),
         ("Zoë Saldaña", "Saldan\u0303a"),
-        ("Bern is a capital", "capital"),
+        ("a dog I saw", "i"),  # all words count
     ],
 )
-def test_scripts_without_spaces_and_decomposed_letters_are_found(text, query):
-    index = BM25.build(["A river.", "其他東西", text, "かわ", "แม่น้ำ", "강", "नदी"])
-    assert index.search([query], 1)[0][0][0] == 2
-
-
-def test_all_words_count_and_none_is_stemmed():
-    index = BM25.build(["the cat", "cats", "a dog I saw", "Ünï-code"])
-    results = index.search(["THE", "cat", "cats", "i", "ünï"], 100)  # more than there are passages
-    assert [[row for row, _ in hits] for hits in results] == [[0], [0], [1], [2], [3]]
+def test_words_of_any_script_are_found(text, query):
+    index = BM25.build(["A river.", "其他東西", text, "かわ", "แม่น้ำ", "dogs"])
+    assert index.search([query], 100)[0][0][0] == 2  # more than there are passages
 
 
 # --- limits ---
@@ -264,42 +204,15 @@ def test_all_words_count_and_none_is_stemmed():
     "body, status",
     [
         ({"queries": ["w1"], "topk": 0}, 422),
-        ({"queries": ["w1"], "topk": 1}, 200),
-        ({"queries": ["w1"], "topk": 100}, 200),
         ({"queries": ["w1"], "topk": 101}, 422),
         ({"queries": ["w1"] * 16384, "topk": 1}, 200),
         ({"queries": ["w1"] * 16385}, 422),
         ({"queries": ["w1"] * 1001, "topk": 100}, 422),  # 100,000 passages at most
-        ({"queries": ["w1"] * 1000, "topk": 100}, 200),
-        ({"queries": ["w" * 5000]}, 200),
         ({"queries": "w1"}, 422),
-        ({"topk": 3}, 422),
     ],
 )
 def test_limits_of_a_request(url, body, status):
     assert requests.post(url + "/retrieve", json=body, timeout=60).status_code == status
-
-
-def post_bytes(url, body, kind="application/json"):
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
-    connection.request("POST", "/retrieve", body, {"Content-Type": kind})
-    answer = connection.getresponse()
-    text = answer.read()
-    connection.close()
-    return answer.status, text
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[]", b'{"queries": [1]}'])
-def test_a_malformed_body_is_the_clients_error(url, body):
-    for kind in ("application/json", "text/plain"):
-        status, text = post_bytes(url, body, kind)
-        assert 400 <= status < 500, text
-        assert json.loads(text)["detail"]
-
-
-def test_half_a_character_is_replaced(url):
-    status, text = post_bytes(url, b'{"queries": ["w1 \\ud800"], "topk": 1}')
-    assert status == 200 and json.loads(text)["result"] == retrieve(url, queries=["w1"], topk=1)
 
 
 # --- batches ---
@@ -335,48 +248,32 @@ def ids(hits):
 
 
 def test_requests_are_searched_together_and_duplicates_once(gate, corpus, monkeypatch):
+    """And no answer depends on its neighbours' topk."""
     monkeypatch.setattr(retrieval_server, "MAX_WAIT", 600.0)
-    monkeypatch.setattr(retrieval_server, "MAX_BATCH", 4)
-    with serving(gate, corpus) as url, ThreadPoolExecutor(1) as pool:
-        first = pool.submit(retrieve, url, queries=["1"])
-        time.sleep(0.3)
-        assert not first.done()
-        # /health answers meanwhile
-        assert requests.get(url + "/health", timeout=60).ok
-        rest = retrieve(url, queries=["2", "1", "5"])
-        assert [ids(hits) for hits in [*first.result(), *rest]] == [
-            [f"p{q + i}" for i in range(3)] for q in (1, 2, 1, 5)
-        ]
-        retrieve(url, queries=["3", "4", "5", "6"])  # a full batch does not wait
-        assert gate.batches == [(["1", "2", "5"], 3), (["3", "4", "5", "6"], 3)]
-
-
-def test_an_answer_does_not_depend_on_its_neighbours_topk(gate, corpus, monkeypatch):
-    monkeypatch.setattr(retrieval_server, "MAX_WAIT", 600.0)
-    monkeypatch.setattr(retrieval_server, "MAX_BATCH", 3)
-    with serving(gate, corpus) as url, ThreadPoolExecutor(3) as pool:
-        bodies = [{"topk": 2}, {"topk": 4}, {"topk": 2, "return_scores": True}]
+    monkeypatch.setattr(retrieval_server, "MAX_BATCH", 5)
+    with serving(gate, corpus) as url, ThreadPoolExecutor(2) as pool:
+        bodies = [{"topk": 3}, {"topk": 2, "return_scores": True}]
         asked = [pool.submit(retrieve, url, queries=["1"], **body) for body in bodies]
-        a, b, c = (future.result()[0] for future in asked)
-    assert (ids(a), ids(b)) == (["p1", "p2"], ["p1", "p2", "p3", "p4"])
-    assert [(h["document"]["id"], h["score"]) for h in c] == [("p1", 1.0), ("p2", 0.0)]
-    assert sorted(gate.batches) == [(["1"], 2), (["1"], 4)]  # with and without scores: one search
+        # /health answers meanwhile
+        assert requests.get(url + "/health", timeout=60).ok and not gate.batches
+        rest = retrieve(url, queries=["2", "1", "5"])  # a full batch does not wait
+        [a], [b] = (future.result() for future in asked)
+    assert [ids(hits) for hits in [a, *rest]] == [
+        [f"p{q + i}" for i in range(3)] for q in (1, 2, 1, 5)
+    ]
+    assert [(h["document"]["id"], h["score"]) for h in b] == [("p1", 1.0), ("p2", 0.0)]
+    assert sorted(gate.batches) == [(["1"], 2), (["1", "2", "5"], 3)]
 
 
-def test_a_long_query_is_truncated_not_refused(gate, corpus):
+def test_a_long_query_is_truncated_and_after_a_failed_search_the_next_one_succeeds(gate, corpus):
     with serving(gate, corpus) as url:
         query = "0" * 4095 + "7"
-        assert ids(retrieve(url, queries=[query + "9" * 5000], topk=1)[0]) == ["p7"]
-        assert gate.batches[0][0] == [query]
-
-
-def test_a_failed_search_is_a_500_and_the_next_one_succeeds(gate, corpus):
-    with serving(gate, corpus) as url:
         gate.fault = MemoryError("no room for the batch")
-        answer = requests.post(url + "/retrieve", json={"queries": ["1", "2"]}, timeout=60)
+        answer = requests.post(url + "/retrieve", json={"queries": ["1"]}, timeout=60)
         assert answer.status_code == 500
         gate.fault = None
-        assert ids(retrieve(url, queries=["1"])[0]) == ["p1", "p2", "p3"]
+        assert ids(retrieve(url, queries=[query + "9" * 5000], topk=1)[0]) == ["p7"]
+        assert gate.batches[1][0] == [query]
 
 
 # --- faults at the start: one line with the problem, the place and the remedy ---
@@ -390,39 +287,28 @@ def test_a_failed_search_is_a_500_and_the_next_one_succeeds(gate, corpus):
         (["--port", "70000"], "cannot listen on 127.0.0.1:70000"),
         (["--topk", "0"], "--topk: 0 is not from 1 to 100"),
         (["--encoder", "intfloat/e5-base-v2"], "--encoder: "),
-        (["--index", __file__], "--encoder: "),
         (["--build", "bm25"], "--index: "),
-        (["--family", "t5"], "--family: invalid choice: 't5'"),
         (["--top", "5"], "unrecognized arguments: --top 5"),
-        (["build"], "unrecognized arguments: build"),
     ],
 )
 def test_a_bad_command_line_is_refused_in_one_line(
     tmp_path, monkeypatch, capsys, arguments, complaint
 ):
     corpus = write_corpus(tmp_path / "c", [{"id": "1", "contents": "?!"}])
-    monkeypatch.setattr(
-        sys, "argv", ["retrieval_server.py", "--corpus", corpus, "--port", "0", *arguments]
-    )
+    argv = ["retrieval_server.py", "--corpus", corpus, "--port", "0", *arguments]
+    monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises((Fault, SystemExit)) as refused:
         retrieval_server.main()
-    out, err = capsys.readouterr()
-    message = err or f"{refused.value}\n"
-    assert out == "" and complaint in message and message.count("\n") == 1
+    message = capsys.readouterr().err or f"{refused.value}\n"
+    assert complaint in message and message.count("\n") == 1
 
 
-def test_a_port_in_use_is_named(url):
+def test_an_address_that_cannot_be_bound_is_named(url):
     port = urlsplit(url).port
     message = refusal(listen, "127.0.0.1", port)
-    assert (
-        f"127.0.0.1:{port}" in message and "already in use" in message and "a free port" in message
-    )
-
-
-@pytest.mark.parametrize("host", ["203.0.113.7", "no such host", "a..b", "fe80::bad::1"])
-def test_a_host_that_cannot_be_bound_is_named(host):
-    message = refusal(listen, host, 0)
-    assert f"cannot listen on {host}:0" in message and "an address of this machine" in message
+    assert f"127.0.0.1:{port}" in message and "already in use" in message
+    message = refusal(listen, "no such host", 0)
+    assert "cannot listen on no such host:0" in message and "an address of this machine" in message
 
 
 def test_an_empty_host_does_not_publish_the_server():
@@ -435,10 +321,7 @@ def test_an_empty_host_does_not_publish_the_server():
 
 def gone(pid):
     """Returns whether the process has ended; a zombie counts as ended."""
-    state = subprocess.run(
-        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True
-    ).stdout
-    return not state.strip() or state.strip().startswith("Z")
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_ctrl_c_is_for_the_parent_and_stop_leaves_no_process(tmp_path):
@@ -446,42 +329,10 @@ def test_ctrl_c_is_for_the_parent_and_stop_leaves_no_process(tmp_path):
     with Child([*SERVER, "--corpus", corpus], log) as child:
         pid = child._process.pid
         os.kill(pid, signal.SIGINT)
-        time.sleep(0.5)
-        assert child.alive() and retrieve(child.url, queries=["title"], topk=1)
+        assert retrieve(child.url, queries=["title"], topk=1) and child.alive()
     assert not child.alive() and gone(pid)
     child.stop()  # stopping twice does no harm
-    with pytest.raises(requests.ConnectionError):
-        requests.get(child.url + "/health", timeout=5)
     assert log.read_text().count("\n") == 2  # passages, where it listens: no fault
-
-
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 0)])
-def test_a_server_ends_at_once_whatever_its_clients_do(tmp_path, number, code):
-    corpus = write_corpus(tmp_path / "c", PASSAGES)
-    command = [sys.executable, *SERVER, "--corpus", corpus, "--port", "0", "--topk", "2"]
-    head = (
-        b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
-    )
-    body = json.dumps({"queries": [f"w{k % 200} w{k}" for k in range(16000)], "topk": 5}).encode()
-    half, all_of_it = head + b'100\r\n\r\n{"queries', head + b"%d\r\n\r\n" % len(body) + body
-    with (
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process,
-        contextlib.ExitStack() as clients,
-    ):
-        assert process.stdout.readline() == f"300 passages of {corpus}, bm25\n"
-        listening = r"listening on (http://127\.0\.0\.1:\d+)\n"
-        url = re.fullmatch(listening, process.stdout.readline())[1]
-        assert [len(hits) for hits in retrieve(url, queries=["title"])] == [2]
-        where = urlsplit(url)
-        for sent in (b"", b"POST /retr", half, all_of_it):
-            client = socket.create_connection((where.hostname, where.port))
-            clients.enter_context(client).sendall(sent)
-        time.sleep(0.3)
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)  # its clients would wait for ever
-    assert (process.returncode, out, err) == (code, "", "")
 
 
 SMALL = """
@@ -503,41 +354,27 @@ with Child(sys.argv[2:], sys.argv[1]) as child:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_the_child_ends_however_its_parent_ends(tmp_path, number):
+def test_the_child_ends_however_its_parent_ends(tmp_path):
     (tmp_path / "small.py").write_text(SMALL)
-    command = [sys.executable, "-c", PARENT, tmp_path / "log", tmp_path / "small.py"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as parent:
-        pid, url = parent.stdout.readline().decode().split()
+    argv = [sys.executable, "-c", PARENT, tmp_path / "log", tmp_path / "small.py"]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        pid, url = parent.stdout.readline().split()
         assert requests.get(url, timeout=60).text == "ok"
-        if number == signal.SIGINT:
-            os.killpg(parent.pid, number)  # like a terminal: to the parent and the child
-        else:
-            os.kill(parent.pid, number)
-        parent.wait(60)
-    until(lambda: gone(pid))
-    assert "Traceback" not in (tmp_path / "log").read_text()
+        parent.kill()
+    until(lambda: gone(int(pid)))
 
 
 def test_a_child_that_stops_while_starting_is_explained(tmp_path):
-    log = tmp_path / "log"
-    log.write_text("an earlier run's last line\n")
-    with pytest.raises(
-        Fault, match="stopped while starting: --corpus nowhere.jsonl: No such file"
-    ) as refused:
-        Child([*SERVER, "--corpus", "nowhere.jsonl"], log)
-    assert str(log) not in str(refused.value)  # its caller may delete it
-    # one line, no more
-    assert log.read_text().startswith(
-        "an earlier run's last line\n--corpus nowhere.jsonl: No such file"
-    )
+    (log := tmp_path / "log").write_text("an earlier run's last line\n")
+    with pytest.raises(Fault, match="stopped while starting: --corpus x.jsonl: No such file"):
+        Child([*SERVER, "--corpus", "x.jsonl"], log)
+    assert log.read_text().startswith("an earlier run's last line\n--corpus x.jsonl: No such file")
 
 
 def test_a_child_that_is_never_ready_is_stopped(tmp_path):
     script = tmp_path / "slow.py"
     script.write_text("import time; time.sleep(600)")
-    with pytest.raises(Fault, match=r"not ready after 0.5 s: it printed no error$"):
-        Child([str(script)], tmp_path / "log", deadline=0.5)
+    with pytest.raises(Fault, match=r"not ready after 0.1 s: it printed no error$"):
+        Child([str(script)], tmp_path / "log", deadline=0.1)
     left = [" ".join(child.cmdline()) for child in psutil.Process().children()]
     assert not [command for command in left if str(script) in command]

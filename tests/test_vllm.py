@@ -4,6 +4,7 @@ own forward pass.
 .venv-vllm/bin/python -m pytest tests/test_vllm.py
 """
 
+import contextlib
 import copy
 import json
 import os
@@ -16,7 +17,7 @@ import pytest
 import torch
 from test_engine import contexts_of, plain_logprobs
 from test_lora import trained
-from test_model import EXPERTS, PER_LAYER, make_family, own_logps
+from test_model import PER_LAYER, make_family, own_logps
 from tiny_model import STOP
 
 import engines.vllm_engine as vllm_engine
@@ -77,16 +78,23 @@ def changed(model, factor=1.2):
 # ---- in the process: `world` has a tied head, `tiny` has not
 
 
+def opened(path):
+    """An engine of a policy, which is closed after a with block."""
+    engine = VllmEngine(
+        path, load_tokenizer(path), STOP, max_len=MAX_LEN, dtype="float32", memory=0.02
+    )
+    return contextlib.closing(engine)
+
+
 @pytest.fixture(scope="module", params=["world", "tiny"])
 def pair(request, tiny_path):
     """(engine with the policy's weights, model, tokenizer)"""
     path = {"world": str(WORLD / "policy"), "tiny": tiny_path}[request.param]
     model, tokenizer = load_policy(path)
     assert model.config.tie_word_embeddings == (request.param == "world")
-    engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02)
-    engine.load(weights(model))
-    yield engine, model, tokenizer
-    engine.close()
+    with opened(path) as engine:
+        engine.load(weights(model))
+        yield engine, model, tokenizer
 
 
 @pytest.fixture
@@ -127,25 +135,16 @@ def test_greedy_turns_are_the_torch_engine_s_token_by_token(pair, engine):
     assert len(lengths) > 3  # some turns ended at a stop string
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_log_probs_are_those_of_transformers_at_the_temperature(pair, engine, temperature):
     contexts = contexts_of(pair[2])
     assert off(pair[1], contexts, turns(engine, contexts, 30, temperature), temperature) < 1e-4
 
 
-def test_tokens_are_drawn_from_the_softmax_at_the_temperature(pair, engine):
-    _, model, tokenizer = pair
-    context, n = contexts_of(tokenizer)[0], 1500
-    drawn = [ids[0] for ids, _ in turns(engine, dict.fromkeys(range(n), context), 1, 0.7).values()]
-    p = plain_logprobs(model, context, [0], 0.7)[0].exp()
-    share = torch.bincount(torch.tensor(drawn), minlength=len(p)) / n
-    assert ((share - p).abs() < 4.5 * (p * (1 - p) / n).sqrt() + 1 / n).all()
-
-
 def test_what_ends_a_turn_ends_it_and_is_kept_and_nothing_else_does(pair, engine):
     tokenizer, contexts = pair[2], dict.fromkeys(range(24), contexts_of(pair[2])[0])
     engine.load(weights(changed(pair[1], factor=0.0)))  # any token is as likely
-    for eos in (tokenizer.eos_token, "the", "of"):
+    for eos in (tokenizer.eos_token, "the"):
         other = copy.deepcopy(tokenizer)
         other.eos_token, other.name_or_path = eos, ""  # its model's own files declare none
         engine.ended = watch_ends(other, ("never" * 3,))
@@ -197,13 +196,14 @@ def test_reset_forgets_running_rows(pair, engine):
 # ---- its weights
 
 
-def test_new_weights_are_used_at_once_and_no_cache_of_the_old_ones(pair, engine):
+def test_new_weights_are_used_at_once_also_after_sleep_and_no_cache_of_the_old_ones(pair, engine):
     _, model, tokenizer = pair
     other, contexts = changed(model), contexts_of(tokenizer)
     before = turns(engine, contexts, 10, 1.0)
     assert off(other, contexts, before, 1.0) > 0.05
     engine.load(weights(other))
     assert off(other, contexts, turns(engine, contexts, 10, 1.0), 1.0) < 1e-4
+    engine.sleep()
     engine.load(weights(model))
     assert turns(engine, contexts, 10, 1.0) == before
 
@@ -215,24 +215,12 @@ def test_a_policy_with_adapters_comes_with_them_merged(pair, engine):
     assert off(adapted, contexts, turns(engine, contexts, 10, 1.0), 1.0) < 1e-4
 
 
-def test_after_sleep_a_load_brings_it_back(pair, engine):
-    contexts = contexts_of(pair[2])
-    before = turns(engine, contexts, 10, 1.0)
-    list(engine.generate(contexts, 10, 1.0))
-    engine.sleep()
-    engine.load(weights(pair[1]))
-    assert turns(engine, contexts, 10, 1.0) == before
-
-
 @pytest.mark.parametrize(
     "name",
     [
         "model.embed_tokens.weight",
-        "model.layers.0.input_layernorm.weight",
         "model.layers.0.self_attn.q_proj.bias",
-        "model.layers.0.self_attn.v_proj.weight",
         "model.layers.1.mlp.up_proj.weight",
-        "model.layers.1.mlp.down_proj.weight",
         "model.norm.weight",
     ],
 )
@@ -248,21 +236,6 @@ def test_a_weight_that_differs_in_the_engine_is_named(pair, engine, name, monkey
         engine.load(weights(pair[1]))
 
 
-@pytest.mark.parametrize(
-    "name", ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.self_attn.o_proj.weight"]
-)
-def test_a_weight_that_was_not_sent_is_named(pair, engine, name):
-    with pytest.raises(EngineFault, match=f"^{name} was not sent"):
-        engine.load((key, tensor) for key, tensor in weights(pair[1]) if key != name)
-
-
-@pytest.mark.parametrize("pair", ["world"], indirect=True)
-def test_a_tied_head_that_vllm_did_not_pack_again_is_named(pair, engine, monkeypatch):
-    monkeypatch.setattr(vllm_engine, "rebuild_heads", lambda model: None)
-    with pytest.raises(EngineFault, match=r"^lm_head\.weight .*off"):
-        engine.load(weights(changed(pair[1])))
-
-
 def test_the_first_weights_are_proven_and_no_others(pair, engine, monkeypatch):
     checked = []
     monkeypatch.setattr(vllm_engine.Proof, "check", lambda self, _: checked.append(self.sent))
@@ -271,88 +244,23 @@ def test_the_first_weights_are_proven_and_no_others(pair, engine, monkeypatch):
     assert [set(sent) for sent in checked] == [{name for name, _ in weights(pair[1])}]
 
 
-@pytest.mark.parametrize("renamed", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", ""])
-def test_a_weight_without_a_known_place_is_named(pair, engine, renamed):
-    """Under a name or as a pack of which the engine knows nothing: its layer may compute with
-    another weight."""
-    proof = vllm_engine.Proof(engine.dtype)
-    pairs = list(weights(pair[1]))
-    list(
-        proof.record(
-            (f"elsewhere.{name}" if renamed in (name, "") else name, tensor)
-            for name, tensor in pairs
-        )
-    )
-    [model] = engine.core.collective_rpc("get_model")
-    with pytest.raises(
-        EngineFault, match=f"^elsewhere.{renamed or pairs[0][0]} was sent and not found"
-    ):
-        proof.check(model)
-
-
-@pytest.mark.parametrize("pair", ["tiny"], indirect=True)
-def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeypatch):
-    _, model, tokenizer = pair
-    engine = VllmEngine(tiny_path, tokenizer, STOP, max_len=MAX_LEN, dtype="bfloat16", memory=0.02)
-    try:
-        engine.load(weights(model))
-        contexts = contexts_of(tokenizer)
-        assert off(model, contexts, turns(engine, contexts, 20, 1.0), 1.0) < 0.02
-        record, name = vllm_engine.Proof.record, "model.layers.0.self_attn.v_proj.weight"
-
-        def one_update_old(self, named):
-            for key, tensor in record(self, named):
-                yield (
-                    key,
-                    tensor + 1e-5 * torch.randn_like(tensor).sign() if key == name else tensor,
-                )
-
-        monkeypatch.setattr(vllm_engine.Proof, "record", one_update_old)
-        engine.proven = False
-        with pytest.raises(EngineFault, match=name):
-            engine.load(weights(model))
-    finally:
-        engine.close()
-
-
 @pytest.mark.parametrize("family, settings", [
-    ("Glm4", {}), ("Phi3", {}), ("Mistral", {"sliding_window": 8}),
+    ("Phi3", {}), ("Mistral", {"sliding_window": 8}),
     ("Gemma4Text", PER_LAYER),  # with buffers that are weights
 ])  # fmt: skip
 def test_a_family_with_weights_that_it_packs_itself_or_windows(
     family, settings, tiny_path, tmp_path
 ):
     path = make_family(family, settings, tiny_path, tmp_path / family)
-    model, tokenizer = load_model(path), load_tokenizer(path)
-    engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02)
-    try:
-        for factor in (1.0, 1.2):
-            current = changed(model, factor)
-            engine.load(weights(current))
-            current.set_attn_implementation("eager")
-            contexts = contexts_of(tokenizer)
-            for key, (ids, logps) in turns(engine, contexts, 10, 0.7).items():
-                wanted = own_logps(current, torch.tensor(contexts[key] + ids), 0.7)[-len(ids) :]
-                of_sampled = wanted.gather(1, torch.tensor(ids)[:, None])[:, 0]
-                torch.testing.assert_close(
-                    torch.tensor(logps).double(), of_sampled, atol=1e-3, rtol=0
-                )
-    finally:
-        engine.close()
-
-
-def test_experts_that_the_engine_does_not_find_end_the_start_in_a_line(tiny_path, tmp_path):
-    settings = EXPERTS | {"moe_intermediate_size": 64}
-    path = make_family("Qwen3Moe", settings, tiny_path, tmp_path / "experts")
-    engine = VllmEngine(
-        path, load_tokenizer(path), STOP, max_len=MAX_LEN, dtype="float32", memory=0.02
-    )
-    try:
-        with pytest.raises(EngineFault, match=r"experts.\w+ was sent and not found") as fault:
-            engine.load(weights(load_model(path)))
-        assert "\n" not in str(fault.value)
-    finally:
-        engine.close()
+    model = changed(load_model(path))
+    with opened(path) as engine:
+        engine.load(weights(model))
+        model.set_attn_implementation("eager")
+        contexts = contexts_of(load_tokenizer(path))
+        for key, (ids, logps) in turns(engine, contexts, 10, 0.7).items():
+            wanted = own_logps(model, torch.tensor(contexts[key] + ids), 0.7)[-len(ids) :]
+            of_sampled = wanted.gather(1, torch.tensor(ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(logps).double(), of_sampled, atol=1e-3, rtol=0)
 
 
 # ---- processes

@@ -6,7 +6,7 @@ from functools import cache
 
 from tiny_model import CHAT_TEMPLATE, _train_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
-from tokenizers.models import BPE, Unigram
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from models.model import load_tokenizer
@@ -15,10 +15,6 @@ TEXTS = [
     "Question: Who designed the Sydney Opera House? Answer in <answer> </answer>, search with <search> </search>.",
     "The capital of France is Paris, a city on the river Seine. user assistant system information Doc 1(Title: Paris)",
 ]
-LLAMA_3 = (
-    "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] | trim }}<|eot_id|>"
-    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
 LLAMA_2 = "{% for m in messages %}<s>[INST] {{ m['content'] }} [/INST]{% endfor %}"
 DEEPSEEK = "{% for m in messages %}<｜User｜>{{ m['content'] }}{% endfor %}<｜Assistant｜><think>\n"
 
@@ -36,8 +32,8 @@ def _wrapped(
     )
 
 
-def _bytes(ignore_merges: bool, added: list[AddedToken]) -> Tokenizer:
-    core = Tokenizer(BPE(ignore_merges=ignore_merges))
+def _bytes(added: list[AddedToken]) -> Tokenizer:
+    core = Tokenizer(BPE())
     core.pre_tokenizer, core.decoder = (
         pre_tokenizers.ByteLevel(add_prefix_space=False),
         decoders.ByteLevel(),
@@ -48,21 +44,6 @@ def _bytes(ignore_merges: bool, added: list[AddedToken]) -> Tokenizer:
     )
     core.add_tokens(added)
     return core
-
-
-def llama_3() -> PreTrainedTokenizerFast:
-    names = [
-        "<|begin_of_text|>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "<|eot_id|>",
-        "<|python_tag|>",
-    ]
-    return _wrapped(
-        _bytes(True, [AddedToken(x, special=True, normalized=False) for x in names]),
-        LLAMA_3,
-        "<|eot_id|>",
-    )
 
 
 def llama_2() -> PreTrainedTokenizerFast:
@@ -91,34 +72,18 @@ def llama_2() -> PreTrainedTokenizerFast:
     return _wrapped(core, LLAMA_2, "</s>", "<unk>")
 
 
-def unigram() -> PreTrainedTokenizerFast:
-    """A unigram vocabulary: pieces are matched whole, the control tokens among them."""
-    core = Tokenizer(Unigram())
-    core.normalizer = normalizers.NFKC()
-    core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
-    core.train_from_iterator(
-        TEXTS,
-        trainers.UnigramTrainer(
-            vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False
-        ),
-    )
-    core.add_special_tokens([AddedToken(x, special=True, normalized=True) for x in special])
-    return _wrapped(core, LLAMA_2, "</s>", "<unk>")
-
-
 def deepseek() -> PreTrainedTokenizerFast:
     """Marks of turns that are not flagged as special, and a tag of the agent's that is a token."""
     names = ["<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "<tool_call>"]
     added = [AddedToken(x, special=False, normalized=False) for x in names]
     added.append(AddedToken("<｜end▁of▁sentence｜>", special=True, normalized=False))
-    return _wrapped(_bytes(False, added), DEEPSEEK, "<｜end▁of▁sentence｜>")
+    return _wrapped(_bytes(added), DEEPSEEK, "<｜end▁of▁sentence｜>")
 
 
 def folding() -> PreTrainedTokenizerFast:
     """Control tokens are looked for in folded text: full-width, capital and split by invisible
     characters."""
-    core = _bytes(False, [])
+    core = _bytes([])
     core.normalizer = normalizers.Sequence(
         [
             normalizers.NFKC(),
@@ -138,8 +103,7 @@ def world() -> PreTrainedTokenizerFast:
 
 
 MAKERS = {
-    "world": world, "qwen": _train_tokenizer, "llama 3": llama_3, "llama 2": llama_2, "unigram": unigram,
-    "deepseek": deepseek, "folding": folding,
+    "world": world, "qwen": _train_tokenizer, "llama 2": llama_2, "deepseek": deepseek, "folding": folding,
 }  # fmt: skip
 
 

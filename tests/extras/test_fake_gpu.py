@@ -87,7 +87,6 @@ def test_a_preset_builds_resumes_updates_and_saves_on_the_card(preset, guard, tm
         [dtype],
     )
     assert (found["engine"], found["attention"]) == (engine, [kernel, f"{kernel}_backward"])
-    assert found["hidden"] == f"torch.{dtype}"  # in the torch engine
 
     syncs = Counter()
     for phase, _, _, n in found["syncs"]:
@@ -97,19 +96,3 @@ def test_a_preset_builds_resumes_updates_and_saves_on_the_card(preset, guard, tm
 
     peaks = {phase: n for phase, n in found["peak"].items() if phase != "build"}
     assert max(peaks.values()) == pytest.approx(found["estimate"], rel=0.1), peaks
-
-
-def test_a_layer_takes_few_operations(guard):
-    """Forward, backward and the reference's forward, of 7 trajectories in 2 groups. Before pieces
-    shared a copy of their keys, FSDP gathered once an update and layers worked on (T, H) they were
-    450 with kept activations and 572 with recomputed ones."""
-    command = [sys.executable, str(HERE / "fake_cuda" / "count.py"), str(guard)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-5000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    most = {"gathered": (225, 310), "blocks": (280, 365), "whole": (186, 271)}
-    for way, limits in most.items():
-        for activations, limit in zip(("kept", "recomputed"), limits, strict=True):
-            counts = found[f"{way}, {activations}"]
-            assert 100 < counts["operations"] <= limit, (way, activations)
-            assert counts["nodes"] <= 43

@@ -42,11 +42,9 @@ import config  # noqa: E402
 import grpo  # noqa: E402
 import training.policy as policy  # noqa: E402
 from engines import choose  # noqa: E402
-from engines.torch_engine import RowCache, TorchEngine  # noqa: E402
 from extras.fit import estimate, shapes  # noqa: E402
 from grpo import Learner  # noqa: E402
 from kernels import rows_triton  # noqa: E402
-from models.model import skeleton  # noqa: E402
 from tasks import Question, Trajectory  # noqa: E402
 from tasks.tools import Tags  # noqa: E402
 
@@ -306,17 +304,6 @@ def dtypes(tensors):
     return sorted({str(x.dtype).removeprefix("torch.") for x in tensors})
 
 
-@torch.no_grad()
-def sample(cfg):
-    """Computes one token of two rows in the torch engine; returns the dtype of the hidden
-    states."""
-    engine = TorchEngine.__new__(TorchEngine)
-    model = outside(skeleton)(shapes(cfg.model), getattr(torch, cfg.dtype))
-    engine.model, engine.device = model.to_empty(device="cuda"), torch.device("cuda")
-    zeros = torch.zeros(2, 1, dtype=torch.long, device="cuda")
-    return str(engine._forward(RowCache(zeros[:, 0]), zeros, zeros).dtype)
-
-
 FAKE, TRACKER = FakeTensorMode(allow_non_fake_inputs=True), Tracker()
 
 
@@ -357,10 +344,8 @@ def main():
                     "optimizer": dtypes(states),
                     "engine": cfg.engine,
                     "attention": sorted(TRACKER.attention),
-                    "hidden": sample(cfg),
                     "products": TRACKER.products,
                     "bytes to the CPU a token": TRACKER.left / (len(taus) / 2 * PAIR / ranks),
-                    "recompute": cfg.recompute,
                     "batches": TRACKER.batches,
                     "syncs": [[*key, n] for key, n in TRACKER.syncs.most_common()],
                     "peak": TRACKER.peak,

@@ -91,19 +91,13 @@ def softmax(z):
     return np.exp(z) / np.exp(z).sum()
 
 
-def of(n, name):
-    return SOLUTIONS[n][name]
-
-
 def nonclipping_gradient(z, y, old, A, eps):
     return np.exp(np.log(softmax(z)[y]) - old) * A * (softmax(z) - np.eye(len(z))[y])
 
 
-def pruned(n, best, other, N, keep, ties=1, others=1):
+def pruned(n, best, other, N, keep, ties=1):
     x = np.arange(n + 1)
-    return float(
-        binom.pmf(x, n, best) @ binom.sf(keep - 1, N - others, binom.sf(x - ties, n, other))
-    )
+    return float(binom.pmf(x, n, best) @ binom.sf(keep - 1, N - 1, binom.sf(x - ties, n, other)))
 
 
 ALIKE = [Question(f"q{k}", f"Name the film {k}?") for k in range(12)]
@@ -115,142 +109,55 @@ def with_step(*calls):
 
     def step(t, P, player, task, questions, rng, G):
         taus = player.rollout(t, "rollout", P.draw_jobs(rng, questions, G))
+        moves = {
+            "reward": lambda: set_rewards(task, taus),
+            "advantages": lambda: player.learner.set_advantages(taus),
+            "update": lambda: player.learner.update(t, [taus]),
+        }
         for call in calls:
-            {
-                "reward": lambda: set_rewards(task, taus),
-                "advantages": lambda: player.learner.set_advantages(taus),
-                "update": lambda: player.learner.update(t, [taus]),
-                "update_weights": lambda: P.update_weights(taus),
-            }[call]()
+            moves[call]()
         return taus
 
     return step
 
 
 MISTAKES = {
-    (1, "weight"): [
-        (lambda r, n: sum(r) / len(r) if r else 0, "window"),
-        (lambda r, n: sum(r[-n:]) / n, "CHOICE-18"),
-        (lambda r, n: sum(r[-n:]) / len(r[-n:]), "ZeroDivisionError"),
-    ],
-    (1, "probabilities"): [
-        (lambda w, tau_s: softmax(np.asarray(w)), "forgets tau_s"),
-        (lambda w, tau_s: np.exp(np.asarray(w) / tau_s), "add up to"),
-        (lambda w, tau_s: softmax(np.asarray(w) / tau_s), "overflows"),
-    ],
-    (2, "advantages"): [
-        (lambda r: (r.mean() - r) / (r.std(ddof=1) + 1e-6), "sign"),
-        (lambda r: (r - r.mean()) / (r.std() + 1e-6), "ddof"),
-        (lambda r: (r - r.mean()) / r.std(ddof=1), "nan"),
-    ],
-    (2, "useful"): [
-        (lambda p, G: 1 - (1 - p) ** G, "all right"),
-        (lambda p, G: 1 - p**5 - (1 - p) ** 5, "G = 3"),
-    ],
-    (2, "of_a_success"): [
-        (lambda k, G: 1 - k / G, "distance to the mean"),
-        (lambda k, G: (1 - k / G) / np.sqrt(k / G * (1 - k / G)), "G - 1"),
-    ],
-    (3, "surrogate"): [
-        (lambda rho, A, eps: np.clip(rho, 1 - eps, 1 + eps) * A, "always clips"),
-        (lambda rho, A, eps: np.maximum(rho * A, np.clip(rho, 1 - eps, 1 + eps) * A), "max"),
-        (lambda rho, A, eps: of(3, "surrogate")(rho, A, 0.2), "whatever eps"),
-    ],
-    (3, "k3"): [
-        (lambda logp, ref: logp - ref, "k1"),
-        (lambda logp, ref: np.exp(logp - ref) - (logp - ref) - 1, "wrong way round"),
-    ],
-    (3, "average"): [
-        (lambda x, mask: (x * mask).sum() / mask.sum(), "all tokens at once"),
-        (lambda x, mask: (x * mask).mean(), "padded"),
-    ],
-    (3, "gradient"): [
-        (lambda *a: -of(3, "gradient")(*a), "sign"),
-        (nonclipping_gradient, "instead of zeros"),
-    ],
-    (4, "again"): [
-        (
-            lambda tokenizer, ids: tokenizer(tokenizer.decode(ids))["input_ids"],
-            "add_special_tokens",
-        ),
-        (lambda tokenizer, ids: ids, "as they came"),
-    ],
-    (4, "rho"): [
-        (lambda new, old: float(np.sum(new) - np.sum(old)), "log of rho"),
-        (lambda new, old: np.exp(np.asarray(new) - np.asarray(old)), "ValueError"),
-    ],
-    (5, "survivors"): [
-        (lambda N, N_parent: max(N_parent, N // 2), "rounds"),
-        (lambda N, p: N - N // 2, "N_parent"),
-    ],
-    (5, "drop_probability"): [
-        (lambda *a: pruned(*a, ties=0), "ties"),
-        (lambda *a: pruned(*a, others=0), "among the others"),
-    ],
-    (6, "diagnose"): [
-        (lambda text: {"entity"} if text.count(" of ") > 1 else set(), "queries alone"),
-        (lambda text: set(sorted(of(6, "diagnose")(text))[:1]), "hide"),
-    ],
-    (6, "propose"): [
-        (lambda instruction, counts, n: [instruction], "instruction in use"),
-        (
-            lambda instruction, counts, n: [f"Search one entity at a time, {k}." for k in "abc"],
-            "lost <search>",
-        ),
-        (
-            lambda instruction, counts, n: [
-                f"{instruction} Search one entity at a time. {k}" for k in "abc"
-            ],
-            "at once",
-        ),
-    ],
-    (6, "select_top"): [
-        (lambda verified, room: [c for c in verified if c.r > c.r_parent][:room], "equals join"),
-        (lambda verified, room: [c for c in verified if c.r >= c.r_parent], "room"),
-    ],
-    (7, "flags"): [
-        (
-            lambda: {"frozen policy": ["--mode", "static"], "frozen instruction": ["--lr", "0"]},
-            "wrong way round",
-        ),
-        (
-            lambda: {"frozen policy": ["--freeze"], "frozen instruction": ["--mode", "static"]},
-            "refuses",
-        ),
-    ],
-    (7, "unmasked"): [
-        (lambda mask, k: [1] * len(mask), "prompt"),
-        (lambda mask, k: list(mask), "as it is"),
-    ],
-    (8, "questions"): [
-        (lambda split: ALIKE, "trained|held out"),
-        (lambda split: ALIKE if split == "train" else [], "nothing to test on"),
-    ],
-    (8, "worth"): [
-        (lambda tau: float(len({w[0] for w in tau.prediction.split()}) == 1), "one word"),
-        (
-            lambda tau: float([w[:1] for w in tau.prediction.split()] in [[c] * 2 for c in "bdkz"]),
-            "None",
-        ),
-    ],
-    (8, "shown"): [
-        (lambda tau: f"Question: {tau.question.text}\n{tau.response}", "same about every"),
-        (lambda tau: tau.response, "question is missing"),
-    ],
-    (8, "step"): [
-        (with_step("reward", "update", "advantages", "update_weights"), "before the advantages"),
-        (with_step("reward", "advantages", "update"), "not credited"),
-    ],
+    (1, "weight"): (lambda r, n: sum(r) / len(r) if r else 0, "window"),
+    (1, "probabilities"): (lambda w, tau_s: softmax(np.asarray(w) / tau_s), "overflows"),
+    (2, "advantages"): (lambda r: (r - r.mean()) / (r.std() + 1e-6), "ddof"),
+    (2, "useful"): (lambda p, G: 1 - (1 - p) ** G, "all right"),
+    (2, "of_a_success"): (lambda k, G: 1 - k / G, "distance to the mean"),
+    (3, "surrogate"): (lambda rho, A, eps: np.clip(rho, 1 - eps, 1 + eps) * A, "always clips"),
+    (3, "k3"): (lambda logp, ref: np.exp(logp - ref) - (logp - ref) - 1, "wrong way round"),
+    (3, "average"): (lambda x, mask: (x * mask).sum() / mask.sum(), "all tokens at once"),
+    (3, "gradient"): (nonclipping_gradient, "instead of zeros"),
+    (4, "again"): (lambda tokenizer, ids: ids, "as they came"),
+    (4, "rho"): (lambda new, old: float(np.sum(new) - np.sum(old)), "log of rho"),
+    (5, "survivors"): (lambda N, N_parent: max(N_parent, N // 2), "rounds"),
+    (5, "drop_probability"): (lambda *a: pruned(*a, ties=0), "ties"),
+    (6, "diagnose"): (
+        lambda text: {"entity"} if text.count(" of ") > 1 else set(),
+        "queries alone",
+    ),
+    (6, "propose"): (lambda instruction, counts, n: [instruction], "instruction in use"),
+    (6, "select_top"): (lambda verified, room: [c for c in verified if c.r >= c.r_parent], "room"),
+    (7, "flags"): (
+        lambda: {"frozen policy": ["--mode", "static"], "frozen instruction": ["--lr", "0"]},
+        "wrong way round",
+    ),
+    (7, "unmasked"): (lambda mask, k: [1] * len(mask), "prompt"),
+    (8, "questions"): (lambda split: ALIKE, "trained|held out"),
+    (8, "worth"): (lambda tau: float(len({w[0] for w in tau.prediction.split()}) == 1), "one word"),
+    (8, "shown"): (lambda tau: tau.response, "question is missing"),
+    (8, "step"): (with_step("reward", "advantages", "update"), "not credited"),
 }
 
 
 @pytest.mark.parametrize("n, blank", EVERY)
 def test_a_check_names_the_mistake(n, blank):
-    said = [desk.verdict(checks(n)[blank], wrong).says for wrong, _ in MISTAKES[n, blank]]
+    wrong, word = MISTAKES[n, blank]
     with np.errstate(all="ignore"):
-        for sentence, (_, word) in zip(said, MISTAKES[n, blank], strict=True):
-            assert re.search(word, sentence), f"{word}: {sentence}"
-    assert len(set(said)) == len(said) >= 2
+        assert re.search(word, desk.verdict(checks(n)[blank], wrong).says)
 
 
 # ---- whole labs
@@ -305,13 +212,12 @@ def test_a_lab_with_its_solution(n):
 
 
 def test_a_class_s_files_are_checked_and_a_wrong_one_is_the_exit_status(tmp_path, capsys):
-    shipped = (ROOT / "labs" / "lab1.py").read_text()
-    half = tmp_path / "ann.py"
-    half.write_text(
-        shipped.replace(
-            "    ...\n", "    return sum(rewards[-n:]) / max(1, len(rewards[-n:]))\n", 1
-        )
+    shipped, weight = (
+        (ROOT / "labs" / "lab1.py").read_text(),
+        "sum(rewards[-n:]) / max(1, len(rewards[-n:]))",
     )
+    half = tmp_path / "ann.py"
+    half.write_text(shipped.replace("    ...\n", f"    return {weight}\n", 1))
     with pytest.raises(SystemExit) as end:
         main([str(half)])
     lines = capsys.readouterr().out.splitlines()
@@ -324,19 +230,14 @@ def test_a_class_s_files_are_checked_and_a_wrong_one_is_the_exit_status(tmp_path
     assert end.value.code == 0 and "WRONG" not in said and "found" in said
 
 
-@pytest.mark.parametrize(
-    "content", ["import sys\nsys.exit(0)\n", "def f(:\n", "x = 1\n", "open('gone.txt')\n"]
-)
+@pytest.mark.parametrize("content", ["import sys\nsys.exit(0)\n", "def f(:\n", "x = 1\n"])
 def test_a_file_that_does_not_run_is_wrong_and_the_next_one_is_checked(tmp_path, capsys, content):
     (tmp_path / "carl.py").write_text(content)
     with pytest.raises(SystemExit) as end:
         main([str(tmp_path / "carl.py"), str(ROOT / "labs" / "lab1.py")])
     first, *others = capsys.readouterr().out.splitlines()
-    assert (
-        end.value.code == 1
-        and "carl.py  WRONG  it does not run" in first
-        and any("lab1.py" in x for x in others)
-    )
+    assert end.value.code == 1 and "carl.py  WRONG  it does not run" in first
+    assert any("lab1.py" in line for line in others)
 
 
 @pytest.mark.parametrize("argv", [("9",), ("nobody.py",), ("lab1.py", "--solution")])
@@ -348,7 +249,7 @@ def test_what_cannot_be_run_is_one_line(argv):
 
 def test_a_prediction_comes_before_its_answer():
     assert "0.31" not in desk.compare("It", None, 0.31).text
-    assert "0.70" in (text := desk.compare("It", 0.7, 0.31).text) and "0.31" in text
+    assert all(number in desk.compare("It", 0.7, 0.31).text for number in ("0.70", "0.31"))
     assert "0.31" not in desk.list_found({"it": 0.31}, 0.5, None).text
     assert "0.31" in desk.list_found({"it": 0.31}, 0.5).text
 
@@ -356,32 +257,23 @@ def test_a_prediction_comes_before_its_answer():
 @pytest.fixture(scope="module")
 def url():
     """The address of the notebooks that `make labs` serves."""
-    port = free_port()
-    argv = [
-        "make",
-        "-o",
-        "setup",
-        "labs",
-        f"PY={sys.executable}",
-        f"ARGS=--headless --no-token --port {port}",
-    ]
-    server = subprocess.Popen(
-        argv, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    at = f"http://127.0.0.1:{(port := free_port())}/"
+    flags = f"ARGS=--headless --no-token --port {port}"
+    argv = ["make", "-o", "setup", "labs", f"PY={sys.executable}", flags]
+    server = subprocess.Popen(argv, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
         with requests.Session() as session:
             # for up to 100 s
-            session.mount("http://", HTTPAdapter(max_retries=Retry(connect=9, backoff_factor=0.2)))
-            session.get(f"http://127.0.0.1:{port}/health")
-        yield f"http://127.0.0.1:{port}/"
+            session.mount(at, HTTPAdapter(max_retries=Retry(connect=9, backoff_factor=0.2)))
+            assert "marimo" in session.get(at).text
+        yield at
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
 
 
 def test_make_labs_serves_the_notebooks(url):
-    answer = requests.get(url)
-    assert answer.ok and "marimo" in answer.text
+    assert requests.get(f"{url}?file=lab1.py").ok
 
 
 @pytest.mark.slow
@@ -399,8 +291,5 @@ def test_a_lab_runs_when_it_is_opened(url, tmp_path):
     with webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver"))) as driver:
         driver.get(f"{url}?file=lab1.py")
         WebDriverWait(driver, 200).until(lambda d: "it returns nothing yet" in d.page_source)
-        assert (
-            "Traceback" not in driver.page_source
-            and "ModuleNotFoundError" not in driver.page_source
-        )
+        assert "Traceback" not in driver.page_source
     assert (ROOT / "labs" / "lab1.py").read_bytes() == before
