@@ -86,7 +86,7 @@ fake-gpu: setup    ## whole presets on fake CUDA tensors: devices, dtypes, memor
 test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in its own environment
 	$(VLLM) -m pytest tests/test_vllm*.py tests/extras/test_vllm*.py $(ARGS)
 
-test-real: downloads/smollm2-135m/source.json .venv-vllm/done  ## the real model (93 MB, fetched): vLLM, LoRA, plain transformers
+test-real: downloads/smollm2-135m/source.json .venv-vllm/done  ## the real model (93 MB, fetched): its vocabulary, its turns in vLLM
 	$(PY) -m pytest -m real tests/extras/test_real_doors.py $(ARGS)
 	$(VLLM) -m pytest -m real tests/extras/test_real_doors.py -k vllm $(ARGS)
 

@@ -7,9 +7,6 @@ python ask.py --run runs/NAME ID         # one of the held-out questions, which 
 
 import argparse
 import contextlib
-import io
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,11 +28,7 @@ def newest_run() -> str:
 def read_questions() -> Iterator[str]:
     print("\nOne question per line; an empty line ends.")
     with contextlib.suppress(EOFError):  # Ctrl-D, or the end of a file
-        while True:
-            text = input("\n> ").strip()
-            if not text:
-                break
-            yield text
+        yield from iter(lambda: input("\n> ").strip(), "")
     print()
 
 
@@ -51,28 +44,15 @@ def show(tau: Any) -> None:
 
 
 def ask(args: argparse.Namespace) -> None:
-    if args.question and os.path.isdir(args.question[0]):  # Path raises where it is too long
-        raise Fault(f"{args.question[0]} is a directory: name a run with --run")
-    run = args.run or newest_run()
-    if not Path(run).is_dir():
-        raise Fault(f"--run {run}: no such directory")
-
-    # the agent
-    settings = read_player_flags(args)
-    with load_agent(run, temperature=args.temperature, seed=args.seed, **settings) as agent:
-        print(printable(f"{Path(run).resolve().name}\n\n{agent.instruction}"))
+    with load_agent(args.run or newest_run(), **read_player_flags(args)) as agent:
+        print(printable(agent.instruction))
 
         # a question after the other
         for text in [" ".join(args.question)] if args.question else read_questions():
-            try:
-                q = agent.find_question(text)
-            except Fault as e:
-                print(printable(f"  {e}"))
-                continue
-            [tau] = agent.play([q])
-            print(printable(f"\n  asked   {q.text}"))
+            tau = agent.ask(text)
+            print(printable(f"\n  asked   {tau.question.text}"))
             show(tau)
-            if q in agent.held_out:
+            if tau.question.source != "asked":
                 [metrics] = agent.score([tau])
                 scores = ", ".join(f"{name} {x:.3g}" for name, x in metrics.items())
                 print(printable(f"  scored  {scores}"))
@@ -87,8 +67,6 @@ def main(argv: list[str] | None = None) -> None:
     add("--run", default="", help="a finished run, or a checkpoint of it [the newest in runs/]")
     add_player_flags(parser)
     args = parser.parse_args(argv)
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a file may be in another encoding
     with one_line("ask.py"), stop.listening(), stop.may_stop():
         use_threads(choose_threads())
         ask(args)

@@ -6,23 +6,22 @@ RolloutKnobs, whatever else a Config holds. A Config is all of them, so that a r
 of names.
 """
 
-import argparse
 import difflib
 import importlib.util
 import inspect
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from numbers import Integral, Real
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from plumbing.faults import Fault
-from plumbing.flags import Parser, add_flags
-from plumbing.flags import knob as knob  # programs with knobs of their own take it from here
-from plumbing.flags import out_of_range as out_of_range
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from plumbing.faults import Fault, tell_torchrun
 from plumbing.outside import without_secrets
 from plumbing.stop import count_ranks, leads
 from plumbing.threads import choose_threads, use_threads
@@ -35,77 +34,72 @@ FACTS = HERE / "tasks" / "facts"
 SMOLLM = HERE / "downloads" / "smollm2-135m"  # not in runs/, whose newest folder is the newest run
 SMOLLM_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Bit = Annotated[int, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class Knobs:
+    """A dataclass of knobs: annotations are their bounds, docstrings their help."""
+
+    __pydantic_config__ = ConfigDict(
+        use_attribute_docstrings=True, extra="forbid", allow_inf_nan=False
+    )
+
 
 @dataclass(frozen=True)
-class RunKnobs:
+class RunKnobs(Knobs):
     """the run"""
 
-    mode: str = knob(
-        "inspo",
-        "inspo; or static: Search-R1's baseline, one fixed instruction",
-        of=("inspo", "static"),
-    )
-    model: str = knob(
-        "world",
-        "a preset (world, smollm2-135m, qwen2.5-0.5b to -7b), Hugging Face id or local folder",
-    )
-    instruction: str = knob(
-        "", "file with the first instruction; empty: the task's own (Search-R1's, App. F)"
-    )
-    optimizer_model: str = knob(
-        "",
-        "model name at OPENAI_BASE_URL; empty: gpt-5, at OpenAI; scripted: the world's own; guessing:"
-        " its control",
-    )
-    out: str = knob("", "directory of the run; empty: runs/<time>-<model>-<mode>")
-    resume: bool = knob(
-        False,
-        "resume the run in --out, with the flags it had, from its last checkpoint, on any number of ranks",
-    )
-    seed: int = knob(0, "seed of everything random")
+    mode: Literal["inspo", "static"] = "inspo"
+    """inspo; or static: Search-R1's baseline, one fixed instruction"""
+    model: str = "world"
+    """a preset (world, smollm2-135m, qwen2.5-0.5b to -7b), Hugging Face id or local folder"""
+    instruction: str = ""
+    """file with the first instruction; empty: the task's own (Search-R1's, App. F)"""
+    optimizer_model: str = ""
+    """model name at OPENAI_BASE_URL; empty: gpt-5, at OpenAI; scripted: the world's own;
+    guessing: its control"""
+    out: str = ""
+    """directory of the run; empty: runs/<time>-<model>-<mode>"""
+    resume: bool = False
+    """resume the run in --out, with the flags it had, from its last checkpoint, on any number
+    of ranks"""
+    seed: Natural = 0
+    """seed of everything random"""
 
     def find_fault(self) -> str:
         return "--resume: say which run with --out" if self.resume and not self.out else ""
 
 
 @dataclass(frozen=True)
-class TaskKnobs:
+class TaskKnobs(Knobs):
     """the task"""
 
-    task: str = knob(
-        "tasks.search_qa:SearchQA", "what is asked, called and scored: module:Class (docs/tasks.md)"
-    )
-    reward: str = knob(
-        "",
-        "a function that scores in place of the task: module:function (docs/tasks.md)",
-        more=True,
-    )
-    train: str = knob(
-        "",
-        "training questions, .jsonl or .parquet, or one on the hub: hf://datasets/OWNER/NAME/FILE",
-    )
-    valid: str = knob(
-        "", "questions that choose the best checkpoint; empty: some of --train are set aside"
-    )
-    test: str = knob("", "held-out questions, used only in reports")
-    corpus: str = knob(
-        "", "passages, .jsonl: the run serves them with BM25 (unless --retriever is given)"
-    )
-    retriever: str = knob(
-        "",
-        "URL of a search server, or several with commas; empty, without --corpus: the one on port 8000",
-    )
-    tools: str = knob(
-        "search",
-        "the agent's tools, comma-separated: search, calculator, module:function, mcp:URL-or-command; none: no tools",
-    )
-    format: str = knob(
-        "tags",
-        "how calls are written: tags, the paper's; hermes: JSON, in the model's chat template; hermes_tools:"
-        " likewise, and the tools' descriptions evolve, too; or module:Class",
-        more=True,
-    )
-    topk: int = knob(3, "passages a search returns", least=1)
+    task: str = "tasks.search_qa:SearchQA"
+    """what is asked, called and scored: module:Class (docs/tasks.md)"""
+    reward: str = ""
+    """a function that scores in place of the task: module:function (docs/tasks.md)"""
+    train: str = ""
+    """training questions, .jsonl or .parquet, or one on the hub: hf://datasets/OWNER/NAME/FILE"""
+    valid: str = ""
+    """questions that choose the best checkpoint; empty: some of --train are set aside"""
+    test: str = ""
+    """held-out questions, used only in reports"""
+    corpus: str = ""
+    """passages, .jsonl: the run serves them with BM25 (unless --retriever is given)"""
+    retriever: str = ""
+    """URL of a search server; empty, without --corpus: the one on port 8000"""
+    tools: str = "search"
+    """the agent's tools, comma-separated: search, calculator, module:function,
+    mcp:URL-or-command; none: no tools"""
+    format: str = "tags"
+    """how calls are written: tags, the paper's; hermes: JSON, in the model's chat template;
+    hermes_tools: likewise, and the tools' descriptions evolve, too; or module:Class"""
+    topk: Count = 3
+    """passages a search returns"""
 
     def find_fault(self) -> str:
         if not self.retriever and self.topk > 100:
@@ -114,22 +108,20 @@ class TaskKnobs:
 
 
 @dataclass(frozen=True)
-class RolloutKnobs:
+class RolloutKnobs(Knobs):
     """rollouts (§2.1, App. B)"""
 
-    temperature: float = knob(
-        1.0, "sampling temperature of the policy (top_p is 1: the whole distribution)", above=0
-    )
-    max_turns: int = knob(4, "turns that may call a tool; one turn to answer follows", least=1)
-    max_response: int = knob(500, "tokens per turn of the policy", least=1)
-    max_observation: int = knob(
-        500, "tokens per observation; a longer one is cut inside its tag", least=32
-    )
-    max_prompt: int = knob(
-        4096,
-        "tokens of context with which a turn may start: a result that leaves no room is cut, and one turn follows",
-        least=1,
-    )
+    temperature: Positive = 1.0
+    """sampling temperature of the policy (top_p is 1: the whole distribution)"""
+    max_turns: Count = 4
+    """turns that may call a tool; one turn to answer follows"""
+    max_response: Count = 500
+    """tokens per turn of the policy"""
+    max_observation: Annotated[int, Field(ge=32)] = 500
+    """tokens per observation; a longer one is cut inside its tag"""
+    max_prompt: Count = 4096
+    """tokens of context with which a turn may start: a result that leaves no room is cut, and
+    one turn follows"""
 
     @property
     def longest(self) -> int:
@@ -141,40 +133,34 @@ class RolloutKnobs:
 class GRPOKnobs(RolloutKnobs):
     """GRPO (Eq. 2 and 3, §2.2)"""
 
-    T: int = knob(300, "T: training steps", least=1)
-    batch: int = knob(512, "questions per step", least=1)
-    mini_batch: int = knob(256, "trajectories per optimizer update", least=1)
-    G: int = knob(5, "G: trajectories per question, the group of Eq. 3", least=2)
-    lr: float = knob(
-        5e-7, "peak learning rate of AdamW; cosine. 0 freezes the policy; adapters get more"
-    )
-    eps: float = knob(0.2, "epsilon of Eq. 2: the clip", above=0)
-    beta: float = knob(
-        0.001, "beta of Eq. 2: weight of the KL to the first policy; 0: no reference model"
-    )
-    lora_rank: int = knob(
-        0, "rank of LoRA adapters on all linear layers but the head; 0: train all weights"
-    )
-    lora_alpha: int = knob(32, "LoRA's scale is this / --lora_rank", least=1, more=True)
-    dither: int = knob(
-        1,
-        "1: a policy in bfloat16 takes steps that are smaller than its grid (CHOICE-33); 0: they round away",
-        of=(0, 1),
-        more=True,
-    )
-    micro_tokens: int = knob(
-        32768,
-        "tokens per forward pass on a rank (1024 on a CPU); affects only speed and memory",
-        least=1,
-        more=True,
-    )
-    gather: int = knob(
-        0,
-        "1: gather weights and reduce gradients once an optimizer step; 0: block by block, in less memory",
-        of=(0, 1),
-        more=True,
-    )
-    warmup: float = knob(0.1, "share of T in which lr rises", below=1, more=True)
+    T: Count = 300
+    """T: training steps"""
+    batch: Count = 512
+    """questions per step"""
+    mini_batch: Count = 256
+    """trajectories per optimizer update"""
+    G: Annotated[int, Field(ge=2)] = 5
+    """G: trajectories per question, the group of Eq. 3"""
+    lr: NonNegative = 5e-7
+    """peak learning rate of AdamW; cosine. 0 freezes the policy; adapters get more"""
+    eps: Positive = 0.2
+    """epsilon of Eq. 2: the clip"""
+    beta: NonNegative = 0.001
+    """beta of Eq. 2: weight of the KL to the first policy; 0: no reference model"""
+    lora_rank: Natural = 0
+    """rank of LoRA adapters on all linear layers but the head; 0: train all weights"""
+    lora_alpha: Count = 32
+    """LoRA's scale is this / --lora_rank"""
+    dither: Bit = 1
+    """1: a policy in bfloat16 takes steps that are smaller than its grid (CHOICE-33); 0: they
+    round away"""
+    micro_tokens: Count = 32768
+    """tokens per forward pass on a rank (1024 on a CPU); affects only speed and memory"""
+    gather: Bit = 0
+    """1: gather weights and reduce gradients once an optimizer step; 0: block by block, in less
+    memory"""
+    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """share of T in which lr rises"""
 
     def find_fault(self) -> str:
         step, ranks = self.batch * self.G, count_ranks()
@@ -186,18 +172,23 @@ class GRPOKnobs(RolloutKnobs):
 
 
 @dataclass(frozen=True)
-class PopulationKnobs:
+class PopulationKnobs(Knobs):
     """the population (§3.1, Eq. 4 and 6)"""
 
-    N_P: int = knob(7, "N_P: size of the population", least=1)
-    N_parent: int = knob(
-        1, "N_parent: survivors of pruning, parents of the next generation", least=1
-    )
-    tau_s: float = knob(0.2, "tau_s of Eq. 4: selection temperature", above=0)
-    window: int = knob(5, "n of Eq. 6: steps in the moving average of the reward", least=1)
-    K_p: int = knob(5, "K_p: steps between prunings; more than T: none (Fig. 3)", least=1)
-    K_e: int = knob(15, "K_e: steps between evolutions", least=1)
-    T_e: int = knob(150, "T_e: evolutions happen at steps below it")
+    N_P: Count = 7
+    """N_P: size of the population"""
+    N_parent: Count = 1
+    """N_parent: survivors of pruning, parents of the next generation"""
+    tau_s: Positive = 0.2
+    """tau_s of Eq. 4: selection temperature"""
+    window: Count = 5
+    """n of Eq. 6: steps in the moving average of the reward"""
+    K_p: Count = 5
+    """K_p: steps between prunings; more than T: none (Fig. 3)"""
+    K_e: Count = 15
+    """K_e: steps between evolutions"""
+    T_e: Natural = 150
+    """T_e: evolutions happen at steps below it"""
 
     def find_fault(self) -> str:
         if self.N_parent > self.N_P:
@@ -206,110 +197,70 @@ class PopulationKnobs:
 
 
 @dataclass(frozen=True)
-class ReflectionKnobs:
+class ReflectionKnobs(Knobs):
     """reflection (§3.2, App. B)"""
 
-    proposer: str = knob(
-        "reflection",
-        "what the optimizer is shown: reflection; paraphrase or history: Fig. 3",
-        of=("reflection", "paraphrase", "history"),
-    )
-    failures: int = knob(4, "failed trajectories shown to the optimizer", least=1)
-    D_B: int = knob(
-        200, "|D_B|: questions on which candidates are verified; 0: they join unverified (Fig. 3)"
-    )
-    gate: int = knob(
-        1,
-        "1: of a round's best candidates those join that are not below their parent on D_B; 0: the best (CHOICE-12)",
-        of=(0, 1),
-        more=True,
-    )
-    rounds: int = knob(
-        5, "rounds of generate and verify in one evolution, at most (App. C)", least=1
-    )
-    top_n: int = knob(
-        6, "n of Alg.1 L21: candidates that may join in one round", least=1, more=True
-    )
-    buffer: int = knob(10240, "trajectories in the replay buffer", least=1, more=True)
-    max_instruction: int = knob(
-        1500, "tokens, 4 characters each, of a candidate instruction", least=1, more=True
-    )
-    max_optimizer_tokens: int = knob(
-        0, "tokens to and from the optimizer after which it is not called; 0: no limit"
-    )
+    proposer: Literal["reflection", "paraphrase", "history"] = "reflection"
+    """what the optimizer is shown: reflection; paraphrase or history: Fig. 3"""
+    failures: Count = 4
+    """failed trajectories shown to the optimizer"""
+    D_B: Natural = 200
+    """|D_B|: questions on which candidates are verified; 0: they join unverified (Fig. 3)"""
+    gate: Bit = 1
+    """1: of a round's best candidates those join that are not below their parent on D_B; 0: the
+    best (CHOICE-12)"""
+    rounds: Count = 5
+    """rounds of generate and verify in one evolution, at most (App. C)"""
+    top_n: Count = 6
+    """n of Alg.1 L21: candidates that may join in one round"""
+    buffer: Count = 10240
+    """trajectories in the replay buffer"""
+    max_instruction: Count = 1500
+    """tokens, 4 characters each, of a candidate instruction"""
+    max_optimizer_tokens: Natural = 0
+    """tokens to and from the optimizer after which it is not called; 0: no limit"""
 
 
 @dataclass(frozen=True)
-class EngineKnobs:
+class EngineKnobs(Knobs):
     """where it runs (torchrun: one rank per GPU)"""
 
-    device: str = knob(
-        "", "cpu or cuda; empty: cuda if there is one", of=("", "cpu", "cuda"), more=True
-    )
-    dtype: str = knob(
-        "",
-        "precision of the policy's computation; weights and sums stay float32. Empty: bfloat16 where it is faster",
-        of=("", "float32", "bfloat16"),
-        more=True,
-    )
-    threads: int = knob(
-        0,
-        "CPU threads, at most: a run takes one per core that is idle when it starts, and keeps that number when"
-        " resumed; 0: no limit",
-        more=True,
-    )
-    engine: str = knob(
-        "auto",
-        "auto: vllm on a GPU if it is installed, else torch; or vllm, torch, or module:Class (docs/gpus.md)",
-    )
-    vllm_memory: float = knob(
-        0.5,
-        "share of a GPU's memory for colocated vLLM: its weights, activations and KV cache",
-        above=0,
-        below=1,
-    )
-    recompute: int = knob(
-        -1,
-        "1: recompute a block's activations in the backward pass; 0: keep them; -1: 1 on a GPU, 0 on a CPU",
-        of=(-1, 0, 1),
-        more=True,
-    )
-    fused_layers: int = knob(
-        1,
-        "1: on a GPU, RMSNorm, rotary embedding and SwiGLU are Liger's kernels; 0: torch's",
-        of=(0, 1),
-        more=True,
-    )
-    patience: float = knob(
-        30.0, "minutes that a rank waits for the others before the job ends", above=0, more=True
-    )
-
-    def find_fault(self) -> str:
-        if self.engine not in ("auto", "vllm", "torch") and ":" not in self.engine:
-            return f"--engine {self.engine}: choose auto, vllm, torch or a module:Class"
-        return ""
+    device: Literal["", "cpu", "cuda"] = ""
+    """cpu or cuda; empty: cuda if there is one"""
+    dtype: Annotated[str, Field(pattern="^(float32|bfloat16|)$")] = ""
+    """precision of the policy's computation; weights and sums stay float32. Empty: bfloat16
+    where it is faster"""
+    threads: Natural = 0
+    """CPU threads, at most: a run takes one per core that is idle when it starts, and keeps
+    that number when resumed; 0: no limit"""
+    engine: Annotated[str, Field(pattern="^(auto|vllm|torch|.*:.*)$")] = "auto"
+    """auto: vllm on a GPU if it is installed, else torch; or vllm, torch, or module:Class
+    (docs/gpus.md)"""
+    vllm_memory: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """share of a GPU's memory for colocated vLLM: its weights, activations and KV cache"""
+    recompute: Annotated[int, Field(ge=-1, le=1)] = -1
+    """1: recompute a block's activations in the backward pass; 0: keep them; -1: 1 on a GPU, 0
+    on a CPU"""
+    fused_layers: Bit = 1
+    """1: on a GPU, RMSNorm, rotary embedding and SwiGLU are Liger's kernels; 0: torch's"""
+    patience: Positive = 30.0
+    """minutes that a rank waits for the others before the job ends"""
 
 
 @dataclass(frozen=True)
-class KeepKnobs:
+class KeepKnobs(Knobs):
     """what is kept and measured"""
 
-    eval_every: int = knob(
-        100,
-        "steps between evaluations on --valid and --test; 0: only --test, at the start and the end",
-    )
-    eval_n: int = knob(
-        0, "questions of an evaluation, a fixed sample with every source in its share; 0: all"
-    )
-    save_every: int = knob(25, "steps between checkpoints", least=1)
-    keep: int = knob(
-        2, "newest checkpoints to keep; the best on --valid is kept too", least=1, more=True
-    )
-    tracker: str = knob(
-        "",
-        "also log to wandb, trackio or tensorboard, if installed",
-        of=("", "wandb", "trackio", "tensorboard"),
-    )
+    eval_every: Natural = 100
+    """steps between evaluations on --valid and --test; 0: only --test, at the start and the end"""
+    eval_n: Natural = 0
+    """questions of an evaluation, a fixed sample with every source in its share; 0: all"""
+    save_every: Count = 25
+    """steps between checkpoints"""
+    keep: Count = 2
+    """newest checkpoints to keep; the best on --valid is kept too"""
+    tracker: Literal["", "wandb", "trackio", "tensorboard"] = ""
+    """also log to wandb, trackio or tensorboard, if installed"""
 
     def find_fault(self) -> str:
         if self.tracker and not importlib.util.find_spec(self.tracker):
@@ -336,12 +287,6 @@ class Config(
         class has its own part of it."""
         if self.engine != "torch" and self.temperature > 2:
             return f"--temperature {self.temperature}: vLLM takes 2 at most (--engine torch any)"
-        if not leads():
-            return ""  # only rank 0 reads files; other nodes may lack them
-        if self.instruction and not Path(self.instruction).is_file():
-            return f"--instruction {self.instruction}: no such file"
-        if self.out and not self.resume and Path(self.out, "config.json").exists():
-            return holds_a_run(self.out)
         return ""
 
 
@@ -349,7 +294,7 @@ class Config(
 ABOUT: Settings = {"program": "inspo.py", "commit": "unknown", "id": "", "content": {}}
 # Knobs of earlier versions, which a run's config.json may still have, and what there is instead.
 REMOVED = {
-    "mini": "counted questions, --mini_batch counts trajectories",
+    "mini": "counted questions: give --mini_batch, which counts trajectories (--mini x --G)",
     "dry_run": "is a program of its own (docs/gpus.md)",
     "vllm": "is an engine of its own, which --engine names (docs/gpus.md)",
     "max_grad_norm": "is gone: gradients are clipped to a norm of 1 (MAX_GRAD_NORM in grpo.py)",
@@ -359,9 +304,14 @@ REMOVED = {
     "search_retries": "is gone: a search is repeated 6 times (RETRIES in tasks/search_qa.py)",
     "optimizer_retries": "is gone: a call to the optimizer is repeated 4 times",
 }
+HELP = """
+
+INSPO: train a search agent while its instruction evolves (arXiv 2512.01945).
+Without flags: the embedded world. [default; the paper's, where the world's differs]
+--preset NAME: the preset whose other settings apply to a --model of another name or folder."""
+PARTS = ("preset", "learner", "population", "evolution")  # what else train() takes by name
+OTHERS_SAY = {"learning_rate": "lr", "epsilon": "eps"}
 C = TypeVar("C", bound=Config)
-# What a knob of a type takes from Python.
-TYPES: dict[Any, Any] = {bool: bool, int: Integral, float: Real, str: (str, os.PathLike)}
 
 DATA = ("valid", "test", "corpus", "instruction")  # what goes with a preset's --train
 
@@ -378,6 +328,7 @@ SEARCH_R1 = "hf://datasets/PeterJinGo/nq_hotpotqa_train@b7d80abfee334a7a91cb3775
 NQ_HOTPOTQA: Settings = dict(
     train=f"{SEARCH_R1}/train.parquet", test=f"{SEARCH_R1}/test.parquet", eval_n=2000
 )
+ONE_GPU: Settings = dict(lr=1e-6, batch=128, mini_batch=320, recompute=1, gather=1) | NQ_HOTPOTQA
 # When the reward of the large ones rises, from others' runs: docs/real.md.
 PRESETS: dict[str, Settings] = {
     "world": dict(
@@ -397,12 +348,8 @@ PRESETS: dict[str, Settings] = {
     ),
     # Not in the paper: for one GPU of 24 GB, which trains all of the first and LoRA adapters of the
     # second.
-    "qwen2.5-0.5b": dict(
-        model="Qwen/Qwen2.5-0.5B", lr=1e-6, batch=128, mini_batch=320, recompute=1, gather=1, **NQ_HOTPOTQA,
-    ),
-    "qwen2.5-1.5b": dict(
-        model="Qwen/Qwen2.5-1.5B", lr=1e-6, batch=128, mini_batch=320, recompute=1, gather=1, **NQ_HOTPOTQA,
-    ),
+    "qwen2.5-0.5b": dict(model="Qwen/Qwen2.5-0.5B", **ONE_GPU),
+    "qwen2.5-1.5b": dict(model="Qwen/Qwen2.5-1.5B", **ONE_GPU),
     # The paper's, which replicate its precision, too; for eight GPUs of 80 GB.
     "qwen2.5-3b": dict(
         model="Qwen/Qwen2.5-3B", dither=0, vllm_memory=0.8, recompute=0, micro_tokens=8192, gather=1, **NQ_HOTPOTQA,
@@ -431,58 +378,94 @@ def preset_of(model: str) -> str:
 
 def parse_flags(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any) -> C:  # type: ignore[assignment]
     """Returns what `configure` makes of the flags; a fault is one line and exit code 2, before
-    anything is loaded.
-
-    --help has the flags that most runs need, --help_all has all.
-    """
+    anything is loaded."""
     words = sys.argv[1:] if argv is None else argv
-    parser = Parser(
-        program_of(kind),
-        usage="%(prog)s [--flag value ...]",
-        description="INSPO: train a search agent while its instruction evolves (arXiv 2512.01945).\n"
-        "Without flags: the embedded world. [default; the paper's, where the world's differs]",
-        allow_abbrev=False,
-        formatter_class=argparse.RawTextHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-    )
-    parser.add_argument("--help_all", action="help", help="also show the flags that few runs need")
-    parser.add_argument(
-        "--preset",
-        choices=PRESETS,
-        help="the preset whose other settings apply to a --model of another name or folder",
-    )
-    add_flags(parser, kind, PRESETS["world"] | changes, everything="--help_all" in words)
-    for name in REMOVED:
-        kind_of = float if name == "mini" else str
-        parser.add_argument(f"--{name}", nargs="?", type=kind_of, const=1, help=argparse.SUPPRESS)
+    if "--help" in words:
+        show_help(kind, PRESETS["world"] | {"model": "world"} | changes)
+        sys.exit()
     try:
-        return configure(kind, changes, **vars(parser.parse_args(words)))
+        return configure(kind, changes, **read_flags(words, kind))
     except Fault as e:
-        parser.error(str(e))
+        if leads():
+            text = f"{program_of(kind)}: {e}"
+            tell_torchrun(text)
+            print(text, file=sys.stderr)
+        else:  # torchrun ends all as soon as one has failed: rank 0 speaks first
+            time.sleep(30)
+        sys.exit(2)
 
 
-def configure(kind: type[C] = Config, changes: Mapping[str, Any] = {}, /, **given: Any) -> C:  # type: ignore[assignment]
+def read_flags(words: list[str], kind: type[Config]) -> Settings:
+    """Returns the values of `--flag value` and `--flag=value`. A flag that is true or false may
+    stand alone; None: another does."""
+    given: Settings = {}
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            is_switch = isinstance(getattr(kind, name, None), bool)
+            given[name] = value if equals else is_switch or None
+        elif given and not isinstance(given[name], str):
+            given[name] = word
+        else:
+            raise Fault(f"{word}: which flag is it for? (--help lists them)")
+    return given
+
+
+def list_docs(kind: type[Config]) -> dict[str, str]:
+    """Returns the help of each knob: its docstring, which only the class that defines it knows."""
+    docs = {}
+    for concern in reversed(kind.__mro__):
+        for name, field in vars(concern).get("__pydantic_fields__", {}).items():
+            if field.description:
+                docs[name] = " ".join(field.description.split())
+    return docs
+
+
+def show_help(kind: type[Config], shown: Settings) -> None:
+    """Prints the flags by their concerns. `shown`: what applies where no flag is given."""
+    print(f"{program_of(kind)} [--flag value ...]{HELP}")
+    docs = list_docs(kind)
+    for concern in reversed(kind.__mro__):
+        # a knob that a subclass defines anew stays in its first place
+        own = [name for name in vars(concern).get("__annotations__", ()) if name in docs]
+        if own:
+            print(f"\n{concern.__doc__}:")
+        for name in own:
+            paper = getattr(kind, name)
+            defaults = dict.fromkeys([str(shown.get(name, paper)), str(paper)])
+            text = "; ".join(filter(None, defaults)).replace(f"{HERE}/", "")
+            print(f"  --{name:20} {docs.pop(name)} [{text}]".removesuffix(" []"))
+
+
+def configure(
+    kind: type[C] = Config,  # type: ignore[assignment]
+    changes: Mapping[str, Any] = {},
+    /,
+    preset: str = "",
+    **given: Any,
+) -> C:
     """Returns the `kind` of Config with the settings that are given, over those of their preset.
     Raises Fault.
 
     `changes`: what a program changes in every preset.
     """
+    if preset not in ("", *PRESETS):
+        raise Fault(f"--preset {preset}: choose {', '.join(PRESETS)}")
     given = check_settings(kind, given)
-    named = given.pop("preset", given.get("model", kind.model))
-    preset = dict(PRESETS.get(named, {}))
-    train, unused = given.get("train", preset.get("train")), []
-    if preset.get("train") not in (train, os.path.abspath(train or "")):
+    named = preset or given.get("model", kind.model)
+    settings = dict(PRESETS.get(named, {}))
+    train, unused = given.get("train", settings.get("train")), []
+    if settings.get("train") not in (train, os.path.abspath(train or "")):
         for name in DATA:
-            if preset.pop(name, "") and name not in given:
+            if settings.pop(name, "") and name not in given:
                 unused.append(name)
-    preset |= changes
+    settings |= changes
     if given.get("mode") == "static":
-        preset |= STATIC
+        settings |= STATIC
     if given.get("model") in PRESETS:
         given["model"] = PRESETS[given["model"]]["model"]
-    if given.get("lora_rank", 0) > 0:
-        preset["lr"] = LORA_LR.get(named, float(f"{10 * preset.get('lr', kind.lr):.6g}"))
-    settings = preset
+    if given.get("lora_rank"):
+        settings["lr"] = LORA_LR.get(named, float(f"{10 * settings.get('lr', kind.lr):.6g}"))
     if given.get("resume") and given.get("out"):
         run = Path(given["out"])
         settings = asdict(read_config(run, kind, resume=True))
@@ -492,9 +475,7 @@ def configure(kind: type[C] = Config, changes: Mapping[str, Any] = {}, /, **give
         cfg = replace(cfg, mini_batch=min(cfg.mini_batch, cfg.batch * cfg.G))
     if evolves(cfg) and not cfg.optimizer_model and not os.environ.get("OPENAI_BASE_URL"):
         cfg = replace(cfg, optimizer_model=OPTIMIZER)
-    fault = validate(cfg)
-    if fault:
-        raise Fault(fault)
+    validate(cfg)
     if not cfg.resume:
         if unused and leads():
             names = ", ".join(unused)
@@ -505,47 +486,32 @@ def configure(kind: type[C] = Config, changes: Mapping[str, Any] = {}, /, **give
 
 
 def check_settings(kind: type[Config], given: Settings) -> Settings:
-    """Returns what is given from Python as knobs have it: in their types, a task's class or object
-    as module:Class.
-
-    Raises Fault.
-    """
-    types: Settings = {f.name: f.type for f in fields(kind)} | {"preset": str}
-    settings = {}
+    """Returns what is given, as flags or from Python, in the types of the knobs. Raises Fault."""
+    settings = dict(given)
     for name, value in given.items():
         if name in REMOVED:
-            raise Fault(describe_removed(name, value, given.get("G", kind.G)))
-        if name not in types:
-            words = f" {name.replace('_', ' ')} "
-            said = [f.name for f in fields(kind) if words in f" {f.metadata['doc']} "]
-            others = *types, "learner", "population", "evolution"
-            known = {other.lower(): other for other in others}
-            least = 0.65 if said else 0.0  # a name as close as that counts more than a text
-            alike = difflib.get_close_matches(name.lower(), known, 1, cutoff=least)
-            nearest = known[alike[0]] if alike else said[0]
-            raise Fault(
-                f"{name}: there is no such setting; the nearest is {nearest} (docs/python.md)"
-            )
-        if name == "task" and not isinstance(value, str):
+            raise Fault(f"--{name} {REMOVED[name]}")
+        if name not in kind.__dataclass_fields__:
+            known = {n.lower(): n for n in (*kind.__dataclass_fields__, *PARTS)} | OTHERS_SAY
+            [alike] = difflib.get_close_matches(name.lower(), known, 1, cutoff=0)
+            raise Fault(f"--{name}: there is no such setting; the nearest is {known[alike]}")
+        if isinstance(value, os.PathLike):
+            settings[name] = os.fspath(value)
+        elif name == "task" and not isinstance(value, str):
             owner = value if isinstance(value, type) else type(value)
-            value = f"{owner.__module__}:{owner.__qualname__}"
-        wanted = types[name]
-        is_flag = isinstance(value, bool)  # in Python an int, too
-        if not isinstance(value, TYPES[wanted]) or is_flag != (wanted is bool):
-            given_type = type(value).__name__
-            raise Fault(f"{name}: give a value of type {wanted.__name__}, not {given_type}")
-        settings[name] = wanted(value)
-    if settings.get("preset", "world") not in PRESETS:
-        raise Fault(f"preset {settings['preset']!r:.40}: choose {', '.join(PRESETS)}")
-    return settings
+            settings[name] = f"{owner.__module__}:{owner.__qualname__}"
+    cfg = build(kind, settings)
+    return {name: getattr(cfg, name) for name in given}
 
 
-def describe_removed(name: str, value: float, G: int) -> str:
-    """Returns the line about a knob of earlier versions."""
-    line = f"--{name} {REMOVED[name]}"
-    if name == "mini":
-        line += f": give --mini_batch {value * G:g} for --mini {value:g} with --G {G}"
-    return line
+def build(kind: type[C], settings: Settings, place: str = "") -> C:
+    """Returns the knobs with these values. Raises Fault for the first that is out of its range."""
+    try:
+        return kind(**settings)
+    except ValidationError as e:
+        wrong = e.errors()[0]
+        allowed = wrong["msg"].removeprefix("Input ")
+        raise Fault(f"{place}--{wrong['loc'][0]} {wrong['input']}: {allowed}") from None
 
 
 def program_of(kind: type[Config]) -> str:
@@ -563,45 +529,33 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
     path = run / "config.json"
     if not path.is_file():
         raise Fault(f"{run} holds no run (no config.json)")
-    try:
-        content = {**json.loads(path.read_bytes())}
-        # a run of an earlier version is read, not resumed
-        if "mini" in content and not resume:
-            content["mini_batch"] = content["mini"] * content.get("G", 0)
-    except (OSError, ValueError, TypeError) as e:
+    content = json.loads(path.read_bytes())
+    about, own = ABOUT | content, program_of(kind)
+    if resume and about["program"] != own:
         raise Fault(
-            f"{path} is damaged ({type(e).__name__}: {e}): restore it from a copy"
-        ) from None
-    program, commit, *_ = (content.pop(name, default) for name, default in ABOUT.items())
-    own = program_of(kind)
-    if resume and program != own:
-        raise Fault(f"--resume: {run} was started by {program}, not {own}: resume it with that")
-    names = [f.name for f in fields(kind)]
-    known = names if resume else [*names, *REMOVED]
-    differing = [name for name in content if name not in known and program == own]
-    differing += [name for name in names if name not in content]
-    if differing:
-        raise Fault(
-            f"{path} is of another version of {program} (commit {commit}; only one of the two has --{differing[0]}):"
-            " use that one"
+            f"--resume: {run} was started by {about['program']}, not {own}: resume it with that"
         )
-    try:
-        return kind(**check_settings(kind, {name: content[name] for name in names}))
-    except Fault as e:
-        raise Fault(f"{path} is damaged ({e}): restore it from a copy") from None
+    names = kind.__dataclass_fields__
+    differing = {*names, *ABOUT} ^ about.keys()
+    if about["program"] != own:
+        differing &= {*names}
+    elif not resume:
+        differing -= {*REMOVED}
+    for name in sorted(differing):
+        raise Fault(
+            f"{path} is of another version of {about['program']} (commit {about['commit']}; only one of the two has"
+            f" --{name}): use that one"
+        )
+    return build(kind, {name: content[name] for name in names}, f"{path}: ")
 
 
-def holds_a_run(path: str) -> str:
-    return f"{path} holds a run already: continue it with --resume, or choose another --out"
-
-
-def validate(cfg: Config) -> str:
-    """Returns what makes a configuration impossible, in one line; "" if nothing does."""
-    fault = out_of_range(cfg, vars(cfg))
+def validate(cfg: Config) -> None:
+    """Raises Fault if the values do not go together."""
     for concern in reversed(type(cfg).__mro__):
-        if not fault and "find_fault" in vars(concern):  # not inherited, to be asked twice
+        if "find_fault" in vars(concern):  # not inherited, to be asked twice
             fault = vars(concern)["find_fault"](cfg)
-    return fault
+            if fault:
+                raise Fault(fault)
 
 
 def evolves(cfg: Config) -> bool:

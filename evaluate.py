@@ -13,38 +13,33 @@ results.jsonl, one line per question. Benchmarks come from the Hugging Face hub,
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import math
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
-from config import PRESETS, Config, TaskKnobs, check_settings, out_of_range, read_config
-from engines import Engine
+from config import PRESETS, Config, TaskKnobs, check_settings, read_config
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.files import Row, commit, write_file, writing
 from plumbing.hub import check_model
-from plumbing.outside import clean, finite, without_secrets
+from plumbing.outside import clean, finite, map_texts, without_secrets
 from plumbing.servers import Servers
 from plumbing.threads import choose_threads, use_threads
 from plumbing.trust import check_origin
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
-from tasks.search_qa import SearchQA, holds_gold
+from tasks.search_qa import SearchQA, holds_gold, load_questions
 from tasks.task import (
     choose_instruction,
     compute_metrics,
     import_named,
     load_task,
-    read_instruction,
-    rng_of,
     set_rewards,
     take_subset,
 )
@@ -57,72 +52,73 @@ BENCHMARKS = {
 }  # fmt: skip
 SPLITS = ("test", "valid", "train")
 CHUNK = 256  # questions that are played together
-# Flags of inspo.py that matter here; a run's own values are the defaults. SERVED change no result.
-PLAYED = (
-    "task", "reward", "tools", "format", "test", "topk", "max_turns", "max_response", "max_observation", "max_prompt",
+# Flags of inspo.py that matter here; a run's own values are the defaults.
+KNOBS = (
+    "task", "reward", "tools", "format", "instruction", "test", "topk", "max_turns", "max_response", "max_observation",
+    "max_prompt", "retriever", "corpus", "engine", "device", "vllm_memory",
 )  # fmt: skip
-SERVED = ("retriever", "corpus", "engine", "device", "vllm_memory")
-KNOBS = (*PLAYED, *SERVED)
 
 
-class Agent(contextlib.AbstractContextManager["Agent"]):
-    """A model that plays a task under an instruction, as in training.
+class Agent(contextlib.ExitStack):
+    """A model that plays a task under an instruction, as in training; `close` ends it.
 
-    `seed`: of its samples; `progress` is told how many episodes have ended. A subclass may play
-    otherwise, with `knobs` of its own.
+    A subclass may play otherwise, with `knobs` of its own.
     """
 
     knobs: Mapping[str, Any] = {}
-    where = ""  # it searches, in a line
-    close: Callable[[], None] = staticmethod(lambda: None)
-    progress: Callable[[int], Any] = staticmethod(lambda ended: None)
 
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Any,
-        task: Task,
-        instruction: str,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ):
-        self.engine, self.tokenizer, self.task = engine, tokenizer, task
-        self.instruction, self.temperature, self.seed = instruction, temperature, seed
+    def __init__(self, what: str | Path, temperature: float = 0.0, seed: int = 0, **settings: Any):
+        """Finds a run, a checkpoint that export.py has written, a model or a preset. Raises Fault.
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        `seed`: of its samples. `settings`: those in which it differs from the run, as `inspo.train`
+        takes them.
+        """
+        super().__init__()
+        if temperature < 0 or seed < 0:
+            raise Fault("--temperature and --seed: give numbers of at least 0")
+        cfg, self.weights, run = find_model(str(what))
+        given = check_settings(Config, settings)
+        if run:
+            check_origin(run, vars(cfg), given)
+        cfg = dataclasses.replace(cfg, **{**given, **self.knobs})
+        fault = TaskKnobs.find_fault(cfg)
+        if fault:
+            raise Fault(fault)
+        self.task = load_task(cfg, settings.get("task"))
+        self.instruction = choose_instruction(self.task)
+        self.temperature, self.seed = temperature, seed
 
-    @classmethod
-    def stop_strings(cls, task: Task) -> tuple[str, ...]:
+    def start(self) -> str:
+        """Starts what the tools need, and loads the model; returns where it searches, in a line.
+        Raises Fault."""
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        self.task.check()
+        where = self.task.start(self.enter_context(Servers(f"{folder}/log")))
+        cfg = self.task.cfg
+        self.engine, self.tokenizer = open_engine(self.weights, cfg, self.stop_strings())
+        self.callback(self.engine.close)
+        return where or f"task: {cfg.task}"
+
+    def stop_strings(self) -> tuple[str, ...]:
         """What ends a turn."""
-        return task.make_format().stop_strings()
-
-    @functools.cached_property
-    def held_out(self) -> list[Question]:
-        """The held-out questions; none where their file is gone, since others can be asked."""
-        with contextlib.suppress(Fault):
-            return self.task.questions("test")
-        return []
+        return self.task.make_format().stop_strings()
 
     def find_question(self, text: str) -> Question:
         """Returns the held-out question of this id or text, or a new one; Fault if the task's are
         more than text."""
-        text = clean(text.strip())  # the shell's bytes may not be text
-        if not text:
-            raise Fault("the question is empty")
-        question, searches = text, isinstance(self.task, SearchQA)
-        if searches and not text.endswith("?"):
-            question += "?"
-        for q in self.held_out:
-            if text in (q.id, q.text) or question == q.text:
+        text, held_out = clean(text.strip()), list[Question]()  # the shell's bytes may not be text
+        with contextlib.suppress(Fault):  # their file may be gone
+            held_out = self.task.questions("test")
+        for q in held_out:
+            if text in (q.id, q.text, q.text.removesuffix("?")):
                 return q
-        # rows of search QA are for --reward alone
-        if not searches and any(q.data is not None for q in self.held_out):
-            example = self.held_out[0].id
+        if isinstance(self.task, SearchQA):
+            text += "?" * (not text.endswith("?"))
+        elif any(q.data is not None for q in held_out):
             raise Fault(
-                f"a question of {self.task.cfg.task} is more than its text: give the id of one, such as {example}"
+                f"a question of {self.task.cfg.task} is more than its text: give an id, such as {held_out[0].id}"
             )
-        return Question("asked", question, source="asked")
+        return Question("asked", text, source="asked")
 
     def ask(self, text: str) -> Trajectory:
         """Plays a held-out question, of this id or text, or a new one; its `prediction` is the
@@ -141,7 +137,6 @@ class Agent(contextlib.AbstractContextManager["Agent"]):
             self.task.cfg,
             temperature=self.temperature,
             seed=self.seed,
-            progress=self.progress,
         )
 
     def score(self, taus: list[Trajectory]) -> list[dict[str, float]]:
@@ -153,98 +148,39 @@ class Agent(contextlib.AbstractContextManager["Agent"]):
 # ---- which agent
 
 
-class Subject(NamedTuple):
-    """A model, with the configuration of its run or preset."""
-
-    name: str
-    weights: str  # directory, hub id or URL
-    cfg: Config
-    I_star: str = ""  # "" if it has none
-    run: Path | None = None  # whose config.json it is
-
-
-def find_subject(what: str) -> Subject:
-    """Finds what a command line names; Fault for a run that has not finished."""
-    if "://" in what:
-        name = without_secrets(what).split("//")[1].split("/")[0].replace(":", "-")
-        return Subject(name, what, Config())
+def find_model(what: str) -> tuple[Config, str, Path | None]:
+    """Returns the configuration of the run, preset or model that a command line names, with the
+    run's I_star as its instruction; where its weights are; and the run's directory. Raises Fault."""
     if what in PRESETS:
-        return Subject(what, PRESETS[what]["model"], Config(**PRESETS[what]))
+        return Config(**PRESETS[what]), PRESETS[what]["model"], None
     path = Path(what)
-    if not path.is_dir():
-        try:
-            check_model(what)
-        except Fault as e:
-            raise Fault(f"{what} is no directory; as a model of the hub: {e}") from None
-    file = path / "I_star.txt"
-    I_star = file.read_text("utf-8").strip() if file.is_file() else ""
-    # of a run, or of a checkpoint in it?
-    run = path if (path / "checkpoints").is_dir() else path.parent
-    if not ((run / "checkpoints").is_dir() and (run / "config.json").is_file()):
-        return Subject(path.resolve().name, what, Config(model=what), I_star)
-    weights = path / "policy" if run == path else path
-    if not (I_star and weights.is_dir()):
+    # itself, or the one that a checkpoint is in
+    run = next((p for p in (path, path.parent) if (p / "checkpoints").is_dir()), None)
+    weights = str(path / "policy") if run == path else what
+    if path.is_dir() and not Path(weights, "config.json").is_file():
         raise Fault(
-            f"{what} has not finished: wait, resume it, or give a directory that `python export.py {what}` has written"
+            f"{what} holds no finished run: wait, resume it, or give a directory that `python export.py {what}` has"
+            " written"
         )
-    return Subject(path.resolve().name, str(weights), read_config(run), I_star, run)
+    if not path.is_dir() and "://" not in what:
+        check_model(what)
+    cfg = read_config(run) if run else Config(model=what)
+    if (path / "I_star.txt").is_file():
+        cfg = dataclasses.replace(cfg, instruction=str(path / "I_star.txt"))
+    return cfg, weights, run
 
 
-def configure(what: str, kind: type["Agent"], settings: Row) -> tuple[Subject, Task]:
-    """Returns what a command line names and its task, with these settings. Raises Fault."""
-    found = find_subject(what)
-    given = check_settings(Config, settings)
-    if found.run:
-        check_origin(found.run, {name: getattr(found.cfg, name) for name in KNOBS}, given)
-    cfg = dataclasses.replace(found.cfg, **{**given, **kind.knobs})
-    fault = out_of_range(cfg, given) or TaskKnobs.find_fault(cfg)
-    if fault:
-        raise Fault(fault)
-    return found, load_task(cfg, settings.get("task"))
-
-
-def open_agent(
-    found: Subject, task: Task, kind: type[Agent], instruction: str, temperature: float, seed: int
-) -> Agent:
-    """Returns the agent that plays the task; `close` ends its engine and its tools' servers."""
-    instruction = instruction or found.I_star or choose_instruction(task)
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        task.check()
-        where = task.start(stack.enter_context(Servers(f"{folder}/log")))
-        engine, tokenizer = open_engine(found.weights, task.cfg, kind.stop_strings(task))
-        stack.callback(engine.close)
-        agent = kind(engine, tokenizer, task, instruction, temperature, seed)
-        agent.where, agent.close = where, stack.pop_all().close  # type: ignore[method-assign]
+def load_agent(what: str | Path, **how: Any) -> Agent:
+    """Returns an Agent that has started; close it, or use it in a `with`. Raises Fault."""
+    agent = Agent(what, **how)
+    agent.start()
     return agent
-
-
-def load_agent(
-    what: str | Path,
-    kind: type[Agent] = Agent,
-    instruction: str = "",
-    temperature: float = 0.0,
-    seed: int = 0,
-    **settings: Any,
-) -> Agent:
-    """Returns the agent of a run, a checkpoint that export.py has written, a model or a preset.
-
-    `instruction`: by default the run's best one, else the task's. `settings`: those in which it
-    differs from the run, as `inspo.train` takes them. Raises Fault. Close the agent, or use it in a
-    `with`.
-    """
-    found, task = configure(str(what), kind, {"engine": "torch"} | settings)
-    return open_agent(found, task, kind, instruction, temperature, seed)
 
 
 def open_engine(weights: str, cfg: Config, ends: tuple[str, ...]) -> tuple[Any, Any]:
     """Loads a model into the engine that training would choose; returns both, with its
     tokenizer."""
     if "://" in weights:
-        if ":" not in cfg.engine:
-            raise Fault(
-                f"{without_secrets(weights)}: name its engine, --engine module:Class (docs/gpus.md)"
-            )
         kind = import_named(f"--engine {cfg.engine}", cfg.engine, "class")
         engine = kind(dataclasses.replace(cfg, model=weights), None, ends)
         return engine, engine.tokenizer
@@ -252,26 +188,24 @@ def open_engine(weights: str, cfg: Config, ends: tuple[str, ...]) -> tuple[Any, 
     import torch
 
     from engines.choose import choose_engine, device_of, is_too_old
-    from models.model import empty, fill, load_config, load_policy
-    from models.model import weights as weights_of
+    from engines.torch_engine import TorchEngine
+    from models import model as models
 
     device = device_of(cfg)
-    model, tokenizer = load_policy(weights, cfg.longest)
+    model, tokenizer = models.load_policy(weights, cfg.longest)
     wide = device == "cpu" or cfg.dtype == "float32" or is_too_old(device)
-    if choose_engine(cfg, device) == "torch":
-        from engines.torch_engine import TorchEngine
-
-        if not wide:  # `to` would also round what positions are computed with
-            model = fill(empty(load_config(weights), torch.bfloat16, device), model)
-        return TorchEngine(model.to(device), tokenizer, ends), tokenizer
-    from engines.vllm_engine import VllmEngine
-
     dtype = "float32" if wide else "bfloat16"
-    engine = VllmEngine(
-        weights, tokenizer, ends, max_len=cfg.longest, memory=cfg.vllm_memory, dtype=dtype
-    )
-    engine.load(weights_of(model))
-    return engine, tokenizer
+    if choose_engine(cfg, device) == "vllm":
+        from engines.vllm_engine import VllmEngine
+
+        engine = VllmEngine(
+            weights, tokenizer, ends, max_len=cfg.longest, memory=cfg.vllm_memory, dtype=dtype
+        )
+        engine.load(models.weights(model))
+        return engine, tokenizer
+    # `to` would also round what positions are computed with
+    whole = models.empty(models.load_config(weights), getattr(torch, dtype), device)
+    return TorchEngine(models.fill(whole, model), tokenizer, ends), tokenizer
 
 
 # ---- which questions
@@ -283,23 +217,18 @@ def collect_questions(
     """Returns the questions of --data by the names of their sets, at most n of each. Raises
     Fault."""
     sets = {}
+    load = getattr(task, "load", load_questions)
     for name in names:
+        title = Path(name).stem
         if name in SPLITS:
             questions = task.questions(name)
-        elif not isinstance(task, SearchQA):
-            raise Fault(
-                f"--data {name}: {task.cfg.task} asks its own questions: give {', '.join(SPLITS)}, or --test"
-            )
         elif name in BENCHMARKS:
-            rows = task.load(f"{HUB}/{name}/{BENCHMARKS[name]}.jsonl")
+            rows = load(f"{HUB}/{name}/{BENCHMARKS[name]}.jsonl")
             questions = [dataclasses.replace(q, source=name) for q in rows]
         else:
-            questions = task.load(PRESETS["world"]["test"] if name == "world" else name)
-        if not questions:
-            raise Fault(f"--data {name}: {task.cfg.task} has no such questions")
-        title = Path(name).stem if name.endswith((".jsonl", ".parquet")) else name
-        if title in sets:
-            raise Fault(f"--data {name}: there is a {title} already; give files different names")
+            questions = load(name)
+        if title in sets or not questions:
+            raise Fault(f"--data {name}: it has no questions, or its name twice")
         sets[title] = take_subset(questions, n, seed)
     return sets
 
@@ -307,81 +236,64 @@ def collect_questions(
 # ---- an evaluation
 
 
-def evaluate(agent: Agent, sets: Mapping[str, list[Question]], out: Path, setting: Row) -> Row:
-    """Plays all questions, `sets` by their names; writes results.jsonl and summary.json, which it
-    returns."""
+def evaluate(agent: Agent, sets: Mapping[str, list[Question]], out: Path, setting: Row) -> None:
+    """Plays all questions, `sets` by their names; writes results.jsonl and summary.json, and prints
+    a line for each set."""
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
-    seconds = 0.1 if sys.stderr.isatty() else 30
-    total = sum(map(len, sets.values()))
+    parts: dict[str, Row] = {}
     with (
         open(out / "results.jsonl", "w", encoding="utf-8") as file,
-        tqdm(total=total, unit="question", mininterval=seconds) as bar,
+        tqdm(total=sum(map(len, sets.values())), unit="question") as bar,
     ):
-        agent.progress = lambda ended: bar.update(len(rows) + ended - bar.n)  # type: ignore[method-assign]
         for title, questions in sets.items():
-            bar.set_description(title, refresh=False)
+            rows = list[Row]()
             for first in range(0, len(questions), CHUNK):
-                draws = rng_of(setting["seed"], first // CHUNK, f"{title} 0")
-                agent.seed = int(draws.integers(2**31))
+                agent.seed = setting["seed"] + first
                 taus = agent.play(questions[first : first + CHUNK])
                 measured = agent.score(taus)
-                metrics = list(measured[0])
-                rows += [
-                    {"data": title} | make_row(agent.task, tau, values)
-                    for tau, values in zip(taus, measured, strict=True)
-                ]
                 with writing(out):
-                    file.writelines(json.dumps(row) + "\n" for row in rows[-len(taus) :])
+                    for tau, metrics in zip(taus, measured, strict=True):
+                        rows.append({"data": title} | make_row(agent.task, tau, metrics))
+                        file.write(json.dumps(rows[-1]) + "\n")
                     file.flush()
-    tools = [tool.plural for tool in counted_tools(agent.task)]
-    summary = {"setting": setting, "metrics": metrics, "tools": tools} | summarize(
-        rows, metrics, tools
-    )
+                bar.update(len(taus))
+            parts[title] = summarize(rows, list(metrics))
+    main = next(iter(metrics))
+    summary = {
+        "setting": map_texts(setting, without_secrets),
+        "metrics": list(metrics),
+        "benchmarks": parts,
+        "average": fmean(part[main]["mean"] for part in parts.values()),
+    }
     write_file(out / "summary.json", json.dumps(finite(summary), indent=1))
-    return summary
+    for title, part in parts.items():
+        print(f"{title:16}", *(f"{name} {show(x)}" for name, x in part.items()), sep="  ")
+    print(f"{'average':16}  {main} {summary['average']:.3f}")
 
 
 def make_row(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:
     """Makes a line of results.jsonl. `gold_recall`: whether a gold answer stands in some passage
     that was retrieved."""
-    q, answer = tau.question, (tau.prediction or "").strip()
-    row: Row = {"id": q.id, "reward": tau.reward, **metrics}
-    row["answered"] = float(tau.stop == "over" or (tau.stop == "answer" and bool(answer)))
-    row |= {tool.plural: tau.served(tool.tag) for tool in counted_tools(task)}
+    row: Row = {"id": tau.question.id, "reward": tau.reward, **metrics}
+    row["answered"] = float(tau.stop == "over" or bool((tau.prediction or "").strip()))
+    for tool in task.tools:
+        row[tool.plural] = tau.served(tool.tag)
     if isinstance(task, SearchQA):
         found = [text for turn in tau.turns for text in turn.result or []]
-        row["gold_recall"] = float(holds_gold(found, q.golds))
+        row["gold_recall"] = float(holds_gold(found, tau.question.golds))
     row |= {"sampled_tokens": sum(tau.mask), "stop": tau.stop}
-    return row | {"prediction": tau.prediction, "golds": list(q.golds)}
+    return row | {"prediction": tau.prediction, "golds": list(tau.question.golds)}
 
 
-def counted_tools(task: Task) -> Sequence[Any]:
-    """The tools whose calls are counted: of search QA the search even for a method that does not
-    use it."""
-    return task.tools or ([task.search] if isinstance(task, SearchQA) else [])
-
-
-def summarize(rows: Sequence[Row], metrics: list[str], tools: list[str]) -> Row:
-    """The figures of all rows, by the sets of questions, and the main metric, the first one, on
-    average over the sets."""
-    parts: dict[str, Row] = {}
-    for title in dict.fromkeys(row["data"] for row in rows):
-        own = [row for row in rows if row["data"] == title]
-        part = parts[title] = {"questions": len(own)}
-        for name in metrics:
-            part[name] = estimate_mean([row[name] for row in own])
-        for name in ("answered", *tools, "gold_recall", "sampled_tokens"):
-            if name in own[0]:
-                part[name] = fmean(row[name] for row in own)
-    means = [part[metrics[0]] for part in parts.values()]
-    mean = fmean(x["mean"] for x in means)
-    # errors of different sets are independent; those below and above add apart (Zou and Donner)
-    below = math.hypot(*(x["mean"] - x["low"] for x in means)) / len(means)
-    above = math.hypot(*(x["high"] - x["mean"] for x in means)) / len(means)
-    average = {"mean": mean, "low": mean - below, "high": mean + above}
-    return {"benchmarks": parts, "average": average}
+def summarize(rows: Sequence[Row], metrics: Sequence[str]) -> Row:
+    """Returns the means of a set of questions, those of metrics with their intervals."""
+    part: Row = {"questions": len(rows)}
+    for name, x in rows[0].items():
+        if isinstance(x, (int, float)):
+            column = [row[name] for row in rows]
+            part[name] = estimate_mean(column) if name in metrics else fmean(column)
+    return part
 
 
 def estimate_mean(x: Sequence[float]) -> dict[str, float]:
@@ -396,20 +308,10 @@ def estimate_mean(x: Sequence[float]) -> dict[str, float]:
     return {"mean": p, "low": centre - half, "high": centre + half}
 
 
-def show(summary: Row) -> None:
-    """Prints a line for each set of questions, with the names of summary.json."""
-    for title, part in summary["benchmarks"].items():
-        line = f"{title:16}"
-        for name, x in part.items():
-            if name == summary["metrics"][0]:
-                x = "{mean:.3f} [{low:.3f}, {high:.3f}]".format(**x)
-            elif name in summary["metrics"]:
-                x = x["mean"]
-            line += f"  {name} {x if isinstance(x, (int, str)) else f'{x:.3f}'}"
-        print(line)
-    if len(summary["benchmarks"]) > 1:
-        average = "{mean:.3f} [{low:.3f}, {high:.3f}]".format(**summary["average"])
-        print(f"{'average':16}  {summary['metrics'][0]} {average}")
+def show(x: Any) -> str:
+    if isinstance(x, dict):
+        return "{mean:.3f} [{low:.3f}, {high:.3f}]".format(**x)
+    return f"{x:.3f}" if isinstance(x, float) else str(x)
 
 
 # ---- the command line
@@ -417,36 +319,32 @@ def show(summary: Row) -> None:
 
 def add_player_flags(parser: argparse.ArgumentParser, knobs: Sequence[str] = KNOBS) -> None:
     """Adds how an agent plays, and the settings that may be given anew."""
-    parser.add_argument("--seed", type=int, default=0, help="of what is sampled")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    group = parser.add_argument_group("settings, by default those of the run or preset")
-    fields = {f.name: f for f in dataclasses.fields(Config)}
+    add = parser.add_argument
+    add("--seed", type=int, default=0, help="of what is sampled")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
     for name in knobs:
-        text = fields[name].metadata["doc"].replace("%", "%%")
-        group.add_argument(
-            f"--{name}", type=fields[name].type, default=argparse.SUPPRESS, help=text
-        )
+        add(f"--{name}", default=argparse.SUPPRESS, help="as inspo.py's")
 
 
 def read_player_flags(args: argparse.Namespace, knobs: Sequence[str] = KNOBS) -> Row:
-    """Returns the settings that were given."""
-    if not (0 <= args.temperature < math.inf and args.seed >= 0):
-        raise Fault("--temperature and --seed: give finite numbers of at least 0")
-    return {name: x for name, x in vars(args).items() if name in knobs}
+    """Returns the arguments of an Agent."""
+    return {name: x for name, x in vars(args).items() if name in ("seed", "temperature", *knobs)}
 
 
 def make_parser(program: str, doc: str | None) -> argparse.ArgumentParser:
     """Returns the parser of a program that measures agents."""
     parser = argparse.ArgumentParser(
-        program, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        program,
+        usage="%(prog)s WHAT [--flag value ...]",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("what", metavar="WHAT")
-    sets = f"test (the task's own held-out questions), valid, train; search QA: world, {', '.join(BENCHMARKS)}, files"
+    sets = f"test (the task's own held-out questions), valid, train; search QA: {', '.join(BENCHMARKS)}, files"
     add("--data", nargs="+", default=["test"], help=sets)
     add("--n", type=int, default=0, help="questions of a set, a fixed sample by --seed; 0: all")
-    add("--instruction", default="", help="file (I_star, else the task's first instruction)")
-    add("--out", default="", help="default: runs/evaluation/NAME, with the names of --data")
+    add("--out", default="", help="default: runs/evaluation/NAME")
     add_player_flags(parser)
     return parser
 
@@ -454,26 +352,15 @@ def make_parser(program: str, doc: str | None) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace, kind: type[Agent] = Agent) -> None:
     """Evaluates as the flags say, with an agent of this kind."""
     use_threads(choose_threads())  # before torch
-    text = read_instruction(args.instruction) if args.instruction else ""
-    found, task = configure(args.what, kind, {"engine": "auto"} | read_player_flags(args))
-    sets = collect_questions(task, args.data, args.n, args.seed)
-    parts = [found.name]
-    parts += [] if kind is Agent else [kind.__name__]
-    parts += [] if args.data == ["test"] else sets
-    out = Path(args.out or f"runs/evaluation/{'-'.join(parts)}")
-    for file in ("config.json", "summary.json"):
-        if (out / file).exists():
-            raise Fault(f"{out} has a {file} already: remove it, or choose another --out")
-    setting = {
-        "model": without_secrets(args.what),
-        **{key: getattr(args, key) for key in ("data", "n", "seed", "temperature")},
-        "agent": kind.__name__,
-        **{key: getattr(task.cfg, key) for key in PLAYED},
-        "commit": commit(),
-    }
-    with open_agent(found, task, kind, text, args.temperature, args.seed) as agent:
-        print(agent.where or f"task: {task.cfg.task}", flush=True)
-        show(evaluate(agent, sets, out, setting))
+    with kind(args.what, **read_player_flags(args)) as agent:
+        sets = collect_questions(agent.task, args.data, args.n, args.seed)
+        out = Path(args.out or f"runs/evaluation/{Path(without_secrets(args.what)).resolve().name}")
+        if (out / "summary.json").exists():
+            raise Fault(f"{out} has a summary.json already: remove it, or choose another --out")
+        played = {name: getattr(agent.task.cfg, name) for name in KNOBS}
+        setting = vars(args) | played | {"commit": commit()}
+        print(agent.start(), flush=True)
+        evaluate(agent, sets, out, setting)
     print(f"{out}: summary.json, results.jsonl")
 
 

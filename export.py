@@ -32,23 +32,14 @@ def export_checkpoint(
     import torch
 
     from models import lora
-    from models.model import (
-        empty,
-        export,
-        fill,
-        load_config,
-        load_model,
-        load_tokenizer,
-        named_weights,
-    )
+    from models import model as models
     from population import Population
     from run import Run, read_state, step_of
     from training.policy import load_tensors
 
     # which checkpoint, and where to
     cfg: Config = read_config(path)
-    run = Run(path)
-    chosen = choose_checkpoint(run, step, best)
+    chosen = choose_checkpoint(Run(path), step, best)
     out = out or path / chosen.name
     if out.exists():
         raise Fault(f"{out} exists already; remove it, or choose another with --out")
@@ -57,20 +48,20 @@ def export_checkpoint(
     P = Population(cfg)
     P.load_state_dict(read_state(chosen)["population"])
     I = P.best()
-    config, computed = load_config(cfg.model), getattr(torch, cfg.dtype)
-    model = empty(config, computed if cfg.lora_rank else torch.float32, "cpu")
+    config, computed = models.load_config(cfg.model), getattr(torch, cfg.dtype)
+    model = models.empty(config, computed if cfg.lora_rank else torch.float32, "cpu")
     if cfg.lora_rank:  # its checkpoints lack the weights that did not change
-        fill(model, load_model(cfg.model, cfg.longest))
+        models.fill(model, models.load_model(cfg.model, cfg.longest))
         lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
     stored = {}
-    for name, tensor in named_weights(model):
+    for name, tensor in models.named_weights(model):
         if not cfg.lora_rank or lora.is_adapter(name):
             stored[f"model.{name}"] = tensor.detach()
     load_tensors(stored, chosen, alone=True)
 
     # what is written
     with new_directory(out) as new:
-        export(config, model, load_tokenizer(cfg.model), new, computed)
+        models.export(config, model, models.load_tokenizer(cfg.model), new, computed)
         write_file(new / "I_star.txt", I.text + "\n")
     return out, step_of(chosen), I.id
 
@@ -80,18 +71,12 @@ def choose_checkpoint(run: Any, step: int | None, best: bool) -> Path:
     from run import step_of
 
     steps = {step_of(path): path for path in run.checkpoints()}
-    if best:
-        chosen, such = (
-            run.best(),
-            " that was evaluated on --valid (--eval_every N evaluates in training)",
-        )
-    elif step is not None:
-        chosen, such = steps.get(step), f" of step {step}"
-    else:
-        chosen, such = steps.get(max(steps, default=0)), ""
+    chosen = run.best() if best else steps.get(max(steps, default=0) if step is None else step)
     if not chosen:
         there = ", ".join(map(str, steps)) or "none"
-        raise Fault(f"{run.path} has no checkpoint{such}; it has: {there}")
+        raise Fault(
+            f"{run.path} has no such checkpoint; it has: {there} (--eval_every N finds the best on --valid)"
+        )
     return chosen
 
 

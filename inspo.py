@@ -16,7 +16,6 @@ import difflib
 import importlib
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -49,7 +48,7 @@ from tasks.task import (
 )
 
 PAGE = "extras.page"  # a guest, asked for where a run ends
-Trial = tuple[int | None, str]  # an instruction's id (None: it is not in P) and its text
+
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from grpo import Learner
@@ -154,8 +153,7 @@ class Evolution:
         n = cfg.N_P - cfg.N_parent  # CHOICE-24
         self.t = t
         self.used = {fold_words(I.text) for I in P_parent}
-        # of places that stay empty, if all rounds are played
-        reason = "too few revisions verified" if cfg.gate else "too few well-formed revisions"
+        reason = ""  # of places that stay empty, if not all rounds are played
         for round in range(cfg.rounds):  # Alg.1 L18 CHOICE-6
             room = cfg.N_P - len(P_parent) - len(P_new)
             if not room:
@@ -167,11 +165,8 @@ class Evolution:
             I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
             tau_fail = B.failures(rng, cfg.failures, I_parent.id)
             D_B = [self.D[id] for id in B.questions(rng, cfg.D_B, tau_fail)]
-            if not tau_fail:
-                reason = "no failure to learn from"
-                break
-            if cfg.D_B and not D_B:
-                reason = "no question left to verify on"
+            if not tau_fail or (cfg.D_B and not D_B):
+                reason = "no failure to learn from, or no question left to verify on"
                 break
 
             # revisions of the parent, of which the best join
@@ -187,7 +182,7 @@ class Evolution:
                 self.log.add_verification(t, round, D_B, tested, joining)
 
         P.replace_by(P_parent, P_new, t)  # Alg.1 L23
-        self.log.add_event(t, "evolve", P, reason if len(P) < cfg.N_P else "")
+        self.log.add_event(t, "evolve", P, reason)
 
     def propose(self, I_parent: Instruction, tau_fail: list[Experience], n: int) -> list[str]:
         """Returns at most `n` well-formed revisions of a parent by the optimizer, and adds them to
@@ -212,7 +207,9 @@ class Evolution:
         """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that
         shows these golds."""
         call = self.optimizer.ask(prompt)
-        self.note(I_parent, call=vars(call))  # before it is read, since it was billed
+        row: dict[str, Any] = dict(t=self.t, round=self.round, parent=I_parent.id)
+        # before it is read, since it was billed
+        self.log.run.append("reflections", row | {"call": vars(call)})
         accepted, rejected = read_candidates(
             call.reply,
             I_parent.text,
@@ -222,22 +219,18 @@ class Evolution:
             n,
             unfit=self.task.make_format().find_unfit,
         )
-        self.note(I_parent, accepted=list(accepted), rejected=rejected)
-        return list(accepted.values())
-
-    def note(self, I_parent: Instruction, **columns: Any) -> None:
-        """Writes down a `call` to the optimizer; or which blocks of its reply are `accepted`, by
-        their place in it, and why the others are `rejected`."""
-        row = dict(t=self.t, round=self.round, parent=I_parent.id, **columns)
+        # by their place in the reply
+        row |= {"accepted": list(accepted), "rejected": rejected}
         self.log.run.append("reflections", row)
+        return list(accepted.values())
 
     def verify(
         self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
     ) -> list[Candidate]:
         """Returns the revisions, the highest mean reward on D_B first, each with its parent's
         rewards on the same questions."""
-        trials: list[Trial] = [(I_parent.id, I_parent.text)]
-        trials += [(None, text) for text in I_new]
+        # an instruction's id (None: it is not in P) and its text
+        trials = [(I_parent.id, I_parent.text), *((None, text) for text in I_new)]
         taus = self.play(policy, f"verify {self.round}", trials, D_B)
         n = len(D_B)
         self.log.keep_verification(self.t, self.round, I_parent.id, taus, n)
@@ -252,7 +245,7 @@ class Evolution:
         return sorted(tested, key=lambda c: -c.r)
 
     def play(
-        self, policy: Policy, purpose: str, trials: list[Trial], D_B: list[Question]
+        self, policy: Policy, purpose: str, trials: list[Any], D_B: list[Question]
     ) -> list[Trajectory]:
         """Plays and rewards D_B under the first instruction, then under the next, and so on."""
         jobs = list[Job]()
@@ -275,46 +268,30 @@ def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: 
         log.add_result("first policy, I_star", policy.evaluate(T, I_star, "test"))
 
 
-def describe_custom_parts(learner: Any, population: Any, evolution: Any, algorithm: Any) -> str:
-    """Returns a line about the parts of a run that are not the usual ones. Raises Fault for a class
+def describe_parts(learner: Any, population: Any, evolution: Any) -> str:
+    """Returns a line about the classes of a run that are not the usual ones. Raises Fault for one
     that is none of its kind, or overrides nothing."""
-    import grpo
+    from grpo import Learner
 
-    parts = learner, population, evolution
-    kinds = grpo.Learner, Population, Evolution
     told = []
-    for part, kind in zip(parts, kinds, strict=True):
+    for part, kind in ((learner, Learner), (population, Population), (evolution, Evolution)):
         if isinstance(part, type) and part is not kind:
-            if not issubclass(part, kind):
-                raise Fault(f"{kind.__name__.lower()}: {part} does not extend {kind.__name__}")
-            told += list_overrides(part, kind)
-    custom = [part for part in (*parts, algorithm) if part not in (None, *kinds, inspo)]
-    told += [
-        getattr(part, "__qualname__", str(part)) for part in custom if not isinstance(part, type)
-    ]
+            told.append(f"{part.__qualname__} ({', '.join(list_overrides(part, kind))})")
     return f"parts: {', '.join(told)}" if told else ""
 
 
 def list_overrides(part: type, kind: type) -> list[str]:
-    """Returns the classes that `part` adds to its `kind`, each with the methods that it overrides.
-    Raises Fault if that is none."""
-    known = [name for name in dir(kind) if not name.startswith("__") or name == "__init__"]
-    told, others = [], list[str]()
-    for owner in part.__mro__:
-        if owner in kind.__mro__:
-            continue
-        overridden = [name for name in vars(owner) if name in known]
-        if overridden:
-            told.append(f"{owner.__qualname__} ({', '.join(overridden)})")
-        others += [name for name in vars(owner) if not name.startswith("__")]
-    if told:
-        return told
-    for name in others:
-        for nearest in difflib.get_close_matches(name, known, 1, cutoff=0):
-            raise Fault(
-                f"{part.__qualname__}: {kind.__name__} has no {name}; the nearest is {nearest}"
-            )
-    raise Fault(f"{part.__qualname__} overrides no method of {kind.__name__} (docs/forks.md)")
+    """Returns the methods of its `kind` that a class overrides. Raises Fault if that is none."""
+    if not issubclass(part, kind):
+        raise Fault(f"{part.__qualname__} does not extend {kind.__name__}")
+    known = [*(name for name in dir(kind) if not name.startswith("__")), "__init__"]
+    changed = [name for name in known if getattr(part, name) is not getattr(kind, name)]
+    if not changed:
+        others = set(dir(part)) - set(dir(kind))
+        alike = [difflib.get_close_matches(name, known, 1, cutoff=0)[0] for name in others]
+        nearest = f"; the nearest is {alike[0]}" if alike else ""
+        raise Fault(f"{part.__qualname__} overrides no method of {kind.__name__}{nearest}")
+    return changed
 
 
 class Result(NamedTuple):
@@ -349,34 +326,30 @@ def train(
     population: Callable[[Any], Population] = Population,
     evolution: type[Evolution] = Evolution,
     algorithm: Callable[..., tuple[Policy, Instruction]] = inspo,
-    *,
-    listening: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     **settings: Any,
 ) -> Result | None:
     """Trains as the settings say, named as the flags are, or a whole `cfg` (docs/python.md). Raises
     Fault.
 
     `task`, among them, may be a class or an object. `algorithm` runs on rank 0; on the others None
-    is returned. A program passes `stop.listening`, so that signals stop it; a caller's process keeps
-    its handlers.
+    is returned. Signals stop the run where the caller has entered `stop.listening`.
     """
     began = time.perf_counter()
-    cfg, task = prepare(cfg, settings)
-    # in a thread: an interrupt would leave half of torch imported, and no later call could train
-    with ThreadPoolExecutor(1) as importer:
-        importer.submit(importlib.import_module, "training.policy").result()
-    from log import Log
-    from run import Checkpoints, open_run
-    from training.policy import Policy, choose_for_machine, follow
+    with stop.may_stop():
+        cfg, task = prepare(cfg, settings)
+        # here: torch takes seconds to import
+        from log import Log
+        from run import Checkpoints, open_run
+        from training.policy import Policy, choose_for_machine, follow
 
-    # `fitted`: cfg with what this machine decides, such as the engine
-    cfg, fitted, ranks = choose_for_machine(cfg, task)
-    with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
+        # `fitted`: cfg with what this machine decides, such as the engine
+        cfg, fitted, ranks = choose_for_machine(cfg, task)
+    with ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:
             follow(ranks, task, learner)
             return None
         with stop.may_stop():
-            told = describe_custom_parts(learner, population, evolution, algorithm)
+            told = describe_parts(learner, population, evolution)
             run = stack.enter_context(open_run(cfg))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
@@ -401,8 +374,8 @@ def main(
 ) -> None:
     """Trains by the flags of `kind`, with these `parts` of `train` and `changes` in every
     preset."""
-    with one_line():
-        result = train(parse_flags(argv, kind, **changes), *parts, listening=stop.listening)
+    with one_line(), stop.listening():
+        result = train(parse_flags(argv, kind, **changes), *parts)
         if result:
             show_page(result.path)
 

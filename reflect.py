@@ -242,7 +242,7 @@ def gives_away(candidate: str, gold: str) -> bool:
     """Returns whether a candidate gives an answer away.
 
     A name of several words does so anywhere. One word, or a phrase in lower case, is in any prompt
-    (the paper's have "Evidence", and "Munich" as an illustration): it does where it is the answer,
+    (the paper's have "Evidence", and "Munich" as an illustration): it does so only as the answer,
     between the tags or in a sentence.
     """
     if not _mentions(candidate, gold):

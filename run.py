@@ -39,7 +39,7 @@ from training.policy import Policy, reason
 LOGS = ("metrics", "population", "reflections")  # .jsonl
 # What a resumed run may change: where and how fast it computes, not what.
 CHANGEABLE = {
-    "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "engine", "vllm", "vllm_memory",
+    "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "engine", "vllm_memory",
     "recompute", "patience", "micro_tokens", "gather", "fused_layers",
     "threads",  # but with another number sums may be rounded differently
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -76,8 +77,8 @@ class Batch:
 
     @cached_property
     def acted(self) -> Ints:
-        """Tokens of each turn; where turns are not recorded, all tokens are one turn."""
-        return self.turns([tau.turn_tokens or [sum(tau.mask)] for tau in self.taus])
+        """Tokens of each turn."""
+        return self.turns([turn_lengths(tau) for tau in self.taus])
 
     @cached_property
     def called(self) -> Ints:
@@ -145,10 +146,11 @@ class Batch:
     @cached_property
     def A(self) -> Array:
         """A-hat, as `set_advantages` has left it in the trajectories."""
-        if not any(tau.credit for tau in self.taus):
+        credit: list[Any] = [vars(tau).get("credit") for tau in self.taus]
+        if not any(credit):
             return self.advantage[self.tau]
         return np.concatenate(
-            [np.repeat(tau.credit, tau.turn_tokens or [sum(tau.mask)]) for tau in self.taus]
+            [np.repeat(row, turn_lengths(tau)) for row, tau in zip(credit, self.taus, strict=True)]
         )
 
     @property
@@ -178,6 +180,11 @@ class Batch:
         instruction's words. That belongs in the weights of Eq. 6.
         """
         return A - self.mean(A, self.instruction)
+
+
+def turn_lengths(tau: Trajectory) -> list[int]:
+    """Returns how many tokens each turn sampled."""
+    return [sum(run) for sampled, run in groupby(tau.mask) if sampled]
 
 
 def numbers(keys: Iterable[Hashable]) -> Ints:

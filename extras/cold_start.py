@@ -15,14 +15,15 @@ if not __package__:
 import dataclasses
 import os
 import re
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from pydantic.dataclasses import dataclass
+
 import inspo
-from config import STATIC, RolloutKnobs, knob, parse_flags
+from config import STATIC, RolloutKnobs, parse_flags
 from extras.table1 import SupervisedConfig
 from plumbing import stop
 from plumbing.chat import turn_ends
@@ -41,7 +42,8 @@ if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
 class ColdStartConfig(SupervisedConfig):
     """the cold start (docs/cold_start.md)"""
 
-    demos: str = knob("", "demonstrations to learn, .jsonl: a conversation a line")
+    demos: str = ""
+    """demonstrations to learn, .jsonl: a conversation a line"""
 
     def find_fault(self) -> str:
         return "" if self.demos else "--demos is missing: give a .jsonl of conversations"
@@ -201,12 +203,12 @@ def main(argv: list[str] | None = None) -> None:
     from models.model import load_tokenizer
 
     demos: dict[int, Trajectory] = {}
-    with one_line():
+    with one_line(), stop.listening():
         # before anything large is loaded
         if os.environ.get("RANK", "0") == "0":
             task = load_task(cfg)
             demos = read_demonstrations(cfg, task, load_tokenizer(cfg.model))
-        inspo.train(cfg, Demonstrated, algorithm=partial(learn, demos), listening=stop.listening)
+        inspo.train(cfg, Demonstrated, algorithm=partial(learn, demos))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from config import Config, read_config
-from evaluate import KNOBS, add_player_flags, load_agent, read_player_flags
+from config import Config, check_settings, read_config
+from evaluate import KNOBS, Agent, add_player_flags, read_player_flags
 from extras.bench.harness import parser_of
 from extras.cold_start import conversation, cut_at_stop
 from extras.engines.chat import Words
@@ -33,7 +33,7 @@ from plumbing.outside import escape_markup, match_markup
 from plumbing.trust import check_origin
 from tasks import Question, Task
 from tasks.search_qa import read_json_lines
-from tasks.task import load_task, read_instruction, rng_of, take_subset
+from tasks.task import load_task, rng_of, take_subset
 
 CHUNK = 64  # questions that are played together
 OWN = (*KNOBS, "train")  # settings that may be given anew
@@ -82,7 +82,7 @@ def read(run: Path, settings: Row) -> Iterator[Played]:
     """Yields a run's training rollouts, the latest first."""
     cfg: Config = read_config(run)
     check_origin(run, {name: getattr(cfg, name) for name in OWN}, settings)
-    task = load_task(dataclasses.replace(cfg, **settings))
+    task = load_task(dataclasses.replace(cfg, **check_settings(Config, settings)))
     questions = {q.id: q for q in task.questions("train")}
     texts = {
         I["id"]: I["text"] for event in read_jsonl(run / "population.jsonl") for I in event["P"]
@@ -96,11 +96,8 @@ def read(run: Path, settings: Row) -> Iterator[Played]:
 def play(args: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[Played]:
     """Yields what WHAT plays of the training questions, without those that are `done` under its
     instruction."""
-    text = read_instruction(args.instruction) if args.instruction else ""
-    settings: Row = {"engine": "auto"} | read_player_flags(args, OWN)
-    how = {"instruction": text, "temperature": args.temperature, "seed": args.seed}
-    with load_agent(args.what, **how, **settings) as agent:
-        print(agent.where or f"task: {agent.task.cfg.task}", flush=True)
+    with Agent(args.what, **read_player_flags(args, OWN)) as agent:
+        print(agent.start(), flush=True)
         task, instruction = agent.task, agent.instruction
         every = take_subset(task.questions("train"), args.n, args.seed)
         left = [q for q in every if (instruction, q.id) not in done]
@@ -127,7 +124,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--n", type=int, default=0, help="questions to play, a fixed sample by --seed; 0: all"
     )
-    parser.add_argument("--instruction", default="", help="file (I_star, else the task's first)")
     add_player_flags(parser, OWN)
     args = parser.parse_args(argv)
     with one_line("extras/collect.py"), stop.listening(), stop.may_stop():

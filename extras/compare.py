@@ -207,7 +207,7 @@ def compare(directories: Sequence[str]) -> str:
                 f"{first.name} and {other.name} differ in metric, questions or gold answers: evaluate both with the"
                 " same --data, --n and --seed"
             )
-        for name in first.setting.keys() - {"data", "model"}:
+        for name in first.setting.keys() - {"what", "data", "out", "instruction"}:
             if first.setting[name] != other.setting.get(name):
                 unlike[name] = (
                     f"{name} {first.setting[name]!s:.60}, not {other.setting.get(name)!s:.60}"

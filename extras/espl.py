@@ -12,14 +12,15 @@ if not __package__:
     import root  # noqa: F401
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import trueskill
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 import inspo
-from config import Config, knob
+from config import Config, Natural
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
 from inspo import Evolution
 from plumbing.faults import OptimizerDown
@@ -81,19 +82,16 @@ Put the new instruction into <ins_1>...</ins_1>."""
 class ESPLConfig(ObjectiveConfig):
     """E-SPL (docs/selection.md)"""
 
-    mode: str = knob("espl", "espl", of=("espl",), more=True)
-    rivals: int = knob(
-        3,
-        "programs that play the same problems: the newest and some of the latest; 0: all",
-        least=0,
-    )
-    crossover: float = knob(0.0, "probability of a child of two parents in a step")
+    mode: Literal["espl"] = "espl"  # type: ignore[assignment]
+    """espl"""
+    rivals: Natural = 3
+    """programs that play the same problems: the newest and some of the latest; 0: all"""
+    crossover: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """probability of a child of two parents in a step"""
 
     def find_fault(self) -> str:
         if self.rivals == 1:
             return "--rivals 1: one program alone has no rival; give 2 or more, or 0 for all"
-        if not 0 <= self.crossover <= 1:
-            return f"--crossover {self.crossover}: a probability, from 0 to 1"
         return check_buffer(self, "E-SPL")
 
 

@@ -446,6 +446,8 @@ def smaller(cfg: Config) -> Iterator[Config]:
 
 def main(argv: list[str] | None = None) -> None:
     *flags, cards = (sys.argv[1:] if argv is None else argv) or ["?"]
+    if cards == "--help":
+        parse_flags([cards])
     gpus, card, memory = read_cards(cards)
     cfg = parse_flags(flags)
     place = Place(shapes(cfg.model), "torch" if cfg.engine == "torch" else "vllm", gpus, memory)

@@ -9,10 +9,11 @@ started with.
 
 if not __package__:
     import root  # noqa: F401
-from dataclasses import dataclass
 from typing import Any
 
-from config import Config, knob, parse_flags
+from pydantic.dataclasses import dataclass
+
+from config import Config, parse_flags
 from inspo import list_overrides, train
 from plumbing import stop
 from plumbing.faults import Fault, one_line
@@ -23,7 +24,8 @@ from tasks.task import import_named
 class ForkConfig(Config):
     """parts of yours"""
 
-    parts: str = knob("", "the classes, comma-separated: module:Class,...")
+    parts: str = ""
+    """the classes, comma-separated: module:Class,..."""
 
 
 def load_parts(cfg: ForkConfig) -> dict[str, Any]:
@@ -36,13 +38,17 @@ def load_parts(cfg: ForkConfig) -> dict[str, Any]:
             raise Fault(f"--parts {spec}: extends neither Learner nor Population nor Evolution")
         list_overrides(part, bases[-1])
         kinds[bases[-1].__name__].append(part)
-    return {name.lower(): type(name, tuple(some), {}) for name, some in kinds.items() if some}
+    return {
+        name.lower(): type("+".join(part.__name__ for part in some), tuple(some), {})
+        for name, some in kinds.items()
+        if some
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
-    with one_line():
+    with one_line(), stop.listening():
         cfg = parse_flags(argv, ForkConfig)
-        train(cfg, **load_parts(cfg), listening=stop.listening)
+        train(cfg, **load_parts(cfg))
 
 
 if __name__ == "__main__":

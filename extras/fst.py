@@ -11,17 +11,15 @@ docs/selection.md lists what is restated and what deviates.
 if not __package__:
     import root  # noqa: F401
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic.dataclasses import dataclass
 
 import inspo
-from config import knob
 from extras.espl import NEVER, FromOne, check_buffer
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
-from inspo import Trial
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Population, ReplayBuffer
 from reflect import PROMPT_BUDGET, fold_words, format_examples
@@ -49,7 +47,8 @@ Put the new instruction into <ins_1>...</ins_1>."""
 
 @dataclass(frozen=True)
 class FSTConfig(ObjectiveConfig):
-    mode: str = knob("fst", "fst", of=("fst",), more=True)
+    mode: Literal["fst"] = "fst"  # type: ignore[assignment]
+    """fst"""
 
     def find_fault(self) -> str:
         if self.D_B < 1:
@@ -101,7 +100,7 @@ class GEPA(FromOne):
         # what the optimizer may see: no question on which prompts are chosen
         shown = ReplayBuffer(cfg.buffer)
         shown.items = [e for e in self.B.items if e.question not in {q.id for q in D_B}]
-        prompts: list[Trial] = [(I.id, I.text) for I in P.active]
+        prompts: list[Any] = [(I.id, I.text) for I in P.active]
         self.t, self.used = t, {fold_words(text) for _, text in prompts}
         r = self.rewards_on(policy, "verify front", prompts, D_B)  # (prompts, questions)
         wins, passed, shortfall = instance_wins(r), list[tuple[str, int]](), "none wins"
@@ -126,7 +125,7 @@ class GEPA(FromOne):
                 self.log.add_verification(t, round, batch, [c], [c] if better else [])
                 passed += [(c.text, I_parent.id)] * better
         if passed:
-            new: list[Trial] = [(None, text) for text, _ in passed]
+            new: list[Any] = [(None, text) for text, _ in passed]
             r = np.concatenate([r, self.rewards_on(policy, "verify passed", new, D_B)])
         wins, means = instance_wins(r), r.mean(1)
         order = sorted(range(len(r)), key=lambda k: (-wins[k], -means[k]))[: cfg.N_P]
@@ -144,7 +143,7 @@ class GEPA(FromOne):
         self.log.add_event(t, "evolve", P, outcome)
 
     def rewards_on(
-        self, policy: Policy, purpose: str, prompts: list[Trial], D_B: list[Question]
+        self, policy: Policy, purpose: str, prompts: list[Any], D_B: list[Question]
     ) -> Array:
         """Plays D_B under each prompt, its id and its text; returns the rewards (prompts,
         questions)."""

@@ -44,7 +44,7 @@ def convert(out: Path, files: dict[str, Sequence[str]]) -> Counter[str]:
             rows[name] += 1
 
         for name, file in [(name, file) for name, some in files.items() for file in some]:
-            for _, row in read_parquet(fetch_file(file), COLUMNS):
+            for row in read_parquet(fetch_file(file), COLUMNS):
                 question = {"id": row["id"], "question": row["question"]}
                 write(name, **question, golden_answers=[row["answer"]], data_source="hotpotqa")
                 context = row["context"]

@@ -15,25 +15,24 @@ if not __package__:
     import root  # noqa: F401
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from pydantic.dataclasses import dataclass
 
 import inspo
-from config import Config, knob
+from config import Config
 from extras import variants as v
-from extras.batch import Array, Batch, Mask
+from extras.batch import Array, Batch, Mask, turn_lengths
 from grpo import Learner, Terms
 from kernels import clipped_surrogate
 from plumbing.files import Row
 from tasks import Trajectory
 
 
-@dataclass(frozen=True)
-class Objective:
+class Objective(NamedTuple):
     """The stages of an objective; the defaults are the paper's (Eq. 2 and 3)."""
 
     reward: Callable[[Batch], Array] = lambda b: b.reward  # (n,)
@@ -90,9 +89,12 @@ OBJECTIVES = {
 class ObjectiveConfig(Config):
     """the objective (docs/objectives.md)"""
 
-    objective: str = knob("grpo", "its name; grpo is the paper's Eq. 2 and 3", of=tuple(OBJECTIVES))
+    objective: str = "grpo"
+    """its name; grpo is the paper's Eq. 2 and 3"""
 
     def find_fault(self) -> str:
+        if self.objective not in OBJECTIVES:
+            return f"--objective {self.objective}: choose {', '.join(OBJECTIVES)}"
         if OBJECTIVES[self.objective].clip is not None and self.eps != ObjectiveConfig.eps:
             return f"--eps {self.eps}: --objective {self.objective} has its own; leave it out"
         if self.objective == "consistent" and getattr(self, "groups", "") != "question":
@@ -115,13 +117,14 @@ class ObjectiveLearner(Learner):
         return (self.cfg.max_turns + 1) * self.cfg.max_response
 
     def set_advantages(self, taus: Sequence[Trajectory]) -> None:
-        """Sets `advantage`, and `credit` where turns differ; rewards stay as they are."""
+        """Sets `advantage`, and an attribute `credit` where turns differ; rewards stay as they are."""
         o, b = OBJECTIVES[self.cfg.objective], Batch(taus, self.limit, self.remembered)
         b.reward = o.reward(b)
         A = o.advantage(b)
         credit = o.credit(b, A).tolist() if o.credit else [[]] * b.n
         for tau, a, row in zip(taus, A.tolist(), credit, strict=True):
-            tau.advantage, tau.credit = a, row[: len(tau.turn_tokens or [1])]
+            tau.advantage = a
+            vars(tau)["credit"] = row[: len(turn_lengths(tau))]
 
     def update(self, t: int, minibatches: list[list[Trajectory]]) -> Row:
         self.whole_step = [tau for minibatch in minibatches for tau in minibatch]

@@ -12,16 +12,16 @@ if not __package__:
     import root  # noqa: F401
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
 import numpy as np
+from pydantic.dataclasses import dataclass
 
 # quantiles of Student's t; scipy.stats is slow to import
 from scipy.special import stdtrit
 
 import inspo
-from config import knob
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
 from population import Candidate, Population
 from tasks import Job, Question
@@ -34,14 +34,11 @@ SURE, TOLERANCE = 0.8, 0.01
 class SelectionConfig(ObjectiveConfig):
     """choosing instructions (docs/selection.md)"""
 
-    lower_bound: bool = knob(
-        False, "who joins is at most .01 below its parent, with 80 % confidence"
-    )
-    groups: str = knob(
-        "pair",
-        "Eq. 3 compares trajectories of, pair: one instruction and question; question: one question under any",
-        of=("pair", "question"),
-    )
+    lower_bound: bool = False
+    """who joins is at most .01 below its parent, with 80 % confidence"""
+    groups: Literal["pair", "question"] = "pair"
+    """Eq. 3 compares trajectories of, pair: one instruction and question; question: one
+    question under any"""
 
     def find_fault(self) -> str:
         if self.lower_bound and self.mode == "static":

@@ -19,17 +19,19 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from config import STATIC, Config, knob, parse_flags
+from pydantic.dataclasses import dataclass
+
+from config import STATIC, Config, parse_flags
 from engines import FinishedTurn
-from evaluate import Agent, find_subject, make_parser, run
+from evaluate import Agent, find_model, make_parser, run
 from extras.bench.harness import play_turns
 from extras.prompts import Prompt, wording
 from plumbing import stop
 from plumbing.chat import apply_template
 from plumbing.faults import Fault, one_line
-from tasks import Question, Task, Trajectory, Turn
+from tasks import Question, Trajectory, Turn
 from tasks.search_qa import SearchQA
 from tasks.tools import encode, find_answer
 
@@ -43,8 +45,8 @@ class Player(Agent):
     """An agent with what the methods need: their prompts, single turns, searches by the method
     instead of the policy."""
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    def __init__(self, *args: Any, **how: Any):
+        super().__init__(*args, **how)
         if not isinstance(self.task, SearchQA):
             raise Fault(f"--method {type(self).__name__}: it plays search QA alone")
         self.cfg, self.search = self.task.cfg, self.task.search
@@ -137,8 +139,7 @@ class RAG(Player):
     3, where it has 5.
     """
 
-    @classmethod
-    def stop_strings(cls, task: Task) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         return ("</answer>",)
 
     def play(self, questions: Sequence[Question]) -> list[Trajectory]:
@@ -166,9 +167,8 @@ class IRCoT(Player):
     thoughts are the answer, as there.
     """
 
-    @classmethod
-    def stop_strings(cls, task: Task) -> tuple[str, ...]:
-        return wording(task.cfg.model).sentence_ends
+    def stop_strings(self) -> tuple[str, ...]:
+        return self.words.sentence_ends
 
     def play(self, questions: Sequence[Question]) -> list[Trajectory]:
         taus, thoughts = begin(questions), dict.fromkeys(range(len(questions)), "")
@@ -213,9 +213,8 @@ class SearchO1(Player):
     turn, and prompts of our own.
     """
 
-    @classmethod
-    def stop_strings(cls, task: Task) -> tuple[str, ...]:
-        return (wording(task.cfg.model).query[1], "</answer>")
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.words.query[1], "</answer>")
 
     def play(self, questions: Sequence[Question]) -> list[Trajectory]:
         taus = begin(questions)
@@ -298,11 +297,12 @@ def infer_method(cfg: Config) -> str:
 # ---- training
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class SupervisedConfig(Config):
     """supervised fine-tuning"""
 
-    mode: str = knob("supervised", "supervised", of=("supervised",), more=True)
+    mode: Literal["supervised"] = "supervised"  # type: ignore[assignment]
+    """supervised"""
 
     def __post_init__(self) -> None:
         """A step is one mini-batch without a KL, whatever a preset says."""
@@ -347,8 +347,8 @@ def train(argv: list[str]) -> None:
         from extras.supervised import Demonstrated, supervised
 
         parts = {"learner": Demonstrated, "algorithm": supervised}
-    with one_line():
-        inspo.train(cfg, **parts, listening=stop.listening)
+    with one_line(), stop.listening():
+        inspo.train(cfg, **parts)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -359,7 +359,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--method", choices=METHODS, help="default: as the run was trained")
     args = parser.parse_args(argv)
     with one_line("extras/table1.py"), stop.listening(), stop.may_stop():
-        run(args, METHODS[args.method or infer_method(find_subject(args.what).cfg)])
+        run(args, METHODS[args.method or infer_method(find_model(args.what)[0])])
 
 
 if __name__ == "__main__":

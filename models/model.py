@@ -100,7 +100,7 @@ def load_model(path: str, longest: int = 0) -> Any:
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register("packed", packed_attention)
-    config = load_config(path)
+    config = load_config(path, longest)
     with loading(path, "causal LM"):
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path,
@@ -188,7 +188,6 @@ def load_policy(path: str, longest: int = 0) -> tuple[Any, Any]:
     """Returns (model, tokenizer), the whole model on the CPU, for sequences of `longest` tokens at
     most."""
     tokenizer = load_tokenizer(path)
-    load_config(path, longest)
     return load_model(path, longest), tokenizer
 
 

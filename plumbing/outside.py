@@ -117,7 +117,7 @@ def contents_of(row: Any) -> str:
         contents = row["contents"]
     else:
         title = (row["title"] if "title" in row else "") or ""
-        contents = f'"{title}"\n{row["text"]}'
+        contents = '"' + title + '"\n' + row["text"]
     if not isinstance(contents, str):
         raise TypeError("its contents are not text")
     return contents

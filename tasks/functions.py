@@ -1,10 +1,9 @@
 """Python functions as tools: `--tools module:function`.
 
-Any function with types and a docstring will do, `async` or not. Its schema comes from both, as
-transformers reads them for chat templates (`get_json_schema`: Google's format, an `Args:` section);
-the fields of classes come from pydantic, which also checks arguments and turns results into JSON.
-The policy writes the arguments as a JSON object, or as bare text where the function has one
-argument and that is text.
+Any function with types and a docstring will do, `async` or not. transformers makes its schema of
+both (`get_json_schema`, as of tools in chat templates: Google's format, an `Args:` section without
+types); pydantic checks arguments and turns results into JSON. The policy writes the arguments as a
+JSON object, or as bare text where the function has one argument and that is text.
 """
 
 import asyncio
@@ -14,13 +13,12 @@ import json
 import re
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from traceback import TracebackException
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic takes no older ones
 
 from plumbing.faults import Fault, first_line
@@ -29,7 +27,6 @@ from tasks.task import Trajectory
 from tasks.tools import WORDS, Failure, Tool
 
 Json = dict[str, Any]  # an object
-MAX_RESULT = 100_000  # characters of a result that are read and kept
 
 
 class Failed(Exception):
@@ -72,7 +69,9 @@ class SchemaTool(Tool):
 
     def write_result(self, result: Any) -> str:
         """Returns a result as the policy reads it: a text as it is, anything else as JSON."""
-        plain = TypeAdapter(Any).dump_python(result, mode="json", fallback=_make_plain)
+        # arrays and numbers of numpy and torch are no JSON
+        adapter = TypeAdapter(Any)
+        plain = adapter.dump_python(result, mode="json", fallback=lambda x: x.tolist())
         return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
 
     def explain(self, kind: str, why: str) -> str:
@@ -101,7 +100,7 @@ class SchemaTool(Tool):
                 if isinstance(reply, Fault):
                     result.set_exception(reply)
                 else:
-                    text = clean(str(reply)[:MAX_RESULT])
+                    text = clean(str(reply))
                     if reply is late and self.tau and not result.done():
                         self.tau.stop = "over"  # the call goes on, and another would meet it
                     result.set_result(Failure([text]) if isinstance(reply, Failed) else [text])
@@ -115,14 +114,10 @@ class SchemaTool(Tool):
         return result
 
     def _answer(self, argument: str) -> str | Fault | Failed:
-        # an object is no text: a query that is JSON itself
-        named = re.match(rf'{{\s*"{re.escape(self.bare)}"\s*:(?!\s*{{)', argument)
-        needed = argument or self.bare in self.schema["parameters"].get("required", ())
-        bare = self.bare and needed and not named
+        if self.bare and argument and not argument.startswith("{"):
+            argument = json.dumps({self.bare: argument})
         try:
-            arguments = self.read_arguments(
-                json.dumps({self.bare: argument}) if bare else argument or "{}"
-            )
+            arguments = self.read_arguments(argument or "{}")
         except Exception as e:  # the policy may write anything
             return f"wrong arguments of {self.name}: {e}"
         try:
@@ -145,14 +140,16 @@ class TypedFunction(SchemaTool):
     """
 
     def __init__(self, function: Callable[..., Any], where: str):
+        # here: it takes seconds, and few runs have such a tool
+        from transformers.utils import get_json_schema
+
         try:
+            schema = get_json_schema(function)["function"]
             self.function, self._arguments = function, _make_reader(function)
-            super().__init__(_describe(function, self._arguments))
-        except Exception as e:  # of pydantic, and what evaluating an annotation raises
-            raise Fault(
-                f"{where}: {first_line(e).rstrip('!.')}; a tool has JSON types and a docstring that"
-                " describes every argument under Args:"
-            ) from None
+        except Exception as e:  # of either, and what evaluating an annotation raises
+            raise Fault(f"{where}: {first_line(e)}") from None
+        schema.pop("return", None)
+        super().__init__(schema)
         for word in (*WORDS, "timeout"):
             setattr(self, word, getattr(function, word, getattr(self, word)))
 
@@ -168,59 +165,10 @@ class TypedFunction(SchemaTool):
         return self.function(**arguments)
 
 
-class _Schema(GenerateJsonSchema):
-    """JSON schemas as OpenAI's API and chat templates have them."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
-
-    def nullable_schema(self, schema: Any) -> Json:
-        return self.generate_inner(schema["schema"]) | {"nullable": True}
-
-
-def _describe(function: Callable[..., Any], reader: Any) -> Json:
-    """Returns a function's name, description and parameters. Raises TypeError where the docstring
-    leaves out what the policy must know."""
-    # here: it takes seconds, and few runs have such a tool
-    from transformers.utils.chat_template_utils import parse_google_format_docstring
-
-    parameters = reader.json_schema(schema_generator=_Schema, union_format="primitive_type_array")
-    for word in ("title", "additionalProperties"):
-        parameters.pop(word, None)
-    properties = parameters.setdefault("properties", {})
-    # transformers reads no types there: `city (str): ...`
-    typed = rf"^(\s*(?:{'|'.join(properties)}))\s*\(.*?\)\s*:"
-    text = re.sub(typed, r"\1:", inspect.getdoc(function) or "", flags=re.M)
-    about, described, _ = parse_google_format_docstring(text)
-    if not about:
-        raise TypeError("its docstring does not say what it does")
-    for name, p in properties.items():
-        text = described.get(name, p.get("description", ""))
-        if not text:
-            raise TypeError(f"its docstring has no description for the argument {name!r}")
-        p["description"] = text
-    return {"name": function.__name__, "description": about, "parameters": parameters}
-
-
-def _make_plain(value: Any) -> Any:
-    """Returns what JSON has words for, of a number or an array of numpy or torch, or of a range or a
-    view, wherever it lies."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return dict(value) if isinstance(value, Mapping) else list(value)
-
-
 def _make_reader(function: Callable[..., Any]) -> Any:
     """Returns pydantic's reader of a function's arguments: a dictionary of names that it has, each
-    of its type.
-
-    Raises an exception of pydantic's if a type has no schema.
-    """
+    of its type."""
     hints, types = get_type_hints(function, include_extras=True), {}
     for name, p in inspect.signature(function).parameters.items():
-        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
-            raise TypeError(f"its argument {name} has no name to call it by")
-        if name not in hints:
-            raise TypeError(f"its argument {name} has no type")
         types[name] = hints[name] if p.default is p.empty else NotRequired[hints[name]]
     return TypeAdapter(with_config(ConfigDict(extra="forbid"))(TypedDict("arguments", types)))  # type: ignore[operator]

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import string
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -20,14 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from config import PRESETS, Config
+from config import Config
 from plumbing.batches import Batches
 from plumbing.client import Client
 from plumbing.faults import Fault, Outage, ToolDown, first_line
 from plumbing.hub import fetch_file, find_on_disk
 from plumbing.outside import clean, contents_of, without_secrets
 from plumbing.stop import count_ranks
-from plumbing.words import SIGNS, compose, split_words
 from tasks.task import Question, Task, Trajectory, rng_of
 from tasks.tools import Calculator, Tool
 
@@ -35,44 +33,24 @@ from tasks.tools import Calculator, Tool
 
 # Without the metadata, which holds HotpotQA's passages: most of Search-R1's 356 MB.
 COLUMNS = "id question golden_answers data_source prompt reward_model extra_info".split()
-JSON_TEXT = re.compile(r'\s*"?(\[[\s\\n]*["{]|\{[\s\\n]*")')  # an answer may be [0, 1]
-# as Python, numpy and DuckDB print lists and sets; an answer may be {"a": 1}, too
-PRINTED = re.compile(r"\[.*,.*\]|(array\()?[\[(\s]+['\"].*[\])]|\{'[^:]*\}", re.S)
-PRINTED_MESSAGES = re.compile(r"\s*(array\()?[\[(]\s*\{\s*'")  # as Python prints them
-RULES = ("system", "developer")  # whose messages say how to answer
-ENDS = ("?", "？", "؟", ":", "：")  # of a question, or of a cue: "Answer:"
-OTHER_SCRIPTS = re.compile(f"[\u0530-\u1cff{SIGNS}]")
+JSON_TEXT = re.compile(r'\s*(\[\s*["{]|\{\s*")')  # an answer may be [0, 1]
 
 
 def load_questions(path: str | Path, rows: bool = False) -> list[Question]:
     """Returns the questions of a .jsonl or .parquet file, or of one on the hub (§4); a Fault names
     file and row.
 
-    An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes
-    `{source}-{id}`. `rows`: the row of each, with all its columns, is its `data`, and it needs no
-    gold answer.
+    An id that occurs twice (`train_0` of NQ and of HotpotQA in one file) becomes `{source}-{id}`.
+    `rows`: the row of each, with all its columns, is its `data`, and it needs no gold answer.
     """
-    questions, notes = [], Counter[str]()
+    questions = []
     for line, row in read_rows(path, None if rows else COLUMNS):
         try:
-            question = _read_question(row, line, rows, notes)
+            questions.append(_read_question(row, line, rows))
         except ValueError as e:
             raise Fault(f"{path}:{line}: {e}") from None
-        questions.append(replace(question, data=row) if rows else question)
-        if not question.golds:
-            notes["questions have no gold answer: they are measured by their reward"] += 1
-        if any(map(PRINTED.fullmatch, question.golds)):
-            notes["questions have a list as the text of one gold answer: write a JSON list"] += 1
-    for note, count in notes.items():
-        print(f"note: {path}: {count} {note}", flush=True)
     n = Counter(q.id for q in questions)
-    questions = [replace(q, id=f"{q.source}-{q.id}") if n[q.id] > 1 else q for q in questions]
-    [(id, most)] = Counter(q.id for q in questions).most_common(1)
-    if most > 1:
-        raise Fault(
-            f"{path}: {most} questions have the id {id!r}, source included; make the ids unique"
-        )
-    return questions
+    return [replace(q, id=f"{q.source}-{q.id}") if n[q.id] > 1 else q for q in questions]
 
 
 def read_rows(
@@ -83,18 +61,12 @@ def read_rows(
     file = fetch_file(str(path))
     if not file.is_file():
         raise Fault(f"{path}: no such file; check the path")
-    suffix = file.suffix.lower()
-    if suffix == ".jsonl":
-        rows: Iterator[tuple[int, Any]] = read_json_lines(file)
-    elif suffix == ".parquet":
-        rows = read_parquet(file, columns)
+    if file.suffix == ".jsonl":
+        yield from read_json_lines(file)
+    elif file.suffix == ".parquet":
+        yield from enumerate(read_parquet(file, columns), 1)
     else:
         raise Fault(f"{path}: neither .jsonl nor .parquet; write it as one of them")
-    line = 0
-    for line, row in rows:
-        yield line, row
-    if not line:
-        raise Fault(f"{path}: no question in it; give a file with at least one row")
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
@@ -106,88 +78,59 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
                 yield line, json.loads(raw)
             except ValueError as e:
                 raise Fault(
-                    f"{path}:{line}: invalid JSON ({getattr(e, 'msg', e)}); write one JSON object a line,"
-                    " in UTF-8"
+                    f"{path}:{line}: invalid JSON ({e}); write one JSON object a line, in UTF-8"
                 ) from None
 
 
-def read_parquet(
-    path: Path, columns: Collection[str] | None
-) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_parquet(path: Path, columns: Collection[str] | None) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet as pq  # here: few files are parquet
 
-    line = 0
     try:
         with pq.ParquetFile(path) as file:
-            fields = [f for f in file.schema_arrow if columns is None or f.name in columns]
-            names = [f.name for f in fields]
-            if len({*names}) < len(names):
-                raise ValueError("two columns have one name")
-            as_json = [f.name for f in fields if str(f.type) == "extension<arrow.json>"]
+            names = [name for name in file.schema_arrow.names if not columns or name in columns]
             for batch in file.iter_batches(10_000, columns=names):
-                for row in batch.to_pylist(maps_as_pydicts="strict"):
-                    for name in as_json:
-                        if row[name] is not None:
-                            row[name] = json.loads(row[name])
-                    line += 1
-                    yield line, row
-    # pyarrow's, text that is not UTF-8, a date beyond Python's, a key that is there twice
-    except (OSError, ValueError, OverflowError, KeyError) as e:
+                yield from batch.to_pylist()
+    except (OSError, ValueError) as e:  # pyarrow's, or text that is not UTF-8
         raise Fault(
             f"{path}: not a readable parquet file ({first_line(e)}); write it again"
         ) from None
 
 
-def _read_question(row: object, line: int, bare: bool, notes: Counter[str]) -> Question:
+def _read_question(row: object, line: int, keeps_row: bool) -> Question:
     """Returns the question in a row of either format; a ValueError says what is wrong and what to
-    do. `bare`: it may have no gold answer that can be read. `notes` counts what is worth one."""
+    do."""
     if not isinstance(row, dict):
         raise ValueError("not a JSON object; write one JSON object a line")
-    # whose it is, and what it asks
-    source = str(look_up(row, "data_source", default="data"))
-    id = str(
-        look_up(row, "id", default=look_up(row, "extra_info", "index", default=f"{source}-{line}"))
-    )
+    source = look_up(row, "data_source", default="data")
+    id = look_up(row, "id", default=look_up(row, "extra_info", "index", default=f"{source}-{line}"))
     text = look_up(row, "question")
-    from_prompt = text is None
-    if from_prompt:
-        text = _find_question(look_up(row, "prompt"), notes)
-    if not isinstance(text, str) or not text.strip():
+    asked = _find_question(unpacked(row.get("prompt"))) if text is None else text
+    if not isinstance(asked, str) or not asked.strip():
         raise ValueError(
-            "no question; fill `question`, or `prompt` with texts, the last one the user's"
+            "no question; fill `question`, or `prompt` with a text or messages of the system and the user"
         )
-
-    # the right answers, as texts
-    golds = list[str]()
-    try:
-        golds = _find_golds(row)
-    except ValueError:
-        if not bare:
-            raise
-
-    # as data
-    id, source, text, *golds = clean([id, source, text.strip(), *golds])
-    # as Search-R1 does; but a prompt may end with a statement
-    if not text.endswith(ENDS) and (text[-1:].isalnum() or not from_prompt):
-        text += "?"
-    return Question(id, text, tuple(golds), source)
+    golds = _find_golds(row)
+    if not golds and not keeps_row:
+        raise ValueError(
+            "no gold answer; fill `golden_answers` or `reward_model.ground_truth` with a text or a list of texts"
+        )
+    id, source, asked, *golds = clean([str(id), str(source), asked.strip(), *golds])
+    if text is not None and not asked.endswith(("?", "？", "؟")):
+        asked += "?"  # as Search-R1 does
+    return Question(id, asked, tuple(golds), source, row if keeps_row else None)
 
 
 def _find_golds(row: object) -> list[str]:
-    """Returns the gold answers of a row: Search-R1's, or verl's ground truth."""
-    truth = look_up(row, "reward_model", "ground_truth", default=())
+    """Returns the gold answers of a row, Search-R1's or verl's ground truth; none if they are no
+    texts."""
+    truth = look_up(row, "reward_model", "ground_truth")
     golds = look_up(row, "golden_answers", default=look_up(truth, "target", default=truth))
     if isinstance(golds, str):
         texts = unpacked(golds)
         golds = texts if isinstance(texts, list) and isinstance(texts[0], str) else [golds]
-    if not isinstance(golds, list | tuple) or not all(isinstance(gold, str) for gold in golds):
-        raise ValueError(
-            f"gold answers {golds!r:.80} are neither a text nor a list of texts; write them so"
-        )
-    golds = [gold.strip() for gold in golds if gold.strip()]
-    if not golds:
-        raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth`")
-    return golds
+    if not isinstance(golds, list) or not all(isinstance(gold, str) for gold in golds):
+        return []
+    return [gold.strip() for gold in golds if gold.strip()]
 
 
 def look_up(row: object, *keys: str, default: Any = None) -> Any:
@@ -204,43 +147,29 @@ def unpacked(value: object) -> Any:
     columns so."""
     if isinstance(value, str) and JSON_TEXT.match(value):
         with suppress(ValueError):
-            return unpacked(json.loads(value))  # it may be written twice
+            return json.loads(value)
     return value
 
 
-def _find_question(prompt: object, notes: Counter[str]) -> str | None:
-    """Returns what a prompt asks: its text, or all that its messages say; None if it is no text, or
-    the user does not speak last.
+def _find_question(prompt: Any) -> str | None:
+    """Returns what a prompt asks: a text, or messages of the system and the user; None if it is
+    neither.
 
     In the place of a template that says how to answer, as Search-R1's does, a run has its
     instruction: what is asked follows its last `Question:`.
     """
-    prompt = unpacked(prompt)
-    if isinstance(prompt, str) or not isinstance(prompt, Iterable):
-        prompt = [{"role": "user", "content": prompt}]
-    said, in_template = list[tuple[str, str]](), False
-    for message in prompt:
-        role, text = look_up(message, "role"), look_up(message, "content")
-        if isinstance(text, list):  # content parts
-            parts = [look_up(part, "text") for part in text]
-            text = "\n".join(parts) if all(isinstance(part, str) for part in parts) else None
-        if not isinstance(text, str) or PRINTED_MESSAGES.match(text):
+    rules = ""
+    match prompt:
+        case str(text) | [{"role": "user", "content": str(text)}]:
+            pass
+        case [{"role": "system", "content": str(rules)}, {"role": "user", "content": str(text)}]:
+            pass
+        case _:
             return None
-        before, _, asked = text.rpartition("Question:")
-        if role == "user" and (not before.strip() or "<answer>" in before):
-            text = asked
-        said.append((str(role), text.strip()))
-        in_template = in_template or "<answer>" in (text if role in RULES else before)
-    if not said or said[-1][0] != "user" or not said[-1][1]:
-        return None
-
-    if in_template and any(role in RULES for role, _ in said):
-        notes["questions have a system message, which the run's instruction replaces"] += 1
-        said = [(role, text) for role, text in said if role not in RULES]
-    # in a conversation, who says it
-    roles = {role for role, _ in said}.difference(RULES)
-    texts = [text if role in RULES or len(roles) == 1 else f"{role}: {text}" for role, text in said]
-    return "\n\n".join(filter(None, texts))
+    before, _, asked = text.rpartition("Question:")
+    if "<answer>" in rules + before:
+        return asked
+    return f"{rules}\n\n{text if before.strip() else asked.strip()}"
 
 
 # ---- the match of an answer
@@ -284,21 +213,14 @@ def holds_gold(passages: Iterable[str], golds: Iterable[str]) -> bool:
 
 
 def _tokens(text: str) -> list[str]:
-    """Returns the normalized text split at blanks, and into words where its script is not like
-    Latin."""
-    tokens = []
-    for token in normalize(compose(text)).split():
-        tokens += split_words(token) if OTHER_SCRIPTS.search(token) else [token]
-    return tokens
+    return normalize(text).split()
 
 
 # ---- the search
 
 # where retrieval_server.py and Search-R1's own listen unless told otherwise
 DEFAULT = "http://127.0.0.1:8000"
-DATA = Path("data")
-WIKI, INDEXES, E5 = "wiki-18.jsonl", ("e5_HNSW64.index", "e5_Flat.index"), "intfloat/e5-base-v2"
-MAX_PASSAGE = 100_000  # characters of a passage that are read and kept
+RETRIES = 6  # of a search, over a minute, before the run stops (resumable)
 
 
 class Search(Tool):
@@ -313,7 +235,7 @@ class Search(Tool):
     plural, result_tag = "searches", "information"
     description = "Searches a collection of passages and returns those that match the query best."
 
-    def __init__(self, url: str, topk: int, timeout: float = 30, retries: int = 5):
+    def __init__(self, url: str, topk: int, timeout: float = 30, retries: int = RETRIES):
         self.topk, self.timeout, self.retries = topk, timeout, retries
         self.connect(url)
         self._batches = Batches(self._retrieve, 256)
@@ -341,11 +263,10 @@ class Search(Tool):
             passages = {}
             for query, hits in zip(queries, answer["result"], strict=True):
                 best = [hit["document"] if "document" in hit else hit for hit in hits[: self.topk]]
-                passages[query] = [contents_of(document)[:MAX_PASSAGE] for document in best]
+                passages[query] = [contents_of(document) for document in best]
             return passages
 
         body = {"queries": queries, "topk": self.topk, "return_scores": True}
-        fault: Outage | None = None
         for _ in range(2):  # this run's own server may die while it is asked
             try:
                 self._restart()
@@ -359,8 +280,8 @@ def choose_source(cfg: Config) -> Config:
     """Returns `cfg` with what to search if it names neither --retriever nor --corpus; raises Fault
     if there is nothing.
 
-    That is the server on port 8000 of this machine, if one answers there, else Search-R1's corpus
-    and index in DATA. Nothing is searched that some node of a torchrun job cannot reach.
+    That is the server on port 8000 of this machine, if one answers there. Nothing is searched that
+    some node of a torchrun job cannot reach.
     """
     ranks = count_ranks()
     nodes = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
@@ -370,14 +291,12 @@ def choose_source(cfg: Config) -> Config:
         raise Fault(f"--corpus {cfg.corpus}: no such file; check the path")
     if cfg.corpus or cfg.retriever:
         return cfg
-    if not probe(DEFAULT, cfg.topk):
-        return replace(cfg, retriever=DEFAULT)
-    if find_index(str(DATA / WIKI)):
-        return replace(cfg, corpus=str(DATA / WIKI))
-    raise Fault(
-        f"nothing to search: give --corpus (passages) or --retriever (URL of a running server), start one at {DEFAULT},"
-        f" or put {WIKI} and {INDEXES[0]} into {DATA}/ (docs/retrieval.md says where they are)"
-    )
+    if probe(DEFAULT, cfg.topk):
+        raise Fault(
+            f"nothing to search: give --corpus (passages) or --retriever (URL of a running server), or start one at"
+            f" {DEFAULT} (docs/retrieval.md)"
+        )
+    return replace(cfg, retriever=DEFAULT)
 
 
 def probe(url: str, topk: int) -> BaseException | None:
@@ -385,65 +304,34 @@ def probe(url: str, topk: int) -> BaseException | None:
     return Search(url, topk, retries=0).submit("is anyone there").exception()
 
 
-def find_index(corpus: str) -> str:
-    """Returns the FAISS file of Search-R1's corpus, which is expected beside it; "" for any other
-    corpus."""
-    passages = Path(corpus)
-    if passages.name == WIKI and passages.is_file():
-        for name in INDEXES:
-            path = passages.with_name(name)
-            if path.is_file():
-                return str(path)
-    return ""
-
-
-def start_server(cfg: Config, serve: Callable[..., str]) -> tuple[str, Callable[[], object], str]:
-    """Returns the URL of --retriever, which answers, or of a server over --corpus; what restarts
-    that; and where a run searches, in words."""
+def start_server(cfg: Config, serve: Callable[..., str]) -> tuple[str, Callable[[], object]]:
+    """Returns the URL of --retriever, which answers, or of a BM25 server over --corpus; and what
+    restarts that."""
     if cfg.retriever:
         fault = probe(cfg.retriever, cfg.topk)
         if fault:
             raise Fault(
                 f"--retriever: {fault}; start it (at http://...), or serve --corpus with --retriever ''"
             )
-        return (
-            cfg.retriever,
-            lambda: None,
-            without_secrets(cfg.retriever),
-        )  # there is nothing to restart
-    argv = ["-m", "retrieval_server", "--corpus", cfg.corpus]
-    index = find_index(cfg.corpus)
-    if index:  # on the CPU: the GPUs are the policy's
-        argv += ["--index", index, "--encoder", E5, "--device", "cpu"]
-    # A slow core makes BM25 of 1 MB of passages a second (docs/LOG.md), and reads 10.
-    deadline = 60 + Path(cfg.corpus).stat().st_size / (1e7 if index else 1e6)
-    own = partial(serve, *argv, deadline=deadline)
-    url, how = own(), Path(index).name or "BM25"
-    return url, own, f"{url} ({how} over {cfg.corpus}, started by this run)"
+        return cfg.retriever, lambda: None  # there is nothing to restart
+    # a slow core makes BM25 of 1 MB of passages a second (docs/LOG.md)
+    deadline = 60 + Path(cfg.corpus).stat().st_size / 1e6
+    own = partial(serve, "-m", "retrieval_server", "--corpus", cfg.corpus, deadline=deadline)
+    return own(), own
 
 
 def try_search(search: Search, questions: Sequence[Question]) -> str:
-    """Returns how fast and how well the server answers some questions, in words; Fault if it finds
-    nothing at all."""
-    start, n = time.perf_counter(), len(questions)
+    """Returns how well the server answers some questions, in words; Fault if it finds nothing at
+    all."""
     futures = [search.submit(q.text) for q in questions]
     results = [future.result() for future in futures]
-    seconds = time.perf_counter() - start
     if not any(text.strip() for passages in results for text in passages):
         raise Fault(
-            f"{without_secrets(search.url)} found no passage for any of {n} questions: check its index, and that it"
-            " answers as Search-R1's server does"
+            f"{without_secrets(search.url)} found no passage for any of {len(questions)} questions: check its index,"
+            " and that it answers as Search-R1's server does"
         )
-    hits = 0
-    for passages, q in zip(results, questions, strict=True):
-        hits += holds_gold(passages, q.golds)
-    said = (
-        f"{n} questions took {seconds:.2f} s, 1,000 searches would take {1000 * seconds / n:,.1f} s;"
-        f" a gold answer was in the passages of {hits} of them"
-    )
-    if hits < n / 20:
-        said += ": nearly none; check that index, corpus and questions belong together"
-    return said
+    hits = sum(holds_gold(found, q.golds) for found, q in zip(results, questions, strict=True))
+    return f"a gold answer was in the passages of {hits} of {len(questions)} questions"
 
 
 # ---- the task
@@ -461,7 +349,6 @@ WITHOUT_SEARCH = (  # whatever other tools there are: every prompt describes tho
     "information. If you find no further external knowledge needed, you can directly provide the answer inside "
     "<answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>."
 )
-RETRIES = 6  # of a search, over a minute, before the run stops (resumable)
 
 
 class SearchQA(Task):
@@ -472,7 +359,7 @@ class SearchQA(Task):
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self.search = Search("", cfg.topk, retries=RETRIES)
+        self.search = Search("", cfg.topk)
         tools = {"search": self.search, "calculator": Calculator()}
         names = [] if cfg.tools == "none" else cfg.tools.split(",")
         if not set(names) <= set(tools) or (names and "search" not in names):
@@ -482,6 +369,7 @@ class SearchQA(Task):
         self.tools = [tools[name] for name in names]
         if not names:
             self.instruction = WITHOUT_SEARCH
+        self.takes_preset = self.instruction == SEARCH_R1
 
     def connect(self, address: str, restart: Callable[[], object] = lambda: None) -> None:
         """Searches at this URL."""
@@ -497,13 +385,16 @@ class SearchQA(Task):
     def start(self, serve: Callable[..., str]) -> str:
         if self.search not in self.tools:
             return super().start(serve) or "tools: none"
-        url, restart, where = start_server(self.cfg, serve)
+        url, restart = start_server(self.cfg, serve)
         self.connect(url, restart)
+        where = f"search: {without_secrets(url)}"
+        if not self.cfg.retriever:
+            where += f" (BM25 over {self.cfg.corpus}, started by this run)"
         # an evaluation needs none
         questions = self.questions("train")[:64] if find_on_disk(self.cfg.train) else []
         if questions:
             where += f"\n        {try_search(self.search, questions)}"
-        return f"search: {where}\n{super().start(serve)}".strip()
+        return f"{where}\n{super().start(serve)}".strip()
 
     def load(self, path: str) -> list[Question]:
         """Returns the questions of a file, one of the task's or of --data. Raises Fault."""
@@ -519,23 +410,11 @@ class SearchQA(Task):
             every = self.load(file)
         except Fault as e:
             raise Fault(f"--{flag} {e}") from None
-        if split == "valid" and cfg.valid and self._is_stray(cfg.valid):
-            print("note: --valid is the preset's, the training questions are not: it is not used")
-            return []
         if cfg.valid or split == "test":
             return every
         n = min(500, len(every) // 10)
         aside = set(rng_of(cfg.seed, 0, "valid").permutation(len(every))[:n].tolist())  # CHOICE-25
         return [q for k, q in enumerate(every) if (k in aside) == (split == "valid")]
-
-    def _is_stray(self, valid: str) -> bool:
-        """Whether a subclass has training questions of its own beside a preset's of `valid`."""
-        if type(self).questions is SearchQA.questions:  # they are those of --train
-            return False
-        if valid not in [preset.get("valid") for preset in PRESETS.values()]:
-            return False
-        theirs = {q.text for q in self.load(self.cfg.train)}
-        return theirs.isdisjoint(q.text for q in self.questions("train"))
 
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
         return [em(tau.prediction, tau.question.golds) for tau in taus]  # Eq.1

@@ -12,29 +12,26 @@ import importlib
 import math
 import os
 import sys
-import unicodedata
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from config import HERE, PRESETS, Config
 from plumbing.faults import Fault, first_line
 from plumbing.files import Row
-from plumbing.outside import JOINERS, printable, without_secrets
+from plumbing.outside import printable, without_secrets
 from plumbing.stop import leads, may_stop
 from tasks.tools import COLUMNS, WORDS, Failure, Function, Tags, Tool, check_words
 
-RECORDED = (
-    "instruction group stop reward failed advantage credit prediction invalid prompt_tokens response"
-).split()
+RECORDED = "instruction group stop reward failed advantage prediction invalid prompt_tokens response".split()
 
 
 @dataclass(frozen=True)
@@ -52,11 +49,10 @@ class Question:
     data: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        # in a table ids may be numbers, and lists arrays
+        # in a table ids may be numbers, and golds a text, a list or an array
         object.__setattr__(self, "id", str(self.id))
-        golds = self.golds.tolist() if hasattr(self.golds, "tolist") else self.golds
-        if golds is None or isinstance(golds, list):
-            object.__setattr__(self, "golds", tuple(golds or ()))
+        golds = [self.golds] if isinstance(self.golds, str) else self.golds
+        object.__setattr__(self, "golds", tuple(golds))
 
 
 @dataclass(frozen=True)
@@ -94,7 +90,6 @@ class Trajectory:
     mask: list[int] = field(default_factory=list)
     # the engine's log-probabilities; 0 where mask is 0
     logps: list[float] = field(default_factory=list)
-    turn_tokens: list[int] = field(default_factory=list)  # how many tokens each turn sampled
     turns: list[Turn] = field(default_factory=list)
     # Why it ended: "answer", "over" (the task ended it), "turns" (none left), "length" (context
     # full), "refused" (by the server of a model that is evaluated).
@@ -105,14 +100,11 @@ class Trajectory:
     reward: float = 0.0  # r(tau)
     failed: bool = False  # as the task defines it
     advantage: float = 0.0  # A-hat
-    # A-hat of each turn, where a learner tells turns apart
-    credit: list[float] = field(default_factory=list)
 
     def act(self, ids: list[int], logps: list[float]) -> None:
         self.ids += ids
         self.mask += [1] * len(ids)
         self.logps += logps
-        self.turn_tokens.append(len(ids))
 
     def observe(self, ids: list[int]) -> None:
         self.ids += ids
@@ -131,7 +123,7 @@ class Trajectory:
 
     def drop_tokens(self) -> Trajectory:
         """Returns a copy without tokens, which is enough for rewards and metrics."""
-        return replace(self, ids=[], mask=[], logps=[], turn_tokens=[])
+        return replace(self, ids=[], mask=[], logps=[])
 
     def record(self) -> Row:
         """Returns a row for `trajectories/`: everything but the token arrays."""
@@ -143,7 +135,6 @@ class Trajectory:
             "golds": q.golds,
             **{name: getattr(self, name) for name in RECORDED},
             "action_tokens": sum(self.mask),
-            "tokens": len(self.ids),
             "turns": [asdict(turn) for turn in self.turns],
         }
 
@@ -151,7 +142,6 @@ class Trajectory:
 # ---- which questions are asked: the same for the same seed
 
 
-T = TypeVar("T")
 STORED = 24  # questions of an evaluation or a verification whose trajectories a run stores
 
 
@@ -168,10 +158,10 @@ def rng_of(seed: int, t: int, purpose: str) -> np.random.Generator:
     return np.random.default_rng([seed, t, zlib.crc32(purpose.encode())])
 
 
-def draw_questions(D: Mapping[Any, T], n: int, seed: int, t: int) -> list[T]:
+def draw_questions(D: Mapping[Any, Any], n: int, seed: int, t: int) -> list[Any]:
     """Returns the `n` questions of step t: epochs over D, each in its own order."""
     questions = list(D.values())
-    drawn = list[T]()
+    drawn = list[Any]()
     epoch, place = divmod((t - 1) * n, len(questions))
     while len(drawn) < n:
         order = rng_of(seed, epoch, "epoch").permutation(len(questions))
@@ -202,22 +192,19 @@ def import_named(where: str, spec: str, kind: str) -> Any:
     """Returns the "class" or "function" of "module:name"; the working directory is searched last.
     Raises Fault."""
     module, _, name = spec.partition(":")
-    parts = module.split(".")
-    if not all(parts) or "/" in module or parts[-1] == "py" or not name:
+    if not module or not name or "/" in module or module.endswith(".py"):
         raise Fault(f"{where}: give it as module:name, for a {kind} in module.py")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         target = getattr(importlib.import_module(module), name, None)
     except ImportError as e:
-        itself = f"{module}.".startswith(f"{e.name}.")
-        remedy = "run in the directory that it is in" if itself else "install what it imports"
-        raise Fault(f"{where}: {module} cannot be imported ({first_line(e)}); {remedy}") from None
-    if not callable(target) or isinstance(target, type) != (kind == "class"):
-        file = getattr(sys.modules[module], "__file__", None)  # perhaps another of that name
         raise Fault(
-            f"{where}: {name} is not a {kind} in {module} ({file}); give the module that it is in"
-        )
+            f"{where}: {module} cannot be imported ({first_line(e)}); run in the directory that it is in, and"
+            " install what it imports"
+        ) from None
+    if not callable(target) or isinstance(target, type) != (kind == "class"):
+        raise Fault(f"{where}: {name} is not a {kind} in {module}; give the module that it is in")
     return target
 
 
@@ -254,6 +241,7 @@ class Task(ABC):
     # what the policy can call: tags, stop strings and messages derive from them
     tools: Sequence[Tool] = ()
     instruction: str = "Answer inside <answer> and </answer>."  # without --instruction
+    takes_preset = False  # whether a preset's instruction replaces it, as search QA's
     # the lowest that a right answer earns: below it a trajectory has failed
     passing_reward: ClassVar[float] = 1.0
     at_once: int = sys.maxsize  # episodes that can be played together
@@ -262,10 +250,6 @@ class Task(ABC):
 
     def __init__(self, cfg: Config = Config()):  # noqa: B008 (it is frozen)
         self.cfg = cfg
-
-    def tools_of(self, question: Question) -> Sequence[Tool]:
-        """Returns those of `tools` that a question's prompt shows."""
-        return self.tools
 
     def make_format(self, tokenizer: Any = None) -> Tags:
         """Returns how calls, answers and results are written (--format); what reads or writes ids
@@ -291,7 +275,7 @@ class Task(ABC):
         the environment.
         """
         names = [tool.tag for tool in self.tools if tool.usage()]
-        return f"tools: {', '.join(names)} ({len(names)})" if names else ""
+        return f"tools: {', '.join(names)}" if names else ""
 
     def address(self) -> Any:
         """Returns what `connect` needs on other ranks, after `start`."""
@@ -405,22 +389,20 @@ def read_rewards(
     or None. Raises Fault, which begins with `where`."""
     if hasattr(rewards, "tolist"):  # numpy's, torch's, pandas'
         rewards = rewards.tolist()
-    unordered = Mapping, Set, bytes, bytearray
-    returned: Any = f"{rewards!r:.80}"
-    if isinstance(rewards, Collection) and not isinstance(rewards, unordered):
-        returned = len(rewards)
-    if returned != len(taus):
+    if not isinstance(rewards, list | tuple) or len(rewards) != len(taus):
         raise Fault(
-            f"{where} returned {returned} for {len(taus)} trajectories; return a list with a number for each"
+            f"{where} returned {rewards!r:.80} for {len(taus)} trajectories; return a list with a number for each"
         )
-    read = []
+    read = list[Any]()
     for tau, r in zip(taus, rewards, strict=True):
-        absent = optional and r is None
-        if not absent and not is_finite(r):
+        if optional and r is None:
+            read.append(None)
+        elif is_finite(r):
+            read.append(float(r))
+        else:
             raise Fault(
                 f"{where} of question {tau.question.id} is {r!r:.80}; return a finite number"
             )
-        read.append(None if absent else float(r))
     return read
 
 
@@ -430,20 +412,17 @@ def compute_metrics(
     """Returns the metrics of rewarded trajectories; Fault if their names differ, or one is no
     number."""
     rows = [task.metrics(tau) for tau in taus]
-    if not rows:
-        return []
-    first: Any = names or rows[0]
     for tau, row in zip(taus, rows, strict=True):
-        where = f"--task {task.cfg.task}: its metrics of question {tau.question.id}"
-        named = isinstance(row, Mapping) and row and list(row) == list(first)
-        if not named or not all(map(is_finite, row.values())):
+        names = names or list(row)
+        if list(row) != list(names) or not all(map(is_finite, row.values())):
             raise Fault(
-                f"{where} are {row}, the first {first}; return finite numbers of the same names for all"
+                f"--task {task.cfg.task}: its metrics of question {tau.question.id} are {row}; return finite numbers"
+                f" for all, named {', '.join(names)}"
             )
 
     # the first part counts: `time/total` and `searches/empty` are a run's own columns
     taken = COLUMNS | {tool.plural for tool in task.tools}
-    for name in first:
+    for name in names:
         if name.partition("/")[0] in taken:
             raise Fault(
                 f"--task {task.cfg.task}: its metric {name}: that is measured in every run; give it another name"
@@ -454,7 +433,7 @@ def compute_metrics(
 def is_finite(x: Any) -> bool:
     try:
         return math.isfinite(x)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError):
         return False
 
 
@@ -493,24 +472,17 @@ def load_task(cfg: Config, given: Any = None) -> Task:
     `given`: from Python, a class in place of that name, or a task, of which it returns a copy.
     """
     where = f"--task {cfg.task}"
-    # the class, with the reward of --reward
-    kind = given if isinstance(given, type) else type(given)
-    if given is None or kind is str:
+    if given is None or isinstance(given, str):
         word, _, rest = cfg.task.partition(":")
         plug = find_plug(f"--task {word}")
-        kind = plug(rest) if plug else import_named(where, cfg.task, "class")
+        given = plug(rest) if plug else import_named(where, cfg.task, "class")
+
+    # its class, with the reward of --reward
+    kind = given if isinstance(given, type) else type(given)
     if not issubclass(kind, Task):
-        plug = find_plug("--task")  # for classes of another convention
-        if not plug:
-            raise Fault(f"{where}: it does not extend tasks.Task")
-        kind = plug(kind, where)
+        kind = find_plug("--task")(kind, where)  # a class of another convention
     if cfg.reward:
-        plug = find_plug("--reward")
-        if not plug:
-            raise Fault(
-                f"--reward {cfg.reward}: it needs a plug-in that is not here; take the whole project"
-            )
-        kind = plug(kind, cfg.reward)
+        kind = find_plug("--reward")(kind, cfg.reward)
 
     # The task itself gets those of --tools that have no module.
     words = cfg.tools.split(",")
@@ -519,9 +491,6 @@ def load_task(cfg: Config, given: Any = None) -> Task:
     cfg = replace(cfg, tools=",".join(others) or "none")
 
     # an object of it, which reads its questions once
-    if kind.__abstractmethods__:
-        raise Fault(f"{where}: it does not define {', '.join(sorted(kind.__abstractmethods__))}")
-    task: Task
     if isinstance(given, Task):
         task = copy.copy(given)
         task.__class__, task.cfg = kind, cfg  # `kind` may have the reward of --reward
@@ -541,7 +510,7 @@ def add_tools(task: Task, spec: str) -> None:
     where, (word, _, rest) = f"--tools {spec}", spec.partition(":")
     plug = find_plug(f"--tools {word}")
     if plug:
-        found = plug(rest.strip(), where)
+        found = plug(rest, where)
     else:
         as_tool = import_named(where, "tasks.functions:TypedFunction", "class")
         found = [as_tool(import_named(where, spec, "function"), where)]
@@ -571,30 +540,20 @@ def choose_fitting(where: str, others: Sequence[Tool], found: Sequence[Tool | Fa
 
 def choose_instruction(task: Task) -> str:
     """Returns the instruction with which a run begins: that of --instruction, else the task's.
-    Raises Fault.
-
-    Where --instruction is only a preset's, it is for search QA that has none of its own.
-    """
+    Raises Fault."""
     text, file = task.instruction, task.cfg.instruction
-    author = next(kind for kind in type(task).__mro__ if "instruction" in vars(kind))
-    own = author.__module__ != "tasks.search_qa" or "instruction" in vars(task)
-    if file and not (own and file in [preset.get("instruction") for preset in PRESETS.values()]):
+    presets = [preset.get("instruction") for preset in PRESETS.values()]
+    if file and (task.takes_preset or file not in presets):
         text = read_instruction(file)
     return task.make_format().adapt_instruction(text)
 
 
 def read_instruction(path: str) -> str:
-    """Returns the instruction in a file; Fault if it is empty.
-
-    A byte order mark, invisible format characters and other line ends are taken out: an editor puts
-    them there.
-    """
+    """Returns the instruction in a file; Fault if it is empty."""
     try:
-        text = Path(path).read_text("utf-8-sig")
+        text = Path(path).read_text("utf-8-sig").strip()
     except (OSError, ValueError) as e:
         raise Fault(f"--instruction {path}: cannot be read as UTF-8 ({e})") from None
-    text = "\n".join(text.splitlines())
-    text = "".join(c for c in text if unicodedata.category(c) != "Cf" or c in JOINERS).strip()
     if not text:
         raise Fault(f"--instruction {path}: the file is empty")
     return text
@@ -608,19 +567,12 @@ def check_questions(task: Task) -> None:
 
 
 def _check_split(task: Task, split: str) -> None:
-    questions = task.questions(split)
+    where, questions = f"--task {task.cfg.task}: of {split}", task.questions(split)
     for q in questions:
-        known = isinstance(q, Question) and isinstance(q.golds, tuple)
-        if not known or not all(isinstance(text, str) for text in (q.text, *q.golds)):
-            raise Fault(
-                f"--task {task.cfg.task}: of {split} it has {q!r:.99}; return Question(id, text, [gold, ...])"
-            )
+        if not all(isinstance(gold, str) for gold in q.golds):
+            raise Fault(f"{where} question {q.id} has the golds {q.golds}; give a list of texts")
     if not questions and split != "valid":
-        raise Fault(
-            f"--task {task.cfg.task}: there are no questions to {split} on; return at least one"
-        )
+        raise Fault(f"{where} there are no questions; return at least one")
     for id, n in Counter(q.id for q in questions).items():
         if n > 1:
-            raise Fault(
-                f"--task {task.cfg.task}: several {split} questions have the id {id!r}; make it unique"
-            )
+            raise Fault(f"{where} {n} questions have the id {id!r}; make it unique")

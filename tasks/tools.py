@@ -34,9 +34,8 @@ WORDS = ("tag", "noun", "argument", "plural", "result_tag")
 # What metrics.jsonl has of every step, with `time/total` and the like: neither a tool's metric nor a
 # task's has such a name.
 COLUMNS = set(
-    "t metrics loss kl entropy clip_fraction logp logp_gap grad_norm lr skipped_updates candidates answered "
-    "failed valid_actions prompt_tokens response_tokens context_tokens zero_variance_groups all_right_groups "
-    "all_wrong_groups P best w_best w p n r_bar time test valid".split()
+    "t metrics loss kl entropy clip_fraction logp logp_gap grad_norm lr skipped_updates answered valid_actions "
+    "prompt_tokens response_tokens context_tokens zero_variance_groups best w_best w p n time test valid".split()
 )
 TAG = re.compile(r"[^\W\d][\w-]*")
 ANSWERS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # innermost, complete
@@ -106,8 +105,7 @@ class Calculator(Function):
         # of several lines simpleeval would compute only the first
         one_line = " ".join(argument.split())
         x = simpleeval.SimpleEval(names={}, functions={}).eval(one_line)
-        whole = float(x).is_integer() and (isinstance(x, int) or abs(x) < 2**53)
-        return str(int(x)) if whole else f"{x:.12g}"
+        return str(x) if isinstance(x, int) else f"{float(x):.12g}"
 
 
 def check_words(where: str, tools: Sequence[Tool]) -> None:
@@ -118,16 +116,14 @@ def check_words(where: str, tools: Sequence[Tool]) -> None:
     for tool in tools:
         right = {
             "tag": TAG.fullmatch(tool.tag) and tags[tool.tag] == 1,
-            "noun": tool.noun.strip(),
-            "argument": tool.argument.strip(),
-            "plural": tool.plural.strip() and plurals[tool.plural] == 1,
+            "plural": plurals[tool.plural] == 1,
             "result_tag": TAG.fullmatch(tool.result_tag) and not tags[tool.result_tag],
         }
-        for word in WORDS:
-            if not right[word]:
+        for word, fits in right.items():
+            if not fits:
                 raise Fault(
                     f"{where}: its tool <{tool.tag}> has the {word} {getattr(tool, word)!r}; tags are letters,"
-                    " digits, - and _, no digit first; think, answer and others' tags are reserved"
+                    " digits, - and _, no digit first; think, answer and others' names are reserved"
                 )
 
 
@@ -235,7 +231,7 @@ class Tags:
         How the task's functions are called follows the instruction and is no part of it: whatever
         the optimizer revises, the policy knows its tools.
         """
-        tools = [tool for tool in self.task.tools_of(question) if tool.usage()]
+        tools = [tool for tool in self.task.tools if tool.usage()]
         if tools:
             tags = sorted({f"<{tool.result_tag}> and </{tool.result_tag}>" for tool in tools})
             heading = f"Tools, whose results come between {' or '.join(tags)}:"
@@ -243,16 +239,14 @@ class Tags:
             instruction = "\n".join([f"{instruction}\n\n{heading}", *usages])
         return self.task.prompt(instruction, question)
 
-    def template_options(
-        self, instruction: str, question: Question | None = None
-    ) -> Mapping[str, Any]:
+    def template_options(self, instruction: str) -> Mapping[str, Any]:
         """Returns what else the chat template is given."""
         return {}
 
-    def parse_turn(self, text: str, ended: bool = True) -> Action:
+    def parse_turn(self, text: str) -> Action:
         """Returns what the text of a turn says: the first call that is complete, and the answer,
-        which counts before a call. `ended`: as turns do."""
-        action, first = Action(text, find_answer(text), ended=ended), len(text)
+        which counts before a call."""
+        action, first = Action(text, find_answer(text)), len(text)
         for tool in self.task.tools:
             call = re.search(rf"<{tool.tag}>((?:(?!<{tool.tag}>).)*?)</{tool.tag}>", text, re.S)
             if call and call.start() < first:
@@ -271,7 +265,7 @@ class Tags:
         instruction = escape_markup(instruction, match_markup(self.tokenizer, simple=True))
         text = escape_markup(question.text, match_markup(self.tokenizer, self.reserved_tags()))
         messages = self.messages(instruction, replace(question, text=text))
-        options = self.template_options(instruction, question)
+        options = self.template_options(instruction)
         return encode_conversation(self.tokenizer, messages, **options)
 
     def read_turn(self, ids: Sequence[int]) -> Action:

@@ -2,15 +2,14 @@
 a time."""
 
 import copy
-import json
 import math
-import threading
-from concurrent.futures import Future
+import re
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from found_search import Found
 from test_inspo import SMALL, run_here
 from test_rollout import Plain
 from tiny_model import STOP
@@ -21,10 +20,9 @@ from grpo import Learner, describe_gaps, lr_at, minibatches
 from models import lora
 from models.packing import micro_batches
 from plumbing.faults import EngineFault
+from plumbing.files import read_jsonl
 from rollout import rollout
 from tasks import Job, Question, Trajectory
-from tasks.search_qa import Search
-from tasks.tools import Tool
 from training import policy
 from training.policy import load_tensors
 
@@ -119,7 +117,11 @@ def logprobs(model, tau, temperature=1.0):
     return logp[torch.tensor(tau.mask[1:]).bool()]
 
 
-def eq2(model, reference, taus, old=None, temperature=1.0, beta=BETA):
+def clipped(rho, A, logp):
+    return torch.minimum(rho * A, rho.clamp(1 - EPS, 1 + EPS) * A)
+
+
+def eq2(model, reference, taus, old=None, temperature=1.0, beta=BETA, surrogate=clipped):
     """Returns (loss, mean KL of a token, share of clipped tokens) of a mini-batch.
 
     `old`: id(tau) -> log-probs under pi_old; None: those of the policy itself.
@@ -129,7 +131,7 @@ def eq2(model, reference, taus, old=None, temperature=1.0, beta=BETA):
         logp = logprobs(model, tau, temperature)
         pi_old = logp.detach() if old is None else old[id(tau)]
         rho = torch.exp(logp - pi_old)
-        S = torch.minimum(rho * tau.advantage, rho.clamp(1 - EPS, 1 + EPS) * tau.advantage)
+        S = surrogate(rho, tau.advantage, logp)
         kl = torch.zeros_like(logp)
         if beta:
             with torch.no_grad():
@@ -223,19 +225,6 @@ def test_an_off_policy_update_is_eq_2_with_the_policy_before_the_step_as_old(mod
     assert error(gradients(learner_of(model, reference), [parts[1]])[0][0], clip(want[1][1])) > 0.1
 
 
-def test_the_first_mini_batch_costs_no_pass_for_its_old_log_probs(model, monkeypatch):
-    taus = batch_of(6)
-    parts = [taus[: 3 * G], taus[3 * G :]]
-    scored = []
-    monkeypatch.setattr(
-        Learner,
-        "logprobs",
-        lambda self, part, plain=Learner.logprobs: scored.extend(part) or plain(self, part),
-    )
-    learner_of(model, beta=0.0).update(1, parts)
-    assert {id(tau) for tau in scored} == {id(tau) for tau in parts[1]}
-
-
 def flat(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
 
@@ -257,14 +246,6 @@ def test_an_update_is_a_step_of_adamw(model, reference):
     assert all(p.grad is None for p in learner.model.parameters())
 
 
-def test_the_gradient_is_clipped_to_a_norm_of_1(model, reference):
-    taus = batch_of(2)
-    [got], metrics, _ = gradients(learner_of(model, reference), [scaled(taus, 100)])
-    assert metrics["grad_norm"] > 2 and got.norm().item() == pytest.approx(1, abs=1e-5)
-    [got], metrics, _ = gradients(learner_of(model, beta=0.0), [scaled(taus, 0.001)])
-    assert metrics["grad_norm"] == pytest.approx(got.norm().item()) and metrics["grad_norm"] < 1
-
-
 def test_the_gradient_does_not_depend_on_micro_batches_nor_on_the_order(model, reference):
     taus = batch_of(6)
     results = []
@@ -284,47 +265,28 @@ def test_the_gradient_does_not_depend_on_micro_batches_nor_on_the_order(model, r
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_threads_that_share_micro_batches_compute_the_same_bits(world, monkeypatch, rank):
-    """Two of them meet in a small model's update. Adapters are switched off for the reference, so
-    that one thread would disturb the other."""
+    """With LoRA one thread alone computes: adapters are switched off for the reference."""
     policy, results = lora.add(copy.deepcopy(world[0]), rank, 8), []
     for threads in 1, 2:
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         settings = {"micro_tokens": 60, "mini_batch": 3 * G, "lora_rank": rank}
         learner = learner_of(policy, None if rank else world[0], **settings)
-        inner, seen, both = learner.loss, set(), threading.Barrier(2, timeout=60)
-
-        def loss(batch, tokens, terms, inner=inner, seen=seen, both=both, threads=threads):
-            # later mini-batches have new threads, some under the names of these
-            first = len(seen) < 2 and threading.get_ident() not in seen
-            seen.add(threading.get_ident())
-            if first and threads == 2 and not rank:
-                both.wait()  # it would raise if one thread had all of the work
-            return inner(batch, tokens, terms)
-
-        learner.loss = loss
+        assert learner.threads == (1 if rank else threads)
         metrics = [learner.update(t, minibatches(batch_of(6, seed=t), learner.cfg)) for t in (1, 2)]
-        assert len(seen) == 1 if rank else len(seen) >= threads
         results.append((metrics, flat(learner.model)))
     (metrics, weights), (same_metrics, same_weights) = results
     assert metrics == same_metrics and torch.equal(weights, same_weights)
 
 
-def test_neither_do_old_log_probs(model, reference):
-    taus = batch_of(6)
-    parts = [taus[: 3 * G], taus[3 * G :]]
-    one, other = (learner_of(model, reference, micro_tokens=n) for n in (1, 10**6))
-    (_, a), metrics, _ = gradients(one, parts)
-    (_, b), also, _ = gradients(other, parts)
-    # Adam's first step magnifies rounding
-    assert error(a, b) < 1e-4 and metrics["clip_fraction"] > 0
-    assert metrics == pytest.approx(also, rel=1e-3)
+def cispo(rho, A, logp):
+    return torch.clamp(rho, max=1.1).detach() * A * logp
 
 
 class Other(Learner):
-    """Trains towards CISPO's surrogate with a bonus for entropy: three lines, and no kernel."""
+    """Trains towards CISPO's surrogate: no kernel."""
 
-    def surrogate(self, logp, entropy, rho, adv, **_):
-        return torch.clamp(rho, max=1.1).detach() * adv * logp + 0.5 * entropy
+    def surrogate(self, logp, rho, adv, **_):
+        return cispo(rho, adv, logp)
 
 
 def test_another_surrogate_is_a_method_of_a_subclass(model, reference):
@@ -337,43 +299,13 @@ def test_another_surrogate_is_a_method_of_a_subclass(model, reference):
         old = {id(tau): logprobs(learner.model, tau) for tau in taus}
 
     def expected(k):
-        means = []
-        for tau in parts[k]:
-            z = learner.model(torch.tensor([tau.ids]), use_cache=False).logits[0, :-1]
-            log_p = torch.log_softmax(z, -1)[torch.tensor(tau.mask[1:]).bool()]
-            logp, H = logprobs(learner.model, tau), -(log_p.exp() * log_p).sum(-1)
-            S = (
-                torch.exp(logp - old[id(tau)]).clamp(max=1.1).detach() * tau.advantage * logp
-                + 0.5 * H
-            )
-            d = logprobs(reference, tau).detach() - logp
-            means.append((S - BETA * (d.exp() - d - 1)).mean())
-        loss = -torch.stack(means).mean()
+        loss, *_ = eq2(learner.model, reference, parts[k], old, surrogate=cispo)
         return loss.item(), gradient(loss, learner.model)
 
     got, metrics, want = gradients(learner, parts, expected)
     for k in range(2):
         assert error(got[k], clip(want[k][1])) < 1e-5
     assert metrics["loss"] == pytest.approx((want[0][0] + want[1][0]) / 2, abs=1e-5)
-
-
-def test_the_float32_gradient_is_eq_2_as_well(world, model, reference):
-    taus = batch_of(4)
-    loss, *_ = eq2(model, reference, taus)
-    learner = learner_of(world[0], copy.deepcopy(reference).float())
-    [got], metrics, _ = gradients(learner, [taus])
-    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5, rel=1e-4)
-    assert error(got.double(), clip(gradient(loss, model))) < 1e-4
-
-
-def test_packed_is_as_if_each_were_alone(model, reference):
-    taus = batch_of(1)
-    long = batch_of(1, seed=9, longest=400)
-    assert len(long[0].ids) > 3 * max(len(tau.ids) for tau in taus)
-    learner = learner_of(model, reference, micro_tokens=10**6)
-    want = [logprobs(model, tau).detach() for tau in [*taus, *long]]
-    assert [len(logp) for logp in want] == [sum(tau.mask) for tau in [*taus, *long]]
-    np.testing.assert_allclose(learner.logprobs(taus + long)[0], torch.cat(want), atol=1e-6)
 
 
 def test_a_trajectory_without_a_turn_counts_and_carries_no_gradient(model):
@@ -389,39 +321,20 @@ def test_a_trajectory_without_a_turn_counts_and_carries_no_gradient(model):
     assert error(got, want * 5 / 6) < 1e-5
 
 
-def test_a_mini_batch_without_any_turn_is_survived(model, reference):
-    none = [
-        Trajectory(0, QUESTION, 0, [5] * 30, 30, [0] * 30, [0.0] * 30, stop="length")
-        for _ in range(G)
-    ]
-    learner = learner_of(model, reference)
-    metrics = learner.update(2, [none])
-    assert metrics["loss"] == metrics["grad_norm"] == metrics["logp_gap"] == 0
-
-
 def test_a_stale_engine_is_refused_before_anything_has_changed(model, reference):
     taus = batch_of(4)
     parts = [taus[: 2 * G], taus[2 * G :]]
-    learner = learner_of(model, reference)
-    with torch.no_grad():
-        gap = [
-            (
-                logprobs(learner.model, tau)
-                - torch.tensor([x for x, m in zip(tau.logps, tau.mask, strict=True) if m])
-            )
-            for tau in parts[0]
-        ]
+    learner, before = learner_of(model, reference), flat(model)
     # of the first mini-batch, which is what there is before the first step
-    gap = torch.cat(gap).abs().mean().item()
-    before = [p.clone() for p in learner.model.parameters()]
+    with torch.no_grad():
+        trained = torch.cat([logprobs(model, tau) for tau in parts[0]])
+    engine = [x for tau in parts[0] for x, m in zip(tau.logps, tau.mask, strict=True) if m]
+    gap = (trained - torch.tensor(engine)).abs().mean().item()
     learner.max_gap = gap * 0.999
     with pytest.raises(EngineFault, match=f"differ by {gap:.3f} nat a token"):
         learner.update(2, parts)
-    assert all(
-        torch.equal(p, q) and p.grad is None
-        for p, q in zip(learner.model.parameters(), before, strict=True)
-    )
-    assert not learner.optimizer.state
+    assert torch.equal(flat(learner.model), before) and not learner.optimizer.state
+    assert all(p.grad is None for p in learner.model.parameters())
     learner.max_gap = gap * 1.001
     learner.update(2, parts)
     taus[0].logps[taus[0].mask.index(1)] = math.nan  # an engine that computes nonsense
@@ -458,44 +371,19 @@ def test_a_step_that_is_not_finite_is_skipped(model, reference, how, bad):
     want = other.update(2, [parts[1 - bad]])
     spoil(learner, how, parts[bad])
     metrics = learner.update(2, parts)
-    assert metrics["skipped_updates"] == 1 and want["skipped_updates"] == 0
+    assert want["skipped_updates"] == 0
     assert metrics == pytest.approx(want | {"skipped_updates": 1}, rel=1e-4)
     assert learner.remembered == ({} if bad == 0 else {"skipped": 1})
     torch.testing.assert_close(flat(learner.model), flat(other.model), atol=1e-6, rtol=0)
     assert {int(state["step"]) for state in learner.optimizer.state.values()} == {1}
-    before, moments = flat(learner.model), copy.deepcopy(learner.optimizer.state_dict()["state"])
+    before = flat(learner.model)
     # nothing was stepped or measured
     assert learner.update(3, [parts[bad]]).keys() == {"lr", "skipped_updates"}
     assert learner.remembered == {"skipped": 1 + bad}
-    assert torch.equal(flat(learner.model), before) and all(
-        p.grad is None for p in learner.model.parameters()
-    )
-    for k, state in learner.optimizer.state_dict()["state"].items():
-        assert all(torch.equal(x, moments[k][name]) for name, x in state.items())
+    assert torch.equal(flat(learner.model), before)
 
 
-def test_what_ranks_reduce_has_one_dtype_also_without_trajectories(model, reference):
-    learner, taus = learner_of(model, reference), batch_of(1)
-    terms = learner.terms(taus, None)
-    _, some = learner.loss(taus, slice(None), terms)
-    _, none = learner.loss([], np.arange(0), terms)
-    assert {name: x.dtype for name, x in none.items()} == {
-        name: x.dtype for name, x in some.items()
-    }
-
-
-def test_saving_before_the_first_update_changes_nothing(model):
-    saved, other = (learner_of(model, beta=0.0) for _ in range(2))
-    saved.state_dict()
-    for learner in (saved, other):
-        learner.update(1, [batch_of(2)])
-    assert torch.equal(flat(saved.model), flat(other.model))
-
-
-def strict(constant):
-    raise AssertionError(f"{constant} is no JSON")
-
-
+@pytest.mark.slow
 def test_a_run_stops_after_several_skipped_steps_in_a_row_resumed_or_not(tmp_path, monkeypatch):
     inner, begun = Learner.update, []
 
@@ -509,19 +397,10 @@ def test_a_run_stops_after_several_skipped_steps_in_a_row_resumed_or_not(tmp_pat
     monkeypatch.setattr(policy, "MAX_SKIPPED", 3)
     flags = ["--mode", "static", "--out", tmp_path / "r", *SMALL, "--save_every", "3"]
     for more in ([], ["--resume"]):  # from step 3, whose checkpoint knows of the two before
-        code, stdout, _ = run_here(*(flags[:4] if more else flags), *more)
-        assert stdout.count("skipped_updates 1") == (0 if more else 2)
-        assert (
-            begun[-1] == 4
-            and str(code).startswith("\nstep 4: ")
-            and "3 optimizer steps in a row" in str(code)
-        )
-        assert str(code).count("\n") == 1
+        code, _, _ = run_here(*(flags[:4] if more else flags), *more)
+        assert re.fullmatch("\nstep 4: .* 3 optimizer steps in a row.*", str(code))
     assert begun == [1, 2, 3, 4, 4]
-    rows = [
-        json.loads(line, parse_constant=strict)
-        for line in (tmp_path / "r" / "metrics.jsonl").open()
-    ]
+    rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
     assert [row.get("skipped_updates") for row in rows] == [None, 0, 1, 1]
 
 
@@ -545,92 +424,35 @@ def tokens_of(batch):
     return sum(prompts.values()) + sum(len(tau.ids) - tau.prompt_tokens + 1 for tau in batch)
 
 
-def smallest_largest(taus, n):
-    """Returns the largest batch's tokens when `taus` are cut into n batches in the best way, by
-    dynamic programming."""
-    best = {(0, 0): 0}
-    for k in range(1, n + 1):
-        for end in range(len(taus) + 1):
-            cuts = [
-                max(best[k - 1, at], tokens_of(taus[at:end]))
-                for at in range(end + 1)
-                if (k - 1, at) in best
-            ]
-            if cuts:
-                best[k, end] = min(cuts)
-    return best[n, len(taus)]
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 7])
-@pytest.mark.parametrize("micro_tokens", [1, 60, 200, 500, 10**6])
+@pytest.mark.parametrize("micro_tokens", [1, 200, 10**6])
 def test_micro_batches_keep_to_their_size_and_lose_nothing(micro_tokens, ranks):
     taus = batch_of(6)
     batches = [[taus[k] for k in places] for places in micro_batches(taus, micro_tokens, ranks)]
     sizes = [tokens_of(batch) for batch in batches]
-    assert all(
-        size <= micro_tokens or len(batch) == 1 for size, batch in zip(sizes, batches, strict=True)
-    )
+    for size, batch in zip(sizes, batches, strict=True):
+        assert size <= micro_tokens or len(batch) == 1
     assert sorted(id(tau) for batch in batches for tau in batch) == sorted(map(id, taus))
     assert sizes == sorted(sizes, reverse=True)  # ranks take the batches in turn
     assert len(batches) % ranks == 0
-    if len(batches) > ranks:  # fewer would not do
-        assert smallest_largest(taus, len(batches) - ranks) > micro_tokens
-    # and the largest, for which the other ranks wait, is as small as it can be
-    if max(sizes) <= micro_tokens:
-        assert max(sizes) == smallest_largest(taus, len(batches))
-    assert micro_batches([], 10, ranks) == []
-
-
-@pytest.mark.parametrize("micro_tokens", [200, 500])
-def test_a_prompt_that_comes_back_counts_in_its_new_micro_batch(micro_tokens):
-    taus = batch_of(6)
-    taus += taus  # questions that are drawn again
-    for batch in micro_batches(taus, micro_tokens):
-        size = tokens_of([taus[k] for k in batch])
-        assert size <= micro_tokens or len(batch) == 1
+    # as few as that takes
+    least = min(len(taus), math.ceil(tokens_of(taus) / micro_tokens))
+    assert len(batches) <= 1.5 * least + ranks
 
 
 def test_the_learning_rate_rises_peaks_and_falls():
     rates = [lr_at(t, Config(lr=3e-4, T=10, warmup=0.3)) for t in range(1, 11)]
-    assert rates[:3] == pytest.approx([1e-4, 2e-4, 3e-4])
-    assert rates[3:] == pytest.approx(
-        [1.5e-4 * (1 + math.cos(math.pi * k / 8)) for k in range(1, 8)]
-    )
-    assert rates[6] == pytest.approx(1.5e-4)  # half way down
-    assert (
-        rates == [*sorted(rates[:3]), *sorted(rates[3:], reverse=True)]
-        and 0 < rates[-1] < 0.04 * 3e-4
-    )
-
-
-def test_the_learning_rate_at_the_edges():
-    assert [lr_at(t, Config(lr=1.0, T=2, warmup=0.0)) for t in (1, 2)] == pytest.approx(
-        [1.0, 0.5]
-    )  # no step has rate 0
-    assert lr_at(1, Config(lr=1.0, T=1, warmup=0.1)) == 1.0
+    fall = [1.5e-4 * (1 + math.cos(math.pi * k / 8)) for k in range(1, 8)]
+    assert rates == pytest.approx([1e-4, 2e-4, 3e-4, *fall])
+    # no step has rate 0
+    assert [lr_at(t, Config(lr=1.0, T=2, warmup=0.0)) for t in (1, 2)] == pytest.approx([1.0, 0.5])
     assert lr_at(30, Config(lr=5e-7, T=300, warmup=0.1)) == 5e-7  # App. B
 
 
 # ---- engine and trainer
 
 
-class Found(Tool):
-    """A search that finds one to three passages."""
-
-    tag, noun, argument, plural, result_tag = (
-        "search",
-        "a search",
-        "query",
-        "searches",
-        "information",
-    )
-    show = Search.show
-
-    def submit(self, argument):
-        future = Future()
-        document = '"Pais Kranford"\nA city with country Blaur Neia and mayor Krinoun Lizais.'
-        future.set_result([document] * (1 + len(argument) % 3))
-        return future
+PASSAGES = ['"Pais Kranford"\nA city with country Blaur Neia and mayor Krinoun Lizais.'] * 2
 
 
 @pytest.fixture(scope="module")
@@ -645,7 +467,7 @@ def sampled(world):
     cfg = Config(max_turns=2, max_response=30, max_observation=60, max_prompt=400)
     engine = TorchEngine(model, tokenizer, STOP)
     return {
-        T: rollout(engine, tokenizer, Plain(Found()), jobs, cfg, temperature=T, seed=5)
+        T: rollout(engine, tokenizer, Plain(Found(*PASSAGES)), jobs, cfg, temperature=T, seed=5)
         for T in (0.7, 1.0)
     }
 
@@ -685,20 +507,6 @@ def test_a_stale_engine_shows_in_the_gap(world, sampled):
 # ---- resuming
 
 
-def test_a_learner_restored_from_its_state_continues_bit_by_bit(world):
-    taus = batch_of(2)
-    through = learner_of(world[0], world[0])
-    through.update(1, [taus])
-    saved = copy.deepcopy((through.model, through.state_dict()))
-    through.update(2, [taus])
-    resumed = learner_of(saved[0], world[0])
-    for name, x in resumed.state_dict().items():
-        x.copy_(saved[1][name])
-    resumed.update(2, [taus])
-    for p, q in zip(through.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
 def test_a_checkpoint_is_whole_though_a_parameter_never_had_a_gradient(world, tmp_path):
     """As an expert that no token was sent to; another process cannot know which these were."""
 
@@ -733,16 +541,16 @@ def test_the_gap_is_told_by_quarter_of_the_depth_with_its_tail(world, sampled):
     places = [(k / longest, lp) for tau in taus for k, lp in enumerate(tau.logps) if tau.mask[k]]
     depth, engine = np.array(places).T
     want, found = abs(trained - engine), learner.update(2, [taus])
+    wanted = {"logp_gap": want.mean(), "logp_gap/max_ratio": math.exp(want.max())}
+    wanted["logp_gap/p99"] = np.sort(want)[math.ceil(0.99 * len(want)) - 1]  # counted from 0
     for quarter in range(4):
         inside = (depth >= quarter / 4) & (depth < (quarter + 1) / 4)
-        name = f"logp_gap/q{quarter + 1}"
-        assert (name in found) == inside.any()
-        assert not inside.any() or found[name] == pytest.approx(want[inside].mean(), rel=1e-3)
-    assert found["logp_gap"] == pytest.approx(want.mean(), rel=1e-3)
-    rank = math.ceil(0.99 * len(want)) - 1  # counted from 0
-    assert found["logp_gap/p99"] == pytest.approx(np.sort(want)[rank], rel=1e-3)
-    huge = describe_gaps(torch.tensor([[500.0], [0.5]]), False)
-    assert math.isfinite(huge["logp_gap/max_ratio"])  # JSON has no infinity
-    assert found["logp_gap/max_ratio"] == pytest.approx(math.exp(want.max()), rel=1e-3)
+        if inside.any():
+            wanted[f"logp_gap/q{quarter + 1}"] = want[inside].mean()
+    assert {name: x for name, x in found.items() if name.startswith("logp_gap")} == pytest.approx(
+        wanted, rel=1e-3
+    )
     assert found["logp_gap/max_ratio"] > 7
     assert found["logp_gap/q4"] > 2 * found["logp_gap/q1"] > 0
+    huge = describe_gaps(torch.tensor([[500.0], [0.5]]), False)
+    assert math.isfinite(huge["logp_gap/max_ratio"])  # JSON has no infinity

@@ -2,14 +2,11 @@
 user's own data."""
 
 import contextlib
-import gzip
 import io
 import json
-import math
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +14,9 @@ import time
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from json_server import ChatServer
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import export
@@ -30,11 +25,7 @@ import reflect
 from engines.vllm_engine import vllm_version
 from grpo import Learner
 from plumbing.files import read_jsonl
-from plumbing.servers import Child
 from reflect import Optimizer
-from tasks import search_qa
-from tasks.search_qa import load_questions
-from tasks.task import draw_questions, rng_of
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
@@ -112,182 +103,30 @@ def whole(tmp_path_factory):
     return out, stdout
 
 
-def test_a_run_prunes_and_evolves_at_its_steps_only(whole):
-    events = [(e["t"], e["event"], len(e["P"])) for e in read_jsonl(whole[0] / "population.jsonl")]
-    evolved = [t for t, event, _ in events if event == "evolve"]
-    assert evolved == [3, 6]  # every K_e = 3 steps while t < T_e = 9: not at 9
-    # an optimizer's reply may have faulty candidates
-    assert events[0][:2] == (0, "start") and 5 <= events[0][2] <= 7
-    sizes = {0: events[0][2]}  # after each step
-    for t in range(1, 11):
-        happened = {event: size for at, event, size in events if at == t}
-        n = sizes[t] = sizes[t - 1]
-        # K_p = 1: half of P leaves, also after T_e, until one is left
-        assert ("prune" in happened) == (n > 1)
-        if n > 1:
-            assert happened["prune"] == n - n // 2
-            sizes[t] = happened["prune"]
-        if "evolve" in happened:  # after the pruning
-            assert sizes[t] == 1 <= happened["evolve"] <= 7
-            sizes[t] = happened["evolve"]
-    assert max(sizes[6], sizes[3]) > 2 and events.index((3, "prune", 1)) < [
-        e[:2] for e in events
-    ].index((3, "evolve"))
-
-
-def test_verification_questions_are_none_of_the_failures_shown(whole):
-    train = {
-        row["question"]: row["id"] for row in read_jsonl(ROOT / "world" / "files" / "train.jsonl")
-    }
-    rows = read_jsonl(whole[0] / "reflections.jsonl")
-    rounds = {(r["t"], r["round"]): r for r in rows if "verified" in r}
-    assert rounds
-    for row in rows:
-        if "call" in row and (row["t"], row["round"]) in rounds:
-            shown = {
-                train[q]
-                for q in re.findall(r"Response: Question: (.*?\?)\n", row["call"]["prompt"])
-            }
-            verified_on = set(rounds[row["t"], row["round"]]["D_B"])
-            assert shown and verified_on and not shown & verified_on
-
-
 def test_a_run_leaves_what_it_promises(whole):
     out, stdout = whole
-    names = {
-        "config.json",
-        "metrics.jsonl",
-        "population.jsonl",
-        "reflections.jsonl",
-        "I_star.txt",
-        "summary.json",
-    }
-    assert names | {"trajectories", "checkpoints", "policy", "report.html"} <= set(os.listdir(out))
+    files = "config.json metrics.jsonl population.jsonl reflections.jsonl I_star.txt summary.json report.html"
+    assert {*files.split(), "trajectories", "checkpoints", "policy"} <= set(os.listdir(out))
     # chosen by the machine, kept for others
     assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
     summary = json.loads((out / "summary.json").read_text())
-    keys = "mode seed metrics tools start end held_out seconds I_star".split()
-    assert not set(keys) - set(summary)
     assert (summary["metrics"], summary["tools"]) == (["em", "f1"], ["searches"])
     first = read_jsonl(out / "metrics.jsonl")[0]
-    assert first["tools"] == summary["tools"]  # for whoever reads it before the end
     assert first.items() >= {f"test/{k}": v for k, v in summary["start"].items()}.items()
     rows = summary["held_out"]
-    assert (
-        rows["first policy, first instruction"] == summary["start"]
-        and next(iter(rows.values())) == summary["end"]
-    )
-    assert (
-        summary["I_star"] == (out / "I_star.txt").read_text().strip()
-        and summary["I_star"] in stdout
-    )
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    if not head.returncode:  # a git checkout
-        commit = summary["commit"].partition("+")[0]
-        assert len(commit) >= 7 and head.stdout.startswith(commit)
+    assert rows["first policy, first instruction"] == summary["start"]
+    assert next(iter(rows.values())) == summary["end"]
+    assert summary["I_star"] == (out / "I_star.txt").read_text().strip()
+    assert summary["I_star"] in stdout
     assert summary["training_rollouts"] == 10 * 2 * 2
     verified = [r for r in read_jsonl(out / "reflections.jsonl") if "verified" in r]
-    assert summary["verification_rollouts"] == sum(
-        (1 + len(r["verified"])) * len(r["D_B"]) for r in verified
-    )
-    assert not [p for p in out.rglob("*.tmp")]
-
-
-def trajectories(path: Path, t: int) -> list[dict]:
-    with gzip.open(path / "trajectories" / f"step-{t:06d}.jsonl.gz", "rt") as f:
-        return [json.loads(line) for line in f]
-
-
-def squad(text: str) -> str:
-    """SQuAD's normalization, written again."""
-    words = re.sub(r"[^\w\s]|_", "", text.lower()).split()
-    return " ".join(word for word in words if word not in ("a", "an", "the"))
-
-
-def test_rewards_advantages_and_r_bar_follow_from_the_trajectories(whole):
-    """§2.1, Eq. 3 and the mean of Alg.1 L9, from the files of the run alone."""
-    seen = set()
-    golds = {
-        row["id"]: row["golden_answers"] for row in read_jsonl(ROOT / "world/files/train.jsonl")
-    }
-    rows = {row["t"]: row for row in read_jsonl(whole[0] / "metrics.jsonl")}
-    for t in range(1, 11):
-        taus = trajectories(whole[0], t)
-        for tau in taus:
-            answers = re.findall(
-                r"<answer>(.*?)</answer>", "".join(turn["text"] for turn in tau["turns"])
-            )
-            right = bool(answers) and squad(answers[-1]) in {
-                squad(gold) for gold in golds[tau["question"]]
-            }
-            assert tau["reward"] == float(right) and tau["failed"] is not right
-        for group in {tau["group"] for tau in taus}:
-            pair = [tau for tau in taus if tau["group"] == group]
-            a, b = [tau["reward"] for tau in pair]
-            # G = 2: std = |a - b| / sqrt(2)
-            for tau, r, other in zip(pair, (a, b), (b, a), strict=True):
-                assert tau["advantage"] == pytest.approx(
-                    math.copysign(0.5**0.5, r - other) if a != b else 0, abs=1e-5
-                )
-            seen.add(a + b)
-        assert rows[t]["reward"] == rows[t]["em"] == sum(tau["reward"] for tau in taus) / len(taus)
-    assert seen == {0, 1, 2}  # groups without a right answer, with one, and with two
-
-
-def test_weights_probabilities_and_draws_follow_from_the_rewards(whole):
-    """Eq. 6 and 4 and Alg.1 L5, from metrics.jsonl and the trajectories; the weights are those
-    before anyone leaves."""
-    events = {
-        (e["t"], e["event"]): [I["id"] for I in e["P"]]
-        for e in read_jsonl(whole[0] / "population.jsonl")
-    }
-    D = {q.id: q for q in load_questions(ROOT / "world/files/train.jsonl")}
-    active, history = events[0, "start"], {}
-    w = dict.fromkeys(active, 0.0)
-    for row in read_jsonl(whole[0] / "metrics.jsonl")[1:]:
-        t = row["t"]
-        p = np.exp([w[j] / 0.2 for j in active])
-        drawn = rng_of(SEED, t, "instructions").choice(len(active), size=2, p=p / p.sum())
-        taus = trajectories(whole[0], t)
-        assert [tau["instruction"] for tau in taus] == [active[k] for k in drawn for _ in range(2)]
-        assert [tau["question"] for tau in taus] == [
-            q.id for q in draw_questions(D, 2, SEED, t) for _ in range(2)
-        ]
-        for j in set(drawn):
-            r = [tau["reward"] for tau in taus if tau["instruction"] == active[j]]
-            history.setdefault(active[j], []).append(sum(r) / len(r))
-        w = {j: float(np.mean(history[j][-5:])) if j in history else 0.0 for j in active}
-        assert row["w"] == pytest.approx({str(j): x for j, x in w.items()}, abs=1e-4)
-        p = np.exp([w[j] / 0.2 for j in active])
-        assert list(row["p"].values()) == pytest.approx(p / p.sum(), abs=1e-4)
-        if (t, "prune") in events:
-            kept = sorted(active, key=lambda j: -w[j])[: max(1, len(active) - len(active) // 2)]
-            assert set(events[t, "prune"]) == set(kept)
-            active = events[t, "prune"]
-        if (t, "evolve") in events and len(events[t, "evolve"]) > 1:
-            assert events[t, "evolve"][0] == max(active, key=lambda j: w[j])
-            active, history = events[t, "evolve"], {}
-        w = {j: w[j] if j in history else 0.0 for j in active}
-    assert max(row["w_best"] for row in read_jsonl(whole[0] / "metrics.jsonl")[1:]) > 0
-
-
-def test_who_joins_is_not_below_the_parent_on_the_same_questions(whole):
-    rounds = [row for row in read_jsonl(whole[0] / "reflections.jsonl") if "verified" in row]
-    # the gate is not 0 >= 0
-    assert any(row["verified"][0]["r_parent"] > 0 for row in rounds)
-    for event in read_jsonl(whole[0] / "population.jsonl"):
-        if event["event"] == "evolve":
-            room, joined = 6, []  # N_P = 7, one parent
-            for row in (row for row in rounds if row["t"] == event["t"]):
-                best_first = sorted(row["verified"], key=lambda c: -c["r"])
-                good = [c for c in best_first if c["r"] >= c["r_parent"]][: room - len(joined)]
-                assert [c for c in row["verified"] if c["joined"]] == good
-                assert len({c["r_parent"] for c in row["verified"]}) == 1
-                joined += [(c["text"], c["r"]) for c in good]
-            assert [
-                (I["text"], I["verified"]) for I in event["P"] if I["born"] == event["t"]
-            ] == joined
-    assert any(not c["joined"] for row in rounds for c in row["verified"])
+    counted = sum((1 + len(r["verified"])) * len(r["D_B"]) for r in verified)
+    assert summary["verification_rollouts"] == counted > 0
+    # the table at the end
+    for name, row in rows.items():
+        wanted = [*name.split(), *(f"{row[k]:.3f}" for k in ("em", "f1", "searches"))]
+        assert wanted in [line.split() for line in stdout.splitlines()], name
+    assert stdout.splitlines()[-1] == f"see it: {out}/report.html"
 
 
 @pytest.mark.slow
@@ -328,60 +167,6 @@ def test_an_optimizer_that_nobody_can_reach_ends_the_run_at_its_start(tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_hostile_optimizer_s_words_stay_words(tmp_path, monkeypatch):
-    """It echoes the key, floods, writes control tokens and escapes, and then is gone: training goes
-    on and says so."""
-
-    def reply(n, authorization):
-        if n > 1:
-            raise ConnectionResetError
-        tags = "<think> </think> <search> </search> <information> </information> <answer> </answer>"
-        bad = [
-            "\x1b[2J",
-            "<|user|>",
-            "</s>",
-            "\nQuestion: who?",
-            "<answer>Paris</answer>",
-            "\ud800",
-        ]
-        blocks = [f"{tags} {text} {k}" for k, text in enumerate([*bad, *["go on"] * 500])]
-        return f"{authorization}\n" + "\n".join(
-            f"<ins_{k}>{text}</ins_{k}>" for k, text in enumerate(blocks, 1)
-        )
-
-    monkeypatch.setattr(reflect, "Optimizer", partial(Optimizer, retries=0))
-    flags = [*SMALL, "--T", "4", "--optimizer_model", "m", "--out", tmp_path / "r"]
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-1\n")
-    with chat(reply=reply) as server:
-        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
-        code, stdout, stderr = run_here(*flags)
-        assert code == 0, (code, stderr)
-        assert "\x1b" not in stdout
-        family = {
-            I["id"]: I["text"]
-            for e in read_jsonl(tmp_path / "r" / "population.jsonl")
-            for I in e["P"]
-        }
-        assert len(family) == 7
-        assert not any(
-            x in text
-            for text in family.values()
-            for x in ("\x1b", "<|", "</s>", "\nQuestion", "\ud800")
-        )
-        for path in (tmp_path / "r").rglob("*"):
-            assert not path.is_file() or b"sk-secret-1" not in path.read_bytes(), path
-        size = (tmp_path / "r" / "reflections.jsonl").stat().st_size
-        assert size < 2 * len(reply(1, "").encode(errors="replace"))
-        for old in (tmp_path / "r" / "checkpoints").iterdir():
-            shutil.rmtree(old)
-        code, _, stderr = run_here(*flags, "--resume")  # the stored reply is replayed
-        assert code == 0 and sum("Improve" in str(messages) for messages in server.asked) == 1, (
-            code,
-            stderr,
-        )
-
-
-@pytest.mark.slow
 def test_our_own_retriever_is_restarted_when_it_dies(whole, tmp_path):
     out = tmp_path / "r"
     process = start("--out", out, *SMALL)
@@ -413,18 +198,12 @@ def test_ctrl_c_saves_and_leaves_no_process(tmp_path):
 
 
 @contextlib.contextmanager
-def chat(before_reply=lambda n: None, reply=None):
+def chat():
     """A real endpoint, not ours, that answers App. E's prompts with the parent and one sentence
-    more.
-
-    `before_reply(n)` is called before its n-th reply, `reply(n, authorization)` writes another.
-    """
+    more."""
 
     def answer(messages):
         n = len(server.requests)
-        before_reply(n)
-        if reply:
-            return reply(n, server.requests[-1][1]["Authorization"])
         prompt = messages[0]["content"]
         parent = re.search(r"<ins_0>(.*?)</ins_0>", prompt, re.S).group(1).strip()
         most = int(re.search(r"to <ins_(\d+)>", prompt).group(1))
@@ -437,20 +216,15 @@ def chat(before_reply=lambda n: None, reply=None):
         yield server
 
 
+@pytest.mark.slow
 def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_path, monkeypatch):
     """Real English, a byte-level BPE tokenizer, untied random weights: nothing in the core knows
     the world."""
     from tiny_model import make_tiny_model
 
     make_tiny_model(tmp_path / "model")
-    flags = [
-        "--model",
-        tmp_path / "model",
-        "--optimizer_model",
-        "some-model",
-        "--out",
-        tmp_path / "r",
-    ]
+    flags = ["--model", tmp_path / "model", "--optimizer_model", "some-model"]
+    flags += ["--out", tmp_path / "r"]
     for name in ("train", "test", "corpus"):
         flags += [f"--{name}", FIXTURE / f"{name}.jsonl"]
     flags += "--T 2 --batch 4 --mini_batch 4 --G 2 --K_p 1 --K_e 1 --T_e 2 --D_B 3 --max_response 24".split()
@@ -464,14 +238,6 @@ def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_p
     rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
     assert [row["t"] for row in rows] == [0, 1, 2] and rows[-1]["logp_gap"] < 1e-4
     assert "test/searches" in rows[0] and "test/calculations" in rows[0]
-    turns = [
-        turn
-        for tau in trajectories(tmp_path / "r", 1)
-        for turn in tau["response"].split("That was neither ")[1:]
-    ]
-    assert turns and all(
-        text.startswith("a search nor a calculation nor an answer.") for text in turns
-    )
     (path, headers, body), second = server.requests  # P_0, and the evolution at t = 1
     assert path == second[0] == "/v1/chat/completions" and headers["Authorization"] == "Bearer k"
     assert json.loads(body)["model"] == "some-model"
@@ -576,133 +342,19 @@ def test_export_writes_a_checkpoint_as_hugging_face_stores_models(whole, tmp_pat
 @pytest.mark.parametrize(
     "flags, says",
     [
-        (["--step", "4"], "has no checkpoint of step 4; it has: 9, 10"),
-        (["--best"], "in training); it has: 9, 10"),
+        (["--step", "4"], "has no such checkpoint; it has: 9, 10"),
+        (["--best"], "has no such checkpoint; it has: 9, 10 (--eval_every"),
         (["--out", "HERE"], "exists already; remove it, or choose another with --out"),
         (["--out", "/proc/x"], "cannot write /proc/x"),
     ],
 )
 def test_export_says_in_one_line_what_it_cannot_do(whole, tmp_path, flags, says):
     with pytest.raises(SystemExit) as stop:
-        export.main([str(whole[0]), *[str(tmp_path) if flag == "HERE" else flag for flag in flags]])
-    assert (
-        says in stop.value.code
-        and stop.value.code.startswith("export.py: ")
-        and "\n" not in stop.value.code
-    )
-    with pytest.raises(SystemExit, match="holds no run"):
-        export.main([str(tmp_path)])
-    with pytest.raises(SystemExit, match="2"):
-        export.main([str(whole[0]), "--step", "9", "--best"])
-
-
-@pytest.mark.parametrize("file", ["state.pt", "shard-00001-model-00001-of-00007.safetensors"])
-def test_an_export_of_a_checkpoint_that_is_not_whole_is_one_line_and_no_directory(
-    whole, tmp_path, file
-):
-    run = shutil.copytree(whole[0], tmp_path / "r")
-    (run / "checkpoints" / "step-000010" / file).unlink()
-    with pytest.raises(SystemExit) as stop:
-        export.main([str(run), "--out", str(tmp_path / "to")])
-    assert "step-000010" in stop.value.code and "\n" not in stop.value.code
-    assert not (tmp_path / "to").exists()
-
-
-def test_an_export_that_is_stopped_leaves_nothing(whole, tmp_path, monkeypatch):
-    """A Ctrl-C between its weights and its instruction."""
-    interrupt = lambda path: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
-    monkeypatch.setattr("models.model.load_tokenizer", interrupt)
-    with pytest.raises(SystemExit, match="stopped by SIGINT"):
-        export.main([str(whole[0]), "--out", str(tmp_path / "a" / "b")])
-    assert list((tmp_path / "a").iterdir()) == []
-    monkeypatch.undo()
-    export.main([str(whole[0]), "--out", str(tmp_path / "a" / "b")])
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"] and weights_of(
-        tmp_path / "a" / "b"
-    )
-
-
-def test_the_best_checkpoint_is_the_best_on_valid_never_on_test(whole, tmp_path):
-    """From rows as a run writes them: step 9 is best on --valid, step 10 on --test."""
-    shutil.copytree(whole[0], tmp_path / "r")
-    rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
-    rows[9] |= {"valid/em": 0.5, "test/em": 0.1}
-    rows[10] |= {"valid/em": 0.4, "test/em": 0.9}
-    (tmp_path / "r" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    export.main([str(tmp_path / "r"), "--best", "--out", str(tmp_path / "best")])
-    best, nine = weights_of(tmp_path / "best"), tmp_path / "nine"
-    export.main([str(tmp_path / "r"), "--step", "9", "--out", str(nine)])
-    assert all(torch.equal(p, best[name]) for name, p in weights_of(nine).items())
-
-
-def test_the_last_screen_shows_metrics_winner_and_cost(whole):
-    out, stdout = whole
-    summary = json.loads((out / "summary.json").read_text())
-    for name, row in summary["held_out"].items():
-        wanted = [name, f"{row['em']:.3f}", f"{row['f1']:.3f}", f"{row['searches']:.3f}"]
-        assert any(line.split() == " ".join(wanted).split() for line in stdout.splitlines()), name
-    assert set(summary["held_out"]) >= {
-        "trained policy, first instruction",
-        "first policy, first instruction",
-    }
-    assert " -> ".join(f"#{j}" for j in summary["generations"]) in stdout
-    assert stdout.splitlines()[-1] == f"see it: {out}/report.html"
-    assert (out / "report.html").read_text().startswith("<!doctype html>")
-
-
-def test_a_run_stores_what_its_page_shows(whole):
-    """The same questions under several instructions, and how fast it was."""
-    out, _ = whole
-    for row in trajectories(out, 1):
-        assert row["question_text"].endswith("?") and row["source"].startswith("world-")
-    names = {path.name for path in (out / "trajectories").iterdir()}
-    verified = [row for row in read_jsonl(out / "reflections.jsonl") if "verified" in row]
-    assert {f"verify-{row['t']:06d}-{row['round']}.jsonl.gz" for row in verified} <= names
-    held_out = [name for name in names if name.startswith("test-")]
-    assert len(held_out) == len(json.loads((out / "summary.json").read_text())["held_out"])
-    row = read_jsonl(out / "metrics.jsonl")[5]
-    assert (
-        row["time/sampled_per_s"] > 0
-        and row["time/trained_per_s"] > 0
-        and row["time/peak_gb"] > 0.05
-    )
-    assert sum(row["n"].values()) == 4 and set(row["n"]) <= set(row["w"])
-    sources = [name for name in row if name.startswith("em/")]
-    assert sources and min(row[name] for name in sources) <= row["em"] <= max(
-        row[name] for name in sources
-    )
+        export.main([str(whole[0]), *flags])
+    assert says in stop.value.code and "\n" not in stop.value.code
 
 
 # ---- faults and options of a whole run
-
-
-@pytest.mark.slow
-def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(
-    tmp_path, monkeypatch
-):
-    """The optimizer's endpoint stops the search server, so the verification of its candidates
-    cannot be played."""
-    server = ["-m", "retrieval_server", "--corpus", str(ROOT / "world/files/corpus.jsonl")]
-    monkeypatch.setattr(search_qa, "RETRIES", 0)
-    flags = [*SMALL, "--optimizer_model", "m", "--out", tmp_path / "r"]
-    with (
-        Child(server, tmp_path / "log") as child,
-        chat(lambda n: child.stop() if n == 2 else None) as endpoint,
-    ):
-        monkeypatch.setenv("OPENAI_BASE_URL", endpoint.url)
-        said, _, _ = run_here(*flags, "--retriever", child.url)
-        first, last = said.strip().splitlines()
-        assert "no usable answer" in first and "--resume" in last
-        code, _, stderr = run_here(*flags, "--retriever", "", "--resume")
-        assert code == 0, (code, stderr)
-        whole_calls = [
-            row["call"]["key"]
-            for row in read_jsonl(tmp_path / "r" / "reflections.jsonl")
-            if "call" in row
-        ]
-        assert len(whole_calls) == len(set(whole_calls)) == len(endpoint.requests)
-        assert sum(key.startswith("t3 r0") for key in whole_calls) == 1  # not asked again
-    assert [row["t"] for row in metrics(tmp_path / "r")] == list(range(11))
 
 
 @pytest.mark.slow
@@ -718,31 +370,6 @@ def test_an_engine_that_samples_from_another_policy_stops_the_run_before_it_trai
         *SMALL, "--mode", "static", "--out", tmp_path / "r", "--resume", "--T", 10
     )
     assert code == 0 and [row["t"] for row in metrics(tmp_path / "r")] == list(range(11))
-
-
-@pytest.fixture(scope="module")
-def frozen(tmp_path_factory):
-    """(directory, standard output) of a run that neither learns nor can write its page."""
-    out = tmp_path_factory.mktemp("runs") / "frozen"
-    (out / ".report.html.tmp").mkdir(parents=True)  # where it would be written first
-    code, stdout, stderr = run_here(*SMALL, *"--T 2 --mode static --lr 0 --out".split(), out)
-    assert code == 0, (code, stderr)
-    return out, stdout
-
-
-def test_a_run_is_complete_without_its_page(frozen):
-    out, stdout = frozen
-    assert f"no page: cannot write {out}/report.html" in stdout
-    assert (out / "summary.json").exists() and not (out / "report.html").exists()
-
-
-def test_a_learning_rate_of_0_freezes_the_policy(frozen):
-    first, last = (
-        load_file(path / "model.safetensors") for path in (FILES / "policy", frozen[0] / "policy")
-    )
-    assert last and all(torch.equal(first[name], last[name]) for name in last)
-    # there was something to learn
-    assert any(row["grad_norm"] > 0 for row in metrics(frozen[0])[1:])
 
 
 @pytest.mark.slow

@@ -26,15 +26,3 @@ def test_a_second_s_tokens_by_hand():
     assert (found["time/rollout"], found["time/update"]) == (3.0, 0.5)
     assert found["time/tools"] == 1.25
     assert 0.05 < found["time/peak_gb"] < 1000  # of this process, with torch in it
-
-
-def test_memory_that_vllm_gives_back_asleep_is_not_counted(monkeypatch):
-    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 90e9)
-    policy = SimpleNamespace(
-        seconds={"rollout": 1.0, "update": 1.0, "tools": 0.0},
-        ranks=SimpleNamespace(device="cuda"),
-        engine=SimpleNamespace(asleep=60e9),
-    )
-    assert Policy.measure_speed(policy, [])["time/peak_gb"] == 30
-    policy.engine = None  # torch's own engine gives nothing back
-    assert Policy.measure_speed(policy, [])["time/peak_gb"] == 90

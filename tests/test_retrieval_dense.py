@@ -74,6 +74,7 @@ def corpus(tmp_path_factory):
 def command(*argv):
     """Runs the server's command in this process."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retrieval_server, "CHUNK", 128)
         patch.setattr(sys, "argv", ["retrieval_server.py", *map(str, argv)])
         retrieval_server.main()
 
@@ -113,6 +114,7 @@ def test_vectors_equal_those_of_transformers(shallow, tmp_path, family, pooling,
     "name, family",
     [
         ("intfloat/multilingual-e5-large/", "e5"),
+        ("intfloat/multilingual-e5-large-instruct", ""),
         ("BAAI/bge-base-en-v1.5", "bge"),
         ("BAAI/bge-m3", ""),
         ("/e5/models/mpnet", ""),

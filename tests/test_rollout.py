@@ -1,18 +1,15 @@
 """Trajectories, token by token, from a scripted policy."""
 
 import json
-import pickle
 import threading
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 from found_search import Found
-from tiny_model import STOP
 
 from config import Config
 from engines import FinishedTurn
-from engines.torch_engine import TorchEngine
 from plumbing.faults import ToolDown
 from rollout import rollout
 from tasks import Job, Question, Task, Turn
@@ -162,47 +159,18 @@ def test_a_trajectory_and_its_record_hold_every_turn(played):
     response = (
         f"{TURNS[0]}\n\n<information>{passages}</information>\n\n{TURNS[1]}{INVALID}{TURNS[2]}"
     )
-    first = {
-        "text": TURNS[0],
-        "tool": "search",
-        "argument": "capital of France",
-        "result": DOCUMENTS,
-    }
-    others = [{"text": text, "tool": "", "argument": "", "result": None} for text in TURNS[1:]]
-    assert json.loads(json.dumps(tau.record())) == {
-        "instruction": 7,
-        "question": "q-0",
-        "question_text": ASKED.text,
-        "source": "fixture",
-        "group": 3,
-        "stop": "answer",
-        "reward": 0.5,
-        "failed": False,
-        "advantage": -1.25,
-        "credit": [],
-        "prediction": "Jørn Utzon",
-        "golds": ["Jørn Utzon"],
-        "invalid": 1,
-        "prompt_tokens": tau.prompt_tokens,
-        "action_tokens": sum(tau.mask),
-        "tokens": len(tau.ids),
-        "turns": [first, *others],
+    assert tau.response == response
+    record = json.loads(json.dumps(tau.record()))
+    assert record["turns"][0] == {
+        "text": TURNS[0], "tool": "search", "argument": "capital of France", "result": DOCUMENTS,
+    }  # fmt: skip
+    wanted = {
+        "instruction": 7, "question": "q-0", "group": 3, "stop": "answer", "reward": 0.5, "failed": False,
+        "advantage": -1.25, "prediction": "Jørn Utzon", "golds": ["Jørn Utzon"], "invalid": 1,
+        "prompt_tokens": tau.prompt_tokens, "action_tokens": sum(tau.mask),
         "response": response,
-    }
-
-
-def test_an_outcome_has_what_rewards_and_metrics_need_and_no_tokens(played):
-    tau, _ = played
-    tau.state = {"board": 1}
-    outcome = tau.drop_tokens()
-    for t in (tau, outcome):
-        assert (t.served("search"), t.served("browse"), t.invalid, t.question) == (1, 0, 1, ASKED)
-    for name in ("stop", "prediction", "turns", "response", "state"):
-        assert getattr(outcome, name) == getattr(tau, name)
-    assert (
-        not (outcome.ids or outcome.mask or outcome.logps or outcome.turn_tokens)
-        and len(tau.ids) > 100
-    )
+    }  # fmt: skip
+    assert wanted.items() <= record.items()
 
 
 def test_rows_end_at_different_times_and_each_has_its_own_instruction_and_question(tokenizer):
@@ -229,12 +197,6 @@ def test_rows_end_at_different_times_and_each_has_its_own_instruction_and_questi
 
 
 # ---- observations
-
-
-def test_a_search_that_finds_nothing_is_served_with_an_empty_observation(tokenizer):
-    tau, _ = play(tokenizer, Found(), "<search></search>", ANSWER)
-    assert (tau.served("search"), tau.turns[0].argument, tau.turns[0].result) == (1, "", [])
-    assert "\n\n<information></information>\n\n" in tau.response
 
 
 def test_a_long_observation_is_cut_inside_its_tag(policy):
@@ -275,10 +237,8 @@ def test_an_invalid_action_gets_a_corrective_message_and_costs_a_turn(tokenizer)
     [
         (["<answer> </answer>", NEVER], {}, "answer", ""),
         (["<search>a</search><answer>x</answer>", NEVER], {}, "answer", "x"),
-        (["no", "<answer>Utzon</answer>", NEVER], {}, "answer", "Utzon"),
         # Neither the answer in the instruction, nor that in the message after an invalid action.
         (["no", "<answer>cut off", NEVER], {"max_turns": 1}, "turns", None),
-        (["<search>a</search>", "no", NEVER], {"max_turns": 1}, "turns", None),
         ([NEVER], {"max_prompt": 1}, "length", None),
     ],
 )
@@ -302,73 +262,44 @@ def test_a_task_without_tools_has_one_turn(tokenizer, turn, stop, invalid):
     assert (tau.stop, tau.turns, tau.invalid) == (stop, [Turn(turn)], invalid)
 
 
-@pytest.mark.parametrize(
-    "last, stop",
-    [("<search>c</search>", "turns"), ("no idea", "turns"), ("<answer>c</answer>", "answer")],
-)
-def test_after_max_turns_searches_comes_a_last_turn_in_which_no_search_is_served(
-    tokenizer, last, stop
-):
-    search = Found("a")
-    tau, _ = play(
-        tokenizer, search, "<search>a</search>", "<search>b</search>", last, NEVER, max_turns=2
-    )
-    assert search.queries == ["a", "b"]
-    assert tau.served("search") == 2
-    assert tau.stop == stop
-    assert tau.response.endswith(last) and tau.mask[-1] == 1  # no observation follows
-
-
-def test_a_full_context_ends_the_trajectory_and_never_costs_the_instruction(tokenizer):
-    turns, instruction = ["hm", "<search>Seine</search>", ANSWER], "Answer. " * 50
-    free, _ = play(tokenizer, Found("A\nb"), *turns, instruction=instruction)
-    begins = find_turns(free)
-    for limit, actions in [
-        (begins[0] - 1, 0),
-        (begins[0], 1),
-        (begins[1] - 1, 1),
-        (begins[1], 2),
-        (begins[2], 3),
-    ]:
-        tau, _ = play(tokenizer, Found("A\nb"), *turns, instruction=instruction, max_prompt=limit)
-        assert len(tau.turns) == actions
-        assert (tau.stop, tau.prediction) == (("length", None) if actions < 3 else ("answer", "x"))
-        # from its first token on: nothing is cut away
-        assert tau.ids == free.ids[: [*begins, len(free.ids)][actions]]
+def test_after_max_turns_searches_comes_a_last_turn_in_which_no_search_is_served(tokenizer):
+    search, calls = Found("a"), [f"<search>{query}</search>" for query in "abc"]
+    tau, _ = play(tokenizer, search, *calls, NEVER, max_turns=2)
+    assert search.queries == ["a", "b"] and (tau.served("search"), tau.stop) == (2, "turns")
+    assert tau.response.endswith(calls[2]) and tau.mask[-1] == 1  # no observation follows
 
 
 @pytest.mark.parametrize("last", [ANSWER, "<search>d</search>", "no idea"])
 def test_a_result_that_would_end_the_context_is_cut_and_one_turn_follows(tokenizer, last):
-    """At every length of the context, from one that has room for no result to one that has room for
-    all of them."""
+    """At every length of the context, from one that has no room for the prompt to one that has room
+    for all results."""
     calls = [f"<search>{query}</search>" for query in "abc"]
     free, _ = play(tokenizer, Found(*DOCUMENTS), *calls, ANSWER)
-    begins, opening, closing = find_turns(free), "\n\n<information>", "</information>\n\n"
+    begins = find_turns(free)
     empty = len(encode_observation(tokenizer, [], 500))
     ends = [begins[k] + len(spelled(tokenizer, calls[k])) for k in range(3)]  # of the calls
-    for limit in range(begins[0], begins[3] + 1):
+    for limit in range(begins[0] - 1, begins[3] + 1, 3):
         # how many results leave room for a turn, the last one perhaps cut
         fitting = sum(limit >= end + empty for end in ends)
         cut = 0 < fitting and limit < begins[fitting]
         search = Found(*DOCUMENTS)
         taken = [*calls[:fitting], last if cut else [*calls, ANSWER][fitting]]
         tau, engine = play(tokenizer, search, *taken, NEVER, max_prompt=limit)
+        if limit < begins[0]:
+            taken = []
         assert [turn.text for turn in tau.turns] == taken
-        answered = taken[-1] == ANSWER
+        answered = taken[-1:] == [ANSWER]
         assert (tau.stop, tau.prediction) == (("answer", "x") if answered else ("length", None))
         assert search.queries == [turn.argument for turn in tau.turns if turn.result is not None]
         # a call after the cut is not served; one that filled the context is, to no avail
-        assert len(search.queries) == fitting + (not cut and fitting < 3)
-        # tokens in, tokens out
-        assert len(tau.ids) == len(tau.mask) == len(tau.logps)
-        assert sum(tau.mask) == sum(len(spelled(tokenizer, text)) for text in taken)
-        assert all(bool(logp) == sampled for logp, sampled in zip(tau.logps, tau.mask, strict=True))
+        assert len(search.queries) == fitting + (bool(taken) and not cut and fitting < 3)
+        # tokens in, tokens out: nothing is cut away from the front
         contexts = [rows[0] for rows in engine.contexts]
         assert contexts == [tau.ids[:k] for k in find_turns(tau)]
-        assert len(contexts[-1]) == limit if cut else len(contexts[-1]) <= limit
-        assert contexts[-1][: ends[fitting - 1]] == free.ids[: ends[fitting - 1]] or not fitting
-        for opened in (tau.response.count(tag) for tag in (opening, closing)):
-            assert opened == len(search.queries)
+        assert not cut or len(contexts[-1]) == limit
+        assert not contexts or len(contexts[-1]) <= limit
+        assert tau.ids[: ends[fitting - 1]] == free.ids[: ends[fitting - 1]] or not fitting
+        assert tau.response.count("</information>\n\n") == len(search.queries)
 
 
 def test_where_the_task_has_ended_the_episode_a_result_is_not_cut(tokenizer):
@@ -386,17 +317,6 @@ def test_where_the_task_has_ended_the_episode_a_result_is_not_cut(tokenizer):
     whole, _ = play(tokenizer, Ends(Config()), "<move>a</move>")
     tau, _ = play(tokenizer, Ends(Config()), "<move>a</move>", NEVER, max_prompt=len(whole.ids) - 9)
     assert tau.ids == whole.ids and tau.stop == "over"
-
-
-def test_a_row_whose_context_is_full_leaves_the_others_as_they_are(tokenizer):
-    call = "<search>a</search>"
-    rows = [[call, call, ANSWER], [call, ANSWER], [call + "hm " * 30 + call, "no idea"]]
-    alone = [play(tokenizer, Found(*DOCUMENTS), *row, max_prompt=300) for row in rows]
-    lengths = {len(tau.ids) for tau, _ in alone}
-    engine = Script(tokenizer, *rows)
-    taus = roll(engine, tokenizer, Found(*DOCUMENTS), jobs(3), max_prompt=300)
-    assert [(tau.ids, tau.stop) for tau in taus] == [(tau.ids, tau.stop) for tau, _ in alone]
-    assert len(lengths) == 3 and [tau.stop for tau in taus] == ["answer", "answer", "length"]
 
 
 # ---- many rows
@@ -482,21 +402,15 @@ def test_without_lockstep_no_row_waits_for_another(tokenizer):
         assert taus[row].ids[: len(ids)] == ids
 
 
-@pytest.mark.parametrize("lockstep", [True, False])
-def test_an_engine_waits_for_searches_if_it_has_no_row_or_is_in_lockstep(tokenizer, lockstep):
-    """In lockstep row 1, whose search is back at once, begins its turn with row 0; without, nothing
-    spins."""
-    search, texts = Slow(), [[SLOW, ANSWER], [FAST, ANSWER]]
-    threading.Timer(0.1, search.answer).start()
-    if lockstep:
-        engine, task = Script(tokenizer, *texts), Plain(search)
-        roll(engine, tokenizer, task, jobs(2))
+def test_an_engine_waits_for_searches_where_it_has_no_row_to_go_on_with(tokenizer):
+    """In lockstep also row 1, whose search is back at once, which begins its turn with row 0."""
+    for engine in (Script, Free):
+        search, texts = Slow(), [[SLOW, ANSWER], [FAST, ANSWER]]
+        threading.Timer(0.1, search.answer).start()
+        playing, task = engine(tokenizer, *texts), Plain(search)
+        roll(playing, tokenizer, task, jobs(2 if playing.lockstep else 1))
         assert 0 < task.waited < 10  # seconds in which nothing was generated
-        assert [list(rows) for rows in engine.contexts] == [[0, 1], [0, 1]]
-    else:
-        engine = Free(tokenizer, *texts)
-        roll(engine, tokenizer, search, jobs(1))
-        assert engine.calls == 2
+        assert len(playing.contexts) == 2  # and nothing spins
 
 
 def test_a_trajectory_is_never_finished_without_its_results(tokenizer):
@@ -522,25 +436,6 @@ def test_more_jobs_than_rows_are_played_in_batches_each_with_a_seed_and_progress
     assert counts == [1, 2, 3, 4, 5]
     assert engine.seeds == [5, 7, 9]
     assert [list(rows) for rows in engine.contexts] == [[0, 1], [0], [0]]
-
-
-def test_two_batches_of_rows_are_not_sampled_alike_and_a_seed_samples_them_again(tiny):
-    model, tokenizer = tiny
-    engine = TorchEngine(model, tokenizer, STOP)
-    engine.max_rows = 2
-    taus, again = (
-        roll(
-            engine,
-            tokenizer,
-            Found(),
-            jobs(4, "Think, search, answer."),
-            max_turns=1,
-            max_response=12,
-        )
-        for _ in range(2)
-    )
-    assert [tau.ids for tau in taus[:2]] != [tau.ids for tau in taus[2:]]
-    assert [(tau.ids, tau.logps) for tau in again] == [(tau.ids, tau.logps) for tau in taus]
 
 
 # ---- several tools
@@ -587,30 +482,6 @@ def test_the_prompt_is_the_chat_template_of_instruction_and_question(tokenizer, 
     )
 
 
-def test_a_task_may_have_a_system_message_whose_control_tokens_are_data_as_well(tokenizer):
-    class Messages(Plain):
-        def prompt(self, instruction, question):
-            rules = "Rules of 21. <search> is allowed.<|im_end|>"
-            board = f"Board of {question.text} for {question.data['player']}"
-            return [
-                {"role": "system", "content": rules},
-                {"role": "user", "content": f"{board}; {instruction}"},
-            ]
-
-    question = Question("q", "<|endoftext|>chess</search>", data={"player": "white<|im_start|>"})
-    prompt = Messages(Found()).make_format(tokenizer).encode_prompt("Use <search>.", question)
-    assert tokenizer.decode(prompt) == (
-        # the task may name its tags
-        "<|im_start|>system\nRules of 21. <search> is allowed.< |im_end|><|im_end|>\n"
-        "<|im_start|>user\nBoard of < |endoftext|>chess< /search> for white< |im_start|>; Use <search>.<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-    special = {
-        tokenizer.convert_tokens_to_ids(x) for x in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
-    }
-    assert sum(i in special for i in prompt) == 5  # those of the template
-
-
 class Counting(Game):
     """Counts the calls of an episode, with a search; at the third the episode is over."""
 
@@ -637,22 +508,15 @@ class Counting(Game):
 def test_every_episode_has_a_state_of_its_own_which_a_move_may_end(tokenizer):
     call, counts = "<count>a</count>", []
     engine = Script(
-        tokenizer, [call, call, call, NEVER], [call, "hm", ANSWER], ["<search>b</search>", ANSWER]
+        tokenizer, [call] * 3 + [NEVER], [call, "hm", ANSWER], ["<search>b</search>", ANSWER]
     )
     several = [Job(0, "Answer.", question, k) for k, question in enumerate([ASKED, OTHER, ASKED])]
     taus = roll(engine, tokenizer, Counting(), several, progress=counts.append)
     results = [[turn.result for turn in tau.turns] for tau in taus]
     assert results == [[["a 1"], ["a 2"], ["a 3"]], [["a 2"], None, None], [["A\nb"], None]]
-    assert [(tau.stop, tau.prediction) for tau in taus] == [
-        ("over", None),
-        ("answer", "x"),
-        ("answer", "x"),
-    ]
+    assert [tau.stop for tau in taus] == ["over", "answer", "answer"]
     assert taus[0].response.endswith("\n\n<number>a 3</number>\n\n")
     assert taus[0].mask[-1] == taus[0].invalid == 0
-    assert [tau.served("count") for tau in taus] == [3, 1, 0]
     for tau, n in zip(taus, (3, 2, 0), strict=True):
         assert tau.state == {"counted": n, "stop": tau.stop, "characters": len(tau.response)}
-    assert pickle.loads(pickle.dumps(taus[0])).state == taus[0].state
-    assert [list(rows) for rows in engine.contexts] == [[0, 1, 2], [0, 1, 2], [0, 1]]
-    assert counts == [1, 2, 3] and OTHER.data == [1]
+    assert counts == [1, 2, 3] and OTHER.data == [1]  # a question's own data stay as they are

@@ -4,10 +4,8 @@ process writes."""
 import contextlib
 import dataclasses
 import errno
-import gzip
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -18,10 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pydantic.dataclasses import dataclass
 
-from config import Config, knob, parse_flags, read_config
+from config import Config, parse_flags, read_config
 from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
-from plumbing.files import new_directory
 from population import Population, ReplayBuffer
 from run import LOGS, Checkpoints, Run, open_run, read_state, step_of, with_absolute_paths
 from training.policy import Policy
@@ -176,102 +174,53 @@ def test_a_checkpoint_that_is_not_whole_is_one_line_and_runs_nothing(run, harm):
     assert restored(run) == 6
 
 
-def test_a_foreign_directory_is_no_checkpoint_and_pushes_none_out(run):
-    foreign = ["step-000006-backup", "step-000099.old", "step-x", "step-12"]
-    for name in foreign:
-        (run.path / "checkpoints" / name).mkdir()
-    (run.path / "checkpoints" / "step-000100").write_text("a file")
-    save(run, 10)
-    assert [path.name for path in run.checkpoints()] == [f"step-{t:06d}" for t in (6, 9, 10)]
-    assert restored(run) == 10
-    assert all((run.path / "checkpoints" / name).is_dir() for name in foreign)
-
-
-def test_of_a_link_to_a_directory_the_link_alone_is_removed(run, tmp_path):
-    """A checkpoint that somebody moved to a larger disk; where a policy is to be written."""
-    (elsewhere := tmp_path / "elsewhere").mkdir()
-    for path in run.checkpoints()[:2]:
-        path.rename(elsewhere / path.name)
-        path.symlink_to(elsewhere / path.name)
-    save(run, 10)  # keeps three
-    assert [path.name for path in run.checkpoints()] == [f"step-{t:06d}" for t in (6, 9, 10)]
-    (run.path / "policy").symlink_to(elsewhere / "step-000003")
-    with new_directory(run.path / "policy") as path:
-        (path / "weights").write_text("x")
-    assert not (run.path / "policy").is_symlink()
-    assert sorted(path.name for path in elsewhere.iterdir()) == ["step-000003", "step-000006"]
-    assert (elsewhere / "step-000003" / "state.pt").exists()
-
-
-@pytest.mark.parametrize(
-    "content", ["", '{"T": 3', "[]", "7", {"T": "3"}, {"T": True}, "\xff", {"lr": None}], ids=str
-)
-def test_a_damaged_config_is_one_line(run, content):
+@pytest.mark.parametrize("changed", [{"T": "many"}, {"T": 0}, {"lr": None}], ids=str)
+def test_a_config_with_an_impossible_value_is_one_line(run, changed):
     path = run.path / "config.json"
-    content = (
-        content if isinstance(content, str) else json.dumps(json.loads(path.read_text()) | content)
-    )
-    path.write_bytes(content.encode("latin1"))
-    with pytest.raises(Fault, match=r"config.json is damaged \(.*: restore it") as e:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(Fault, match=f"^{path}: --{[*changed][0]} ") as e:
         read_config(run.path)
     assert "\n" not in str(e.value)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Guest(Config):
     """another program"""
 
-    own: int = knob(3, "a knob of its own")
+    own: int = 3
+    """a knob of its own"""
 
 
-@pytest.mark.parametrize("first, second", [(Guest, Config), (Config, Guest)])
-def test_a_run_is_resumed_by_the_program_that_started_it_alone(tmp_path, first, second):
+def test_a_run_is_resumed_by_the_program_that_started_it_alone(tmp_path):
     out = str(tmp_path / "r")
-    Run.open(first(out=out)).close()
-    Run.open(first(out=out, resume=True)).close()
-    programs = {Config: "inspo.py", Guest: "tests/test_run.py"}
-    with pytest.raises(
-        Fault, match=f"r was started by {programs[first]}, not {programs[second]}"
-    ) as e:
-        Run.open(second(out=out, resume=True))
-    assert "\n" not in str(e.value)
-    if second is Config:
-        assert read_config(tmp_path / "r").out == out  # others than programs that train may read it
+    Run.open(Guest(out=out)).close()
+    Run.open(Guest(out=out, resume=True)).close()
+    with pytest.raises(Fault, match="r was started by tests/test_run.py, not inspo.py"):
+        Run.open(Config(out=out, resume=True))
+    assert read_config(tmp_path / "r").out == out  # others than programs that train may read it
 
 
-# knobs of 2026-11-22
-OLDER = {"rank": "reward", "gate": "not_worse", "groups": "", "objective": "grpo"}
-
-
-@pytest.mark.parametrize("changed, knob", [
-    ({"T": None}, "T"), ({"task": None}, "task"), ({"newer": 3}, "newer"),
-    ({"lora_rank": 8, "dither": None}, "dither"),  # its adapters are laid out as peft's
-    (OLDER | {"task": None, "program": None, "commit": None, "id": None}, "rank"),
-])  # fmt: skip
-def test_a_config_of_another_version_is_one_line_that_names_a_knob(run, changed, knob):
+def test_a_config_of_another_version_is_one_line_that_names_a_knob(run):
     path = run.path / "config.json"
-    found = json.loads(path.read_text()) | changed
-    path.write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
-    commit = "unknown" if "commit" in changed else found["commit"]
-    for resume in (False, True):
-        with pytest.raises(
-            Fault, match=f"another version of inspo.py .commit {re.escape(commit)}; .* --{knob}"
-        ) as e:
-            read_config(run.path, resume=resume)
-        assert "\n" not in str(e.value) and "damaged" not in str(e.value)
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps(found | {"newer": 3}))
+    with pytest.raises(Fault, match="another version of inspo.py .*newer"):
+        read_config(run.path, resume=True)
 
 
-def test_the_best_checkpoint_is_that_of_the_task_s_first_metric(run):
-    rows = {0: {"metrics": ["mark", "em"]}, 3: {"valid/mark": -2.0, "valid/em": 0.1, "test/mark": 0.0},
-            6: {"valid/mark": -1.0, "valid/em": 0.0, "test/mark": -9.0}, 9: {"valid/em": 0.9}}  # fmt: skip
-    run.write(
-        "metrics.jsonl", "".join(json.dumps({"t": t} | row) + "\n" for t, row in rows.items())
-    )
+def test_the_best_checkpoint_is_that_of_the_task_s_first_metric_on_valid(run):
+    rows = {
+        0: {"metrics": ["mark", "em"]},
+        3: {"valid/mark": -2.0, "valid/em": 0.1, "test/mark": 0.0},
+        6: {"valid/mark": -1.0, "valid/em": 0.0, "test/mark": -9.0},
+        9: {"valid/em": 0.9},
+    }
+    lines = [json.dumps({"t": t} | row) + "\n" for t, row in rows.items()]
+    run.write("metrics.jsonl", "".join(lines))
     assert run.best().name == "step-000006"
     for t in (10, 11, 12):
         save(run, t)
-    # it is kept
-    assert [path.name for path in run.checkpoints()] == [f"step-{t:06d}" for t in (6, 10, 11, 12)]
+    assert [step_of(path) for path in run.checkpoints()] == [6, 10, 11, 12]  # it is kept
 
 
 # ---- the disk
@@ -288,14 +237,6 @@ def small_disk(tmp_path):
         pytest.skip("mounting a tmpfs takes root")
     yield path
     subprocess.run(["umount", "-l", path], check=True)
-
-
-def test_every_trajectory_is_a_line(run):
-    run.write_trajectories("step-000001", [{"x": 1}, {"x": "a\nb"}])
-    run.write_trajectories("step-000002", [])
-    (path,) = (run.path / "trajectories").iterdir()
-    with gzip.open(path, "rt") as f:
-        assert [json.loads(line) for line in f] == [{"x": 1}, {"x": "a\nb"}]
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(small_disk):
@@ -363,11 +304,6 @@ def test_a_step_is_saved_once_and_not_after_the_weights_have_moved(run):
     checkpoints.save()
     checkpoints.wait()
     assert times == [13]
-
-
-def test_a_new_run_has_nothing_to_save(run):
-    checkpoints_of(run).save()
-    assert [step_of(path) for path in run.checkpoints()] == [3, 6, 9]
 
 
 @contextlib.contextmanager
@@ -469,15 +405,12 @@ def test_a_run_in_use_cannot_be_resumed_until_its_process_is_gone(run):
 
 def test_config_json_holds_paths_that_are_valid_everywhere(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
-    for name in ("q.jsonl", "c.jsonl"):
-        (tmp_path / name).write_text("")
+    (tmp_path / "q.jsonl").write_text("")
     monkeypatch.chdir(tmp_path)
-    cfg = Config(
-        train="q.jsonl", test="q.jsonl", corpus="c.jsonl", model="model", out="r", mode="static"
-    )
+    cfg = Config(train="q.jsonl", model="model", out="r", mode="static")
     found = with_absolute_paths(cfg)
-    assert {found[k] for k in ("train", "test")} == {str(tmp_path / "q.jsonl")}
-    assert found["model"] == str(tmp_path / "model") and found["valid"] == ""
+    assert found["train"] == str(tmp_path / "q.jsonl") and found["model"] == str(tmp_path / "model")
+    assert found["valid"] == ""
     assert with_absolute_paths(Config(model="Qwen/Qwen2.5-3B"))["model"] == "Qwen/Qwen2.5-3B"
     Run.open(cfg).close()
     flags = ["--out", str(tmp_path / "r"), "--resume"]

@@ -1,17 +1,12 @@
 """The seam between a task and all else: what a task may be and return, the questions of a step, a
 fair sample."""
 
-import json
 import math
-import random
 import sys
 import zlib
-from collections import Counter
-from types import MappingProxyType
 
 import numpy as np
 import pytest
-import torch
 
 from config import PRESETS, Config, parse_flags
 from plumbing.faults import Fault
@@ -25,9 +20,7 @@ from tasks.task import (
     draw_questions,
     load_task,
     read_instruction,
-    rng_of,
     set_rewards,
-    space_evenly,
     take_subset,
 )
 from tasks.tools import Calculator
@@ -107,9 +100,6 @@ def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch)
     "name, says",
     [
         ("my_game", "give it as module:name"),
-        (":Game", "give it as module:name"),
-        (".my_game:Game", "give it as module:name"),
-        ("my_game:Game:x", "Game:x is not a class in my_game"),
         ("my_gane:Game", "my_gane cannot be imported (No module named 'my_gane')"),
         (
             "needs:Game",
@@ -117,8 +107,6 @@ def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch)
         ),
         ("my_game:Chess", "Chess is not a class in my_game"),
         ("my_game:Stranger", "it "),
-        ("my_game:function", "function is not a class in my_game"),
-        ("json:Nothing", f"Nothing is not a class in json ({json.__file__}"),
         ("tasks.task:Game", "it does not define questions"),
         ("my_game:Twice", "its tool <calculate> has the tag 'calculate'; tags are"),
     ],
@@ -127,16 +115,11 @@ def test_what_is_no_task_is_refused_by_name(game, name, says):
     assert refused(load_task, Config(task=name)).startswith(f"--task {name}: {says}")
 
 
-def test_a_format_that_is_none_is_refused(game):
-    task = load_task(Config(format="my_game:Game"))
-    assert "--format my_game:Game: it does not extend" in refused(task.make_format)
-
-
 @pytest.mark.parametrize(
     "split, ids, says",
-    [("train", [], "no questions to train on"), ("test", [], "no questions to test on"),
-     ("valid", ["a", "b", "a"], "several valid questions have the id 'a'"),
-     ("test", ["a", "b", "a"], "several test questions have the id 'a'")],
+    [("train", [], "of train there are no questions"), ("test", [], "of test there are no questions"),
+     ("valid", ["a", "b", "a"], "of valid 2 questions have the id 'a'"),
+     ("test", ["a", "b", "a"], "of test 2 questions have the id 'a'")],
 )  # fmt: skip
 def test_a_task_without_questions_or_with_an_id_twice_is_refused(split, ids, says):
     class Asking(Returning):
@@ -147,29 +130,6 @@ def test_a_task_without_questions_or_with_an_id_twice_is_refused(split, ids, say
     split, ids = "valid", []
     # without validation questions a run has no best checkpoint, and needs none
     check_questions(Asking())
-
-
-@pytest.mark.parametrize(
-    "question",
-    ["Who?", Question("1", None), Question("1", "Who?", "Ann"), Question("1", "Who?", (None, 7)),
-     Question("1", "Who?", {"Ann"}), Question("1", "Who?", 7)],
-)  # fmt: skip
-def test_what_is_no_question_with_golds_is_shown(question):
-    class Asking(Returning):
-        def questions(self, split):
-            return [question] if split == "test" else [Question("1", "Who?")]
-
-    assert f"of test it has {question!r}; return Question(id, text, [gold" in refused(
-        check_questions, Asking()
-    )
-
-
-def test_a_flag_whose_plug_in_is_not_here_says_so(monkeypatch):
-    monkeypatch.setattr("tasks.task.find_plug", lambda word: "")
-    said = refused(load_task, Config(reward="grades:brief"))
-    assert (
-        said == "--reward grades:brief: it needs a plug-in that is not here; take the whole project"
-    )
 
 
 # ---- its instruction
@@ -242,29 +202,6 @@ def test_a_function_scores_in_place_of_the_task(grades, function, rewards, faile
     load_task(Config(task="my_game:Half", reward=f"my_grades:{function}"))
 
 
-@pytest.mark.parametrize(
-    "name, says",
-    [
-        ("my_grades", "give it as module:name, for a function"),
-        ("my_gradus:brief", "my_gradus cannot be imported"),
-        ("my_grades:long", "long is not a function in my_grades"),
-        ("my_grades:ten", "ten is not a function in my_grades"),
-        ("my_grades:Grade", "Grade is not a function in my_grades"),
-    ],
-)
-def test_what_is_no_function_is_refused_by_name(grades, name, says):
-    assert refused(load_task, Config(task="my_game:Game", reward=name)).startswith(
-        f"--reward {name}: {says}"
-    )
-
-
-def test_a_function_that_does_not_score_each_is_named(grades):
-    task = load_task(Config(task="my_game:Game", reward="my_grades:short"))
-    assert refused(set_rewards, task, taus(2)).startswith(
-        "--reward my_grades:short: the reward returned 1 for 2"
-    )
-
-
 # ---- rewards and metrics
 
 
@@ -309,39 +246,14 @@ def test_a_reward_is_any_number_and_a_failure_what_is_below_the_best():
     assert [tau.failed for tau in played] == [False, True, False, True]
 
 
-def test_a_failure_is_what_the_task_says_of_a_rewarded_trajectory():
-    class Ends(Returning):
-        def failed(self, tau):
-            return tau.reward == 1.0
-
-    played = taus(2)
-    set_rewards(Ends([1.0, 0.0]), played)
-    assert [tau.failed for tau in played] == [True, False]
-
-
 @pytest.mark.parametrize(
     "rewards, says",
     [
-        ([1.0, 0.0], "its reward returned 2 for 3 trajectories"),
-        (None, "its reward returned None for 3 trajectories"),
-        (np.array(1.0), "its reward returned 1.0 for 3 trajectories"),
-        (torch.tensor(1.0), "its reward returned 1.0 for 3 trajectories"),
+        ([1.0, 0.0], "its reward returned [1.0, 0.0] for 3 trajectories"),
         (3, "its reward returned 3 for 3 trajectories"),
         ([0.0, math.nan, 0.0], "its reward of question 1 is nan; return a finite number"),
-        ([0.0, 0.0, -math.inf], "its reward of question 2 is -inf; return"),
-        ([None, 0.0, 0.0], "its reward of question 0 is None; return"),
         ([0.0, 0.0, "1"], "its reward of question 2 is '1'; return"),
-        ("101", "its reward of question 0 is '1'; return"),
-        ([0.0, 10**400, 0.0], "its reward of question 1 is 1000"),
-        ([0.0, [1.0], 0.0], "its reward of question 1 is [1.0]; return"),
         ({0: 1.0, 1: 0.0, 2: 1.0}, "its reward returned {0: 1.0"),
-        (Counter({2: 1, 0: 3, 1: 2}), "its reward returned Counter("),
-        (MappingProxyType({0: 1.0, 1: 0.0, 2: 1.0}), "its reward returned mappingproxy("),
-        ({0.0, 0.5, 1.0}, "its reward returned {"),
-        (frozenset({0.0, 0.5, 1.0}), "its reward returned frozenset("),
-        ({0: 1, 1: 0, 2: 1}.keys(), "its reward returned dict_keys("),
-        (b"101", "its reward returned b'101'"),
-        (bytearray(b"101"), "its reward returned bytearray("),
     ],
 )
 def test_what_is_no_reward_for_each_is_refused_by_name(rewards, says):
@@ -350,35 +262,8 @@ def test_what_is_no_reward_for_each_is_refused_by_name(rewards, says):
     )
 
 
-@pytest.mark.parametrize(
-    "kind", [tuple, np.array, torch.tensor, lambda x: dict(enumerate(x)).values()]
-)
-def test_rewards_in_an_order_are_read_whatever_holds_them(kind):
-    set_rewards(Returning(kind([0.0, 1.0, 0.5])), played := taus())
-    assert [tau.reward for tau in played] == [0.0, 1.0, 0.5]
-
-
-CHANGES = [
-    lambda own: own.sort(key=lambda tau: -int(tau.question.id)), lambda own: own.reverse(), lambda own: own.pop(),
-    lambda own: own.clear(), lambda own: random.shuffle(own),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_reward_may_do_what_it_likes_with_its_list(change):
-    class Changing(Returning):
-        def reward(self, taus):
-            change(taus)
-            return [0.0, 0.5, 1.0]
-
-    played = taus()
-    set_rewards(Changing(), played)
-    assert [(tau.question.id, tau.reward) for tau in played] == [("0", 0.0), ("1", 0.5), ("2", 1.0)]
-
-
 DRAWN = """
 import random
-import numpy as np
 from tasks import Question, Task
 from tasks.search_qa import SearchQA
 
@@ -387,21 +272,6 @@ class Drawn(Task):
         return [Question(str(k), "Who?", ["Ann"]) for k in random.sample(range(10**6), 20)]
     def reward(self, taus):
         return [0.0] * len(taus)
-
-class Yielding(Drawn):
-    def questions(self, split):
-        yield from super().questions(split)
-
-class Shuffling(Drawn):
-    rows = [Question(str(k), "Who?", None) for k in range(50)]
-    def questions(self, split):
-        random.shuffle(self.rows)
-        return self.rows
-
-class Tabled(Drawn):
-    def questions(self, split):
-        golds = np.array(["Ann"], dtype=object)
-        return [Question(k, "Who?", golds) for k in np.arange(20)]
 
 class Untested(Drawn):
     def questions(self, split):
@@ -413,24 +283,17 @@ class Odd(Drawn):
 """
 
 
-def test_questions_are_asked_once_a_split_in_whatever_holds_them(tmp_path, monkeypatch):
+def test_questions_are_asked_once_a_split(tmp_path, monkeypatch):
     (tmp_path / "drawn.py").write_text(DRAWN)
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("Drawn", "Yielding", "Shuffling", "Tabled", "Untested"):
+    for name in ("Drawn", "Untested"):
         task = load_task(Config(task=f"drawn:{name}"))
-        first = {
-            split: [q.id for q in task.questions(split)] for split in ("train", "valid", "test")
-        }
+        first = {split: list(task.questions(split)) for split in ("train", "valid", "test")}
         check_questions(task)
-        assert first == {split: [q.id for q in task.questions(split)] for split in first}, name
-        assert len(first["train"]) >= 20 and bool(first["valid"]) == (name != "Untested")
-        assert {q.golds for q in task.questions("test")} == {
-            () if name == "Shuffling" else ("Ann",)
-        }
-        assert len({*task.questions("test")}) >= 20  # they can be hashed
-    assert "return Question(id, text, [gold" in refused(
-        check_questions, load_task(Config(task="drawn:Odd"))
-    )
+        assert first == {split: list(task.questions(split)) for split in first}, name
+        assert len({*first["train"]}) == 20 and bool(first["valid"]) == (name != "Untested")
+        assert {q.golds for q in first["test"]} == {("Ann",)}
+    assert "give a list of texts" in refused(check_questions, load_task(Config(task="drawn:Odd")))
 
 
 def test_metrics_are_floats_under_the_names_that_the_task_gives():
@@ -454,30 +317,14 @@ def test_metrics_are_floats_under_the_names_that_the_task_gives():
     [
         (
             [{"wins": 1.0}, {"wins": 0.0, "moves": 3.0}],
-            "question 1 are {'wins': 0.0, 'moves': 3.0}, the first {'wins'",
+            "question 1 are {'wins': 0.0, 'moves': 3.0}; return finite numbers for all, named wins",
         ),
-        (
-            [{"a": 1.0, "b": 1.0}, {"b": 1.0, "a": 1.0}],
-            "question 1 are {'b': 1.0, 'a': 1.0}, the first {'a'",
-        ),
-        (
-            [{"wins": 1.0}, {}],
-            "question 1 are {}, the first {'wins': 1.0}; return finite numbers of the same names",
-        ),
-        ([{"wins": 1.0}, {"wins": math.nan}], "question 1 are {'wins': nan}, the first"),
-        ([{"wins": "yes"}, {"wins": "no"}], "question 0 are {'wins': 'yes'}, the first"),
-        ([[1.0], [0.0]], "question 0 are [1.0], the first"),
-        ([0.5, 0.5], "question 0 are 0.5, the first"),
+        ([{"wins": 1.0}, {"wins": math.nan}], "question 1 are {'wins': nan}; return"),
         (
             [{"loss": 1.0}, {"loss": 0.0}],
             "loss: that is measured in every run; give it another name",
         ),
-        (
-            [{"calculations": 1.0}, {"calculations": 0.0}],
-            "calculations: that is measured in every run; give",
-        ),
         ([{"wins": 1.0, "time/total": 1.0}] * 2, "time/total: that is measured"),
-        ([{"test/em": 1.0}] * 2, "test/em: that is measured"),
         ([{"calculations/empty": 1.0}] * 2, "calculations/empty: that is measured"),
     ],
 )
@@ -494,12 +341,7 @@ def test_metrics_of_other_names_than_at_the_start_are_refused_by_name():
     assert compute_metrics(Returning(metrics=rows), taus(2), ["wins", "moves"]) == rows
     for names in (["wins"], ["moves", "wins"], ["score", "moves"]):
         line = refused(compute_metrics, Returning(metrics=rows), taus(2), names)
-        assert f"question 0 are {rows[0]}, the first {names}; return" in line
-
-
-@pytest.mark.parametrize("id", [7, np.int64(7), "7"])
-def test_an_id_is_a_text_whatever_a_table_holds(id):
-    assert Question(id, "Who?") == Question("7", "Who?")
+        assert f"question 0 are {rows[0]}; return" in line and ", ".join(names) in line
 
 
 def test_means_are_given_over_all_and_over_every_source():
@@ -523,7 +365,7 @@ def batches(n: int, batch: int, steps: int, seed: int = 0) -> list[list[str]]:
     return [[q.id for q in draw_questions(D, batch, seed, t)] for t in range(1, steps + 1)]
 
 
-@pytest.mark.parametrize("n, batch", [(7, 3), (6, 3), (4, 9), (1, 1)])
+@pytest.mark.parametrize("n, batch", [(7, 3), (4, 9)])
 def test_the_order_of_the_questions_stays_the_same_from_one_version_to_the_next(n, batch):
     """Each epoch has an order of its own. A run that another version resumes sees no question twice
     and misses none."""
@@ -535,34 +377,19 @@ def test_the_order_of_the_questions_stays_the_same_from_one_version_to_the_next(
     assert batches(n, batch, 6, seed=5) == [flat[t * batch : (t + 1) * batch] for t in range(6)]
 
 
-def test_randomness_depends_on_seed_step_and_purpose_alone():
-    keys = [(0, 1, "a"), (0, 1, "b"), (0, 2, "a"), (1, 1, "a"), (0, 1, "a")]
-    assert len({float(rng_of(*key).random()) for key in keys}) == 4
-    assert batches(50, 6, 9)[8] == batches(50, 6, 20)[8]
-
-
-@pytest.mark.parametrize("n", [1, 7, 50, 99])
+@pytest.mark.parametrize("n", [7, 50])
 def test_a_subset_is_the_same_every_time_and_has_every_source_in_its_share(n):
     sizes = {"nq": 70, "musique": 20, "bamboogle": 10}  # one after the other, as in a sorted file
     questions = [
         Question(f"{s}-{k}", "Who?", source=s) for s, size in sizes.items() for k in range(size)
     ]
     found = take_subset(questions, n)
-    assert found == take_subset(questions, n) and len(set(found)) == n
-    assert found == sorted(found, key=questions.index)
+    assert len(set(found)) == n and found == sorted(found, key=questions.index)
     for source, size in sizes.items():
         assert abs(sum(q.source == source for q in found) - n * size / 100) <= 1
-    assert [q.id for q in found] != [q.id for q in questions[:n]]
-    assert n == 99 or take_subset(questions, n, seed=1) != found
+    assert take_subset(questions, n, seed=1) != found
     # the same in every version
     order = np.random.default_rng([0, 0, zlib.crc32(b"subset")]).permutation(70)
-    assert n > 70 or take_subset(questions[:70], n) == [questions[k] for k in sorted(order[:n])]
-    for most in (0, 100, 1000):
+    assert take_subset(questions[:70], n) == [questions[k] for k in sorted(order[:n])]
+    for most in (0, 1000):
         assert take_subset(questions, most) == questions
-
-
-@pytest.mark.parametrize(
-    "n, k, places", [(10, 0, []), (10, 3, [0, 3, 6]), (3, 10, [0, 1, 2]), (7, 7, list(range(7)))]
-)
-def test_a_sample_is_spread_evenly(n, k, places):
-    assert space_evenly(n, k) == places

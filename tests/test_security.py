@@ -7,8 +7,7 @@ import shutil
 import pytest
 from json_server import json_servers
 
-from config import WORLD, find_endpoint, parse_flags
-from evaluate import find_subject
+from config import WORLD
 from models.model import load_config, load_model, load_tokenizer
 from plumbing.faults import Fault, OptimizerDown
 from plumbing.outside import without_secrets
@@ -54,13 +53,6 @@ def test_a_known_family_s_code_for_a_causal_lm_is_not_run(with_code):
         load_model(path)
 
 
-def test_a_known_family_needs_no_code(with_code):
-    path = with_code(
-        "config.json", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
-    )
-    assert load_model(path).config.model_type == load_config(str(WORLD / "policy")).model_type
-
-
 # ---- passwords and keys in addresses
 
 SECRET = "ann:Gehe%2Fim42@{}/v1"
@@ -100,13 +92,5 @@ def test_what_an_address_hides_is_sent_and_not_shown():
         assert [request[0] for request in server.requests] == ["/v1/chat/completions"]
         sent = base64.b64encode(b"ann:Gehe/im42").decode()
         assert server.requests[0][1]["Authorization"] == f"Basic {sent}"
-    assert find_subject(url).name == f"127.0.0.1-{server.server_port}"
     for text in (str(fault.value), describe_optimizer(optimizer)):
         assert "Geh" not in text and "ann" not in text
-
-
-def test_a_refused_address_is_not_echoed_whole(monkeypatch):
-    monkeypatch.setenv("OPENAI_BASE_URL", "ann:Geheim42@host/v1")
-    with pytest.raises(Fault, match="host/v1: begin it with http") as e:
-        find_endpoint(parse_flags(["--optimizer_model", "m"]))
-    assert "Geheim" not in str(e.value)

@@ -1,12 +1,8 @@
 """What a run finds out about its servers before it starts."""
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +10,11 @@ from json_server import passages
 
 import inspo
 from config import WORLD, Config, parse_flags
-from engines.vllm_engine import VllmEngine
 from grpo import Learner
 from models.model import load_tokenizer
 from plumbing.faults import Fault
 from plumbing.servers import Servers
-from reflect import Optimizer, connect_optimizer, describe_optimizer, reflection_prompt
+from reflect import connect_optimizer, reflection_prompt
 from tasks import Question
 from tasks.search_qa import SEARCH_R1, Search, SearchQA, try_search
 from training import policy
@@ -30,35 +25,18 @@ ROOT = Path(__file__).parent.parent
 QUESTIONS = [Question(str(k), f"Who is number {k}?", (f"Person {k}",), "x") for k in range(5)]
 
 
-def test_searches_are_timed_and_gold_answers_counted(serve):
+def test_gold_answers_in_passages_are_counted(serve):
     # "Person 1" is not in "Person 12", nor in "person".
     texts = {1: "A\nIt was the person 1!", 2: "A\nPerson, 2.", 3: "A\nPerson 12", 4: "A\nperson"}
     url = serve(passages(lambda query: [texts.get(int(query.split()[-1][:-1]), "A\nnothing")])).url
     line = try_search(Search(url, 3), QUESTIONS)
-    seconds, thousand = map(
-        float, re.search(r"5 questions took (.*) s, 1,000 searches .* take (.*) s;", line).groups()
-    )
-    assert thousand == pytest.approx(200 * seconds, abs=1.1) and line.endswith(
-        "in the passages of 2 of them"
-    )
+    assert line == "a gold answer was in the passages of 2 of 5 questions"
 
 
 @pytest.mark.parametrize("found", [[], ["", " \n"]], ids=["none", "empty"])
 def test_a_server_that_finds_nothing_ends_the_run_at_its_start(serve, found):
     with pytest.raises(Fault, match="found no passage for any of 5 questions: check its index"):
         try_search(Search(serve(passages(lambda query: found)).url, 3), QUESTIONS)
-
-
-def test_a_server_whose_passages_hold_nearly_no_gold_answer_is_suspicious(serve):
-    url = serve(passages(lambda query: ["A\nPerson 1" if "number 1?" in query else "A\nx"])).url
-    assert "nearly none" not in try_search(Search(url, 3), QUESTIONS)  # a fifth
-    line = try_search(Search(serve(passages(lambda query: ["A\nx"])).url, 3), QUESTIONS * 5)
-    assert "in the passages of 0 of them: nearly none" in line
-
-
-def test_a_refused_topk_is_named(serve):
-    with pytest.raises(Fault, match=r"/retrieve: HTTP 422: too many"):
-        try_search(Search(serve((422, {}, "too many")).url, 1000), QUESTIONS)
 
 
 @pytest.mark.parametrize(
@@ -106,29 +84,6 @@ def test_small_micro_batches_are_a_cpu_s_alone_unless_the_user_asks(monkeypatch)
     assert chosen("cuda", recompute=0, micro_tokens=8192) == (8192, 0)
 
 
-@pytest.mark.ranks
-def test_under_torchrun_what_is_missing_comes_last(tmp_path):
-    """The paper's command on a machine without a hub."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        ROOT / "inspo.py",
-    ]
-    done = subprocess.run(
-        [*command, "--model", "qwen2.5-3b"],
-        cwd=tmp_path,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode != 0 and "Traceback" not in done.stderr.split("Root Cause")[1]
-    *_, last = done.stderr.split("traceback : ")
-    assert last.startswith("--train"), last
-
-
 def test_a_full_gpu_is_told_in_one_line_that_names_a_remedy(monkeypatch, tmp_path):
     def update(*args):
         raise torch.OutOfMemoryError(
@@ -147,18 +102,7 @@ def test_a_full_gpu_is_told_in_one_line_that_names_a_remedy(monkeypatch, tmp_pat
     ), line
 
 
-def test_a_gpu_that_is_full_when_vllm_wakes_is_out_of_memory():
-    def wake_up(parts):
-        raise RuntimeError(f"CUDA Error: {reason} at cumem_allocator.cpp:62")
-
-    engine = SimpleNamespace(core=SimpleNamespace(wake_up=wake_up))
-    for reason, fault in ("out of memory", torch.OutOfMemoryError), ("unknown error", RuntimeError):
-        with pytest.raises(RuntimeError) as e:
-            VllmEngine.wake(engine, "weights")
-        assert e.type is fault and reason in str(e.value)
-
-
-@pytest.mark.parametrize("url", ["", "http://127.0.0.1:8000", "http://localhost:8000"])
+@pytest.mark.parametrize("url", ["", "http://localhost:8000"])
 def test_two_nodes_need_a_search_server_that_both_can_reach(monkeypatch, url):
     cfg = parse_flags(["--mode", "static", "--retriever", url])
     SearchQA(cfg).check()
@@ -193,7 +137,3 @@ def test_the_world_s_optimizer_is_the_one_that_was_named_and_comes_back_when_it_
         parse_flags(["--seed", "3"]), lambda *args: argv.extend(args) or "http://127.0.0.1:9", []
     )
     assert argv == ["-m", "world.optimizer", "--seed", "3"]
-
-
-def test_no_password_in_a_url_is_shown():
-    assert describe_optimizer(Optimizer("http://me:pass@host/v1", "m")) == "m at http://host/v1"

@@ -16,16 +16,6 @@ from run import Run, step_of
 from training.policy import Policy
 
 
-def test_a_signal_that_the_shell_ignores_stays_ignored():
-    code = "import signal; from plumbing import stop\nwith stop.listening():\n"
-    code += "    print([signal.getsignal(n).__class__.__name__ for n in stop.SIGNALS])"
-    command = ["sh", "-c", "trap '' USR1; exec \"$@\"", "sh", sys.executable, "-c", code]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL
-    )
-    assert done.stdout == "['function', 'function', 'Handlers']\n"
-
-
 @pytest.fixture
 def listening():
     with stop.listening():
@@ -173,16 +163,15 @@ def test_a_signal_at_any_moment_is_resumed_to_the_bit(whole, tmp_path, moment):
 HURRIED = """
 import contextlib, io, os, sys
 import engines, inspo
-for flags in (["--help"], ["--tracker", "wandb"], ["--out", "/nowhere", "--resume"], ["--out", sys.argv[1]]):
+for flags in (["--help"], ["--tracker", "wandb"], ["--out", "/nowhere", "--resume"]):
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         inspo.main(flags)
 print({"torch", "scipy.stats"} & set(sys.modules))
 """
 
 
-def test_bad_flags_do_not_wait_for_torch(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    command = [sys.executable, "-c", HURRIED, str(tmp_path)]
+def test_bad_flags_do_not_wait_for_torch():
+    command = [sys.executable, "-c", HURRIED]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "set()\n"
-    assert done.stderr.count("inspo.py: ") == 3 and "holds a run already" in done.stderr
+    assert done.stderr.count("inspo.py: ") == 2

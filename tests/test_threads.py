@@ -9,8 +9,6 @@ from dataclasses import asdict
 
 import psutil
 import pytest
-import torch
-from test_inspo import run_here
 
 from config import ABOUT, parse_flags
 from plumbing import threads
@@ -75,18 +73,6 @@ def test_a_resumed_run_keeps_its_number(monkeypatch, tmp_path):
     assert os.environ["OMP_NUM_THREADS"] == "2"  # for torch, which is imported later
 
 
-def test_torch_computes_with_the_number_that_the_run_has(monkeypatch, tmp_path):
-    before = torch.get_num_threads()
-    monkeypatch.setenv("OMP_NUM_THREADS", str(before + 1))
-    try:
-        # by its search server, before it costs anything
-        flags = "--retriever", "http://127.0.0.1:9", "--out", tmp_path / "r"
-        refused, _, _ = run_here(*flags)
-        assert "127.0.0.1:9" in refused and torch.get_num_threads() == before + 1
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_a_thread_that_computes_alone_leaves_the_others_theirs():
     """In a process of its own, which begins with two threads."""
     code = """
@@ -107,8 +93,3 @@ print(*found, torch.get_num_threads())
     env = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stdout.split() == ["2", "1", "2", "2"], done.stderr
-
-
-def test_where_torch_has_no_openmp_a_thread_computes_as_it_would(monkeypatch):
-    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
-    threads.compute_alone()

@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -67,26 +65,6 @@ def test_what_a_stranger_s_config_names_is_refused(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_flag_that_is_given_again_is_followed(stranger, tmp_path):
-    change(stranger, task="helper:Task", retriever="http://127.0.0.1:9")
-    flags = [
-        "inspo.py",
-        "--resume",
-        "--out",
-        stranger,
-        "--task",
-        "helper:Task",
-        "--retriever",
-        "http://127.0.0.1:9",
-    ]
-    script, *flags = map(str, flags)
-    done = subprocess.run(
-        [sys.executable, ROOT / script, *flags], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert (tmp_path / "ran").exists()  # and then the module turns out to hold no task
-    assert "not started by you" not in done.stderr
-
-
 def test_a_run_that_was_started_here_needs_no_flag_until_its_config_is_changed(stranger):
     change(stranger, tools="search,mcp:touch ran")
     settings = json.loads((stranger / "config.json").read_text())
@@ -99,47 +77,16 @@ def test_a_run_that_was_started_here_needs_no_flag_until_its_config_is_changed(s
         check_origin(stranger, json.loads((stranger / "config.json").read_text()), given=())
 
 
-def not_writable(monkeypatch, folder):
-    (folder / "state").write_text("a file, where a folder is needed")
-
-
-def nowhere(monkeypatch, folder):
-    """As in a container whose user has no entry in /etc/passwd."""
-
-    def no_entry(uid):
-        raise KeyError(f"getpwuid(): uid not found: {uid}")
-
-    for name in ("HOME", "XDG_STATE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("pwd.getpwuid", no_entry)
-    with pytest.raises(RuntimeError):
-        Path.home()
-
-
-@pytest.mark.parametrize("home", [not_writable, nowhere])
-def test_without_a_home_a_run_can_be_started_and_is_not_remembered(
-    stranger, tmp_path, monkeypatch, home
-):
-    change(stranger, task="helper:Task")
-    home(monkeypatch, tmp_path)
-    remember_run(stranger)
-    with pytest.raises(Fault):
-        check_origin(stranger, json.loads((stranger / "config.json").read_text()), given=())
-
-
 @pytest.mark.parametrize(
     ("knob", "value", "ours"),
     [
         ("task", "tasks.search_qa:SearchQA", True),
-        ("task", "extras.tasks.judged:Judged", False),
         ("task", "runs.stranger.helper:Task", False),
         ("task", "os:system", False),
         ("tools", "search", True),
-        ("tools", "os:system", False),
         ("tools", "tasks:imported", False),
         ("tools", "mcp:true", False),
         ("parts", "my_fork:Margin", False),
-        ("engine", "vllm", True),
         ("engine", "os:system", False),
         ("retriever", "http://127.0.0.1:8000", False),
     ],

@@ -36,7 +36,7 @@ def test_a_run_with_tied_embeddings_in_one_process(tmp_path):
     code, stdout, stderr = finish(start(1, "--out", tmp_path / "r", *FLAGS), 300)
     assert code == 0, stderr
     check(tmp_path / "r", 4)
-    assert "1 x cpu" not in stdout and "vllm engine" in stdout
+    assert "1 x cpu, float32, vllm engine" in stdout
 
 
 def test_a_run_with_embeddings_of_their_own_on_own_data_in_two_processes(tiny_path, tmp_path):

@@ -61,9 +61,8 @@ CPU_TOKENS = 1024  # of a micro-batch on a CPU, unless --micro_tokens says other
 FILES = 7  # of a rank's share in a checkpoint: safetensors makes a file's bytes in memory
 # one process saves checkpoints without a group
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
-# what saves GPU memory in an update, and in a rollout
-UPDATE = "--recompute 1, --gather 0, a smaller --micro_tokens or more GPUs"
-ROLLOUT = "a smaller --vllm_memory, or --engine vllm"
+# what saves GPU memory
+SMALLER = "--recompute 1, --gather 0, a smaller --micro_tokens or --vllm_memory, or more GPUs"
 
 
 def on_all_ranks(
@@ -90,10 +89,9 @@ def on_all_ranks(
                 answer = method(self, *args, **kwargs)
             except torch.OutOfMemoryError as e:
                 # the other ranks may be inside a collective: nobody waits for them
-                smaller = ROLLOUT if method.__name__ == "rollout" else UPDATE
                 reason = str(e).partition(". ")[0]
                 raise Fault(
-                    f"\n{method.__name__}: {reason}; resume with {smaller} (docs/gpus.md)"
+                    f"\n{method.__name__}: {reason}; resume with {SMALLER} (docs/gpus.md)"
                 ) from None
             except (Fault, stop.Stopped) as e:  # after it all ranks can still work together
                 answer = e
@@ -226,7 +224,13 @@ def choose_for_machine(cfg: Config, task: Task) -> tuple[Config, Config, Ranks]:
         if on_cpu and cfg.micro_tokens == Config.micro_tokens:
             fitted = replace(fitted, micro_tokens=CPU_TOKENS)
         load_config(cfg.model, cfg.longest)
-        form = task.make_format(load_tokenizer(cfg.model))
+        tokenizer = load_tokenizer(cfg.model)
+        form = task.make_format(tokenizer)
+        for tag in form.stop_strings():
+            if tag not in tokenizer.decode(tokenizer(tag)["input_ids"]):
+                raise Fault(
+                    f"--model {cfg.model}: its tokenizer cannot write {tag}: choose another"
+                )
         questions = task.questions("train")[:64]
         shortest = min(len(form.encode_prompt(task.instruction, q)) for q in questions)
         if shortest > cfg.max_prompt:
@@ -279,8 +283,8 @@ class Policy:
         self, t: int, purpose: str, jobs: Sequence[Job], temperature: float | None = None
     ) -> dict[int, Trajectory]:
         """Plays this rank's share of the jobs; on rank 0 returns all trajectories, in the jobs' order.
-        `purpose` tells the random draws of one step apart; those to "evaluate" come back without
-        tokens, but for a sample.
+        `purpose` tells the random draws of one step apart. Trajectories of an "evaluate" come back
+        without tokens, except for a sample.
 
         A rank plays whole groups, which compute their prompt once.
         """
@@ -442,13 +446,8 @@ class Policy:
     def describe(self) -> str:
         """Returns in words what is trained, and on what."""
         model, ranks = self.learner.model, self.ranks
-        words = f"{model.num_parameters() / 1e6:,.2f}M parameters, "
-        if self.cfg.lora_rank:
-            trained = model.num_parameters(only_trainable=True)
-            words += f"{trained / 1e6:,.2f}M of LoRA adapters, "
-        if ranks.size > 1:
-            words += f"{ranks.size} x "
-        return f"{words}{ranks.device}, {ranks.dtype}, {self.cfg.engine} engine"
+        words = f"{model.num_parameters() / 1e6:,.2f}M parameters, {ranks.size} x {ranks.device}"
+        return f"{words}, {ranks.dtype}, {self.cfg.engine} engine"
 
     def close(self) -> None:
         """Ends all ranks, unless one is inside a collective: then torchrun ends them. A checkpoint that

@@ -184,8 +184,8 @@ def steps_of_trl(cfg: Config, steps: int, agent: bool) -> list[dict[str, float]]
     if not agent:
         return train_with_trl(model, tokenizer, cfg, rows, exact_match, None, **settings)
     asked = {str(task.prompt(BEST, q)): q for q in D.values()}
-    settings = asdict(cfg) | {"instruction": BEST, "temperature": 1.0}
-    with load_agent(cfg.model, **settings) as player:
+    with load_agent(cfg.model, **asdict(cfg) | {"temperature": 1.0}) as player:
+        player.instruction = BEST
 
         def play(prompts: list, trainer: Any) -> dict[str, list]:
             player.seed = trainer.state.global_step

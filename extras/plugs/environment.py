@@ -127,11 +127,6 @@ class EnvironmentTask(Task):
         """Returns the class that plays a question."""
         return self.environments.get("") or self.environments[question.data["environment"]]
 
-    def tools_of(self, question: Question) -> Sequence[Tool]:
-        own = self.kind_of(question)
-        hidden = [t for kind, tools in self.offered.items() for t in tools if kind is not own]
-        return [tool for tool in self.tools if tool not in hidden]
-
     def questions(self, split: str) -> list[Question]:
         """Returns the rows of a split. Raises Fault if a file is missing or a row has nothing to
         ask."""

@@ -136,12 +136,10 @@ class Hermes(Tags):
         ]
         return [{"role": "system", "content": system}, *others]
 
-    def template_options(
-        self, instruction: str, question: Question | None = None
-    ) -> Mapping[str, Any]:
+    def template_options(self, instruction: str) -> Mapping[str, Any]:
         """Returns the tools' schemas, with the descriptions that the instruction has of them."""
         descriptions = dict(SECTION.findall(instruction))
-        tools = self.task.tools_of(question) if question else self.task.tools
+        tools = self.task.tools
         schemas = [schema_of(tool, descriptions.get(tool.tag, "").strip()) for tool in tools]
         return {"tools": [{"type": "function", "function": schema} for schema in schemas] or None}
 
@@ -231,11 +229,9 @@ def call_of(text: str, tools: Sequence[Tool]) -> tuple[Tool, str]:
             f"there is no tool {str(call.get('name'))[:40]!r}; there are {', '.join(named) or 'none'}"
         )
     tool, arguments = named[call["name"]], call["arguments"]
-    name = tool.bare if isinstance(tool, SchemaTool) else tool.argument
-    if not arguments and name not in schema_of(tool)["parameters"].get("required", ()):
-        return tool, ""
-    if not name:
-        return tool, json.dumps(arguments, ensure_ascii=False)  # the tool looks at them
+    if isinstance(tool, SchemaTool):  # it looks at them
+        return tool, json.dumps(arguments, ensure_ascii=False)
+    name = tool.argument
     if list(arguments) != [name] or not isinstance(arguments[name], str):
         raise ValueError(f'the arguments of {call["name"]} are {{"{name}": a text}}')
     return tool, arguments[name].strip()

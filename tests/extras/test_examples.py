@@ -126,7 +126,9 @@ def test_a_run_of_the_world_with_four_parts_is_theirs(tmp_path):
     _, *steps = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert any(row["reward"] == row["f1"] > row["em"] for row in steps)
     started, pruned, *_ = read_jsonl(tmp_path / "run" / "population.jsonl")
-    r_bar, stayed = steps[0]["r_bar"], {I["id"] for I in pruned["P"]}
+    # after one step w is r_bar
+    r_bar = {id: steps[0]["w"][id] for id in steps[0]["n"]}
+    stayed = {I["id"] for I in pruned["P"]}
     dropped = [I for I in started["P"] if str(I["id"]) in r_bar and I["id"] not in stayed]
     rows = read_jsonl(tmp_path / "run" / "reflections.jsonl")
     [_, prompt] = [row["call"]["prompt"] for row in rows if "call" in row]

@@ -21,6 +21,7 @@ from test_inspo import SMALL, finish, metrics
 
 from config import PRESETS
 from extras import objectives
+from extras.batch import turn_lengths
 from extras.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveLearner
 from grpo import minibatches
 from kernels import eq2, grpo_head
@@ -49,7 +50,6 @@ def drawn(seed=0):
             answer = "gold" if r else dice.choice(["wrong", "The wrong!", "odd", None])
             row = dict(group=group, instruction=instruction, q=question, r=float(r), turns=turns)
             out.append(row | dict(answer=answer))
-    out[0]["turns"][0]["n"] = 0
     out[9]["turns"] = []  # its prompt was too long
     for k, row in enumerate(out):
         row["k"], row["L"] = k, sum(turn["n"] for turn in row["turns"])
@@ -588,9 +588,9 @@ def test_an_objective_that_looks_at_the_whole_mini_batch_does_not_depend_on_micr
     taus = batch_of(4)
     for tau in taus[::2]:
         tau.instruction = 1
-        tau.credit = [tau.advantage + k for k in range(len(tau.turn_tokens))]
+        tau.credit = [tau.advantage + k for k in range(len(turn_lengths(tau)))]
     for tau in taus[1::2]:
-        tau.credit = [tau.advantage] * len(tau.turn_tokens)
+        tau.credit = [tau.advantage] * len(turn_lengths(tau))
     parts = [taus[: 2 * G], taus[2 * G :]]
     (one, metrics, _), (other, also, _) = (
         gradients(learner_of(model, name, micro_tokens=micro_tokens), parts)

@@ -169,7 +169,7 @@ def test_a_sum_that_cannot_be_read_is_refused(grades, spec, says):
         ("texts", "is '0.5'; return a"),
         ("unscored", "question 0 is {'acc': 1.0}; return a"),
         ("ragged", "question 1 is [2.0]; return a"),
-        ("few", "returned 1 for 4"),
+        ("few", "returned [1.0] for 4"),
     ],
 )
 def test_what_is_no_number_for_each_is_refused(grades, name, says):
@@ -223,19 +223,6 @@ def test_completions_are_the_turns_and_the_results_as_messages(played):
     assert given["prompts"] == [[{"role": "user", "content": tau.question.text}]]
     assert given["completion_ids"] == [tau.ids[tau.prompt_tokens :]]
     assert given["golden_answers"] == [["Jørn Utzon"]] and given["id"] == ["q-0"]
-
-
-def test_trl_reads_the_same_call_from_the_same_tokens():
-    chat = pytest.importorskip("trl.chat_template_utils")
-    tokenizer = chat.add_response_schema(small("qwen3"))
-    text = TURNS["hermes"][0]
-    before, said = (tokenizer(x)["input_ids"] for x in ("<|im_start|>assistant\n", text))
-    theirs = chat.parse_response(tokenizer, said, prefix=before)
-    task = load_task(Config(reward="trl.rewards:think_format_reward"))
-    task.tools, task.tokenizer = [Found()], tokenizer
-    turn = Turn(text, "search", '{"query": "Utzon"}', [])
-    [ours, _] = task.messages(Trajectory(0, Question("q", "Who?"), 0, [], 0, turns=[turn]))
-    assert ours["role"] == theirs["role"] and ours["tool_calls"] == theirs["tool_calls"]
 
 
 def test_solution_str_is_all_that_follows_the_prompt_without_special_tokens(played):

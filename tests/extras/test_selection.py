@@ -6,8 +6,9 @@ import pytest
 from scipy import stats
 from test_algorithm import Evolved, questions
 
-from config import PRESETS, validate
+from config import PRESETS, build, validate
 from extras.selection import ByQuestion, LowerBound, SelectionConfig, lower_bound, population_of
+from plumbing.faults import Fault
 from population import Candidate
 
 
@@ -86,4 +87,5 @@ def test_rules_combine():
     ],
 )
 def test_an_impossible_rule_is_one_line(flags, says):
-    assert validate(SelectionConfig(**PRESETS["world"] | flags)).startswith(says)
+    with pytest.raises(Fault, match=says):
+        validate(build(SelectionConfig, PRESETS["world"] | flags))

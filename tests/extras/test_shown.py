@@ -174,8 +174,6 @@ def flags_of(program: str) -> set[str]:
     how = [script] if script.endswith(".py") else ["-m", script]
     words = ["train", "sft"] if words == ["train"] else []  # else of all that it does
     out = help_of(*how, *words, "--help")
-    if "--help_all" in out:
-        out += help_of(*how, *words, "--help_all")
     return set(re.findall(r"--[a-zA-Z][\w-]*", out))
 
 

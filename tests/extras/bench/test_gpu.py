@@ -56,20 +56,6 @@ def test_a_part_passes_fails_or_is_skipped(tmp_path, code, needs, cards, status,
     assert (row["status"], row["line"]) == (status, line) and row["seconds"] < 50
 
 
-@pytest.mark.parametrize(
-    "log, line",
-    [
-        (
-            "Traceback\n[rank0]: ValueError: x\n[W] destroy_process_group\n",
-            "[rank0]: ValueError: x",
-        ),
-        ("step 1\nthe search server does not answer\n", "the search server does not answer"),
-    ],
-)
-def test_the_line_of_a_failed_part_is_its_error(log, line):
-    assert gpu.error_line(log) == line
-
-
 OURS = {"note": "", "ms": 50.0, "peak_gb": 4.0, "error": 1e-3}
 LIGER = {"note": "", "ms": 60.0, "ratio": 1.2, "peak_gb": 4.0}
 
@@ -88,23 +74,6 @@ def test_a_missed_goal_of_the_head_is_named(ours, liger, line, missed):
         "table\n" + json.dumps({"rows": [row | {"masked": 0} for row in rows]}) + "\n", True
     )
     assert found["missed"] == missed and found["line"].endswith(line)
-
-
-@pytest.mark.parametrize(
-    "awake, asleep, again, missed",
-    [
-        (61.0, 1.4, 61.0, []), (61.0, 7.0, 61.0, ["more than 1 GB above the estimate asleep"]),
-        (61.0, 1.4, 67.0, ["more than 10 % above the estimate awake"]),
-    ],
-)  # fmt: skip
-def test_a_vllm_that_keeps_its_memory_asleep_misses_the_goal(awake, asleep, again, missed):
-    from extras.bench import colocated
-
-    figures = {"awake_gb": awake, "asleep_gb": asleep, "awake_again_gb": again}
-    assert (
-        colocated.find_missed(figures | {"estimate_awake_gb": 60.0, "estimate_asleep_gb": 1.1})
-        == missed
-    )
 
 
 @pytest.mark.slow
