@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import statistics
-import threading
 import time
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -224,148 +223,30 @@ def whole(tmp_path_factory):
     return left(out), calls.names, out, stdout.getvalue()
 
 
-def test_the_run_has_every_phase(whole):
-    phases = {name.split(" ", 1)[1].split()[0] for name in whole[1]}
-    assert phases == {"rollout", "verify", "evaluate", "ask"}
-    assert any(row["event"] == "evolve" and len(row["P"]) > 1 for row in whole[0]["population"])
-
-
 def test_everything_is_measured_in_the_task_s_own_metrics(whole):
     files, _, out, stdout = whole
-    rows, summary = files["metrics"], json.loads((out / "summary.json").read_text())
+    rows, summary = files["metrics"], files["summary"]
     assert rows[0]["metrics"] == summary["metrics"] == ["mark", "letters"]
-    assert {
-        row["t"] for row in rows if {"valid/mark", "test/mark", "test/letters/s0"} <= set(row)
-    } == {2, 4, 6}
-    for row in rows[1:]:
-        assert row["mark"] == row["reward"] / 2
     valid = {row["t"]: row["valid/mark"] for row in rows if "valid/mark" in row}
+    assert valid.keys() == {row["t"] for row in rows if "test/letters/s0" in row} - {0} == {2, 4, 6}
+    assert all(row["mark"] == row["reward"] / 2 for row in rows[1:])
     assert step_of(Run(out).best()) == max(valid, key=lambda t: (valid[t], -t))
-    assert summary["tools"] == []
-    assert summary["start"] == {
-        k.removeprefix("test/"): x for k, x in rows[0].items() if k.startswith("test/")
-    }
     for name, means in summary["held_out"].items():
-        with gzip.open(
-            out / "trajectories" / f"test-{name.replace(', ', '-').replace(' ', '_')}.jsonl.gz",
-            "rt",
-        ) as f:
+        file = f"test-{name.replace(', ', '-').replace(' ', '_')}.jsonl.gz"
+        with gzip.open(out / "trajectories" / file, "rt") as f:
             kept = [json.loads(line) for line in f]
-        marks = [row["metrics"]["mark"] for row in kept]
-        one = [row["metrics"]["mark"] for row in kept if row["source"] == "s1"]
-        assert means["mark/s1"] == pytest.approx(statistics.fmean(one))
-        assert means["mark"] == pytest.approx(statistics.fmean(marks)) and set(marks) <= {-0.5, 1.5}
-        cells = [means[k] for k in ("mark", "letters")]
-        assert " ".join([name, *(f"{x:.3f}" for x in cells)]) in re.sub(" +", " ", stdout)
+        for column, marks in {
+            "mark": [row["metrics"]["mark"] for row in kept],
+            "mark/s1": [row["metrics"]["mark"] for row in kept if row["source"] == "s1"],
+        }.items():
+            assert means[column] == pytest.approx(statistics.fmean(marks))
+        cells = [name, *(f"{means[k]:.3f}" for k in ("mark", "letters"))]
+        assert " ".join(cells) in re.sub(" +", " ", stdout)
     assert not re.search(r"\b(EM|F1|em|f1|searches)\b", stdout)
-    prompts = [
-        row["call"]["prompt"] for row in read_jsonl(out / "reflections.jsonl") if "call" in row
-    ]
+    # nobody has gold answers
+    prompts = [row["call"]["prompt"] for row in files["reflections"] if "call" in row]
     assert any("Response: Question: Which" in prompt for prompt in prompts)
     assert not any("Correct answer" in prompt for prompt in prompts)
-
-
-ENDS = [  # what ends a run, and in which of the calls of each three
-    (stop.Stopped("stopped"), (0, 1, 2)),
-    (Outage(AWAY), (0,)),
-    (Fault("nan"), (1,)),
-    (KeyError("judge"), (2,)),
-]
-
-
-@pytest.mark.parametrize("fault, places", ENDS, ids=repr)
-def test_stopped_at_any_call_and_resumed_a_run_leaves_the_same(whole, tmp_path, fault, places):
-    files, names, _, _ = whole
-    for n in (k + 1 for k in range(len(names)) if k % 3 in places):
-        out = tmp_path / f"r{n}"
-        with (
-            pytest.raises((Fault, SystemExit, KeyError)) as end,
-            contextlib.redirect_stderr(io.StringIO()) as stderr,
-        ):
-            play(out, Calls(n, fault))
-        lines = str(end.value) if isinstance(end.value, Fault) else stderr.getvalue().strip()
-        assert str(fault) in str(end.value)
-        assert not out.exists() or lines.endswith(f"with --out {out} --resume"), names[n - 1]
-        # the step before is saved, but after an update of one that neither evolves nor follows a save
-        t, purpose = int(names[n - 1].split()[0].lstrip("t")), names[n - 1].split()[1]
-        saved = [step_of(path) for path in Run(out).checkpoints()]
-        assert t < 1 or t == 5 or t > CFG.T - 1 or saved[-1] == t - 1 or purpose == "evaluate"
-        play(out, Calls())
-        assert left(out) == files, names[n - 1]
-
-
-class Careless(Judged):
-    """Its code fails in step 6, whose update would be the second after a checkpoint."""
-
-    broken = ""
-
-    def metrics(self, tau):
-        found = super().metrics(tau)
-        if self.asked == "6 rollout" and self.broken in ("raises", "renames") and tau.group:
-            return {"mark": 1.0} if self.broken == "renames" else found["none"]
-        return found
-
-    def show(self, tau):
-        if self.asked == "6 rollout" and self.broken == "shows":
-            raise RuntimeError("no words")
-        return super().show(tau)
-
-
-@pytest.mark.parametrize("broken", ["raises", "renames", "shows"])
-def test_a_task_s_own_code_that_fails_costs_no_step_that_was_trained(
-    whole, tmp_path, monkeypatch, broken
-):
-    monkeypatch.setattr("test_resume.Judged", Careless)
-    monkeypatch.setattr(Careless, "broken", broken)
-    with (
-        pytest.raises((KeyError, Fault, RuntimeError)),
-        contextlib.redirect_stderr(io.StringIO()) as stderr,
-    ):
-        play(tmp_path / "r", Calls())
-    assert step_of(Run(tmp_path / "r").checkpoints()[-1]) == 5
-    assert broken == "renames" or f"resume from step 5 with --out {tmp_path}/r" in stderr.getvalue()
-    monkeypatch.undo()
-    play(tmp_path / "r", Calls())
-    assert left(tmp_path / "r") == whole[0]
-
-
-def test_without_room_for_a_copy_training_waits_until_a_checkpoint_is_written(
-    tmp_path, monkeypatch
-):
-    """What is written is no copy then: a slow disk would get the weights of a later step."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    mine = Policy(Calls(), Judged(CFG, Calls()))
-    mine.learner.model = torch.nn.Linear(10, 80, bias=False)
-    slow = threading.Event()
-    monkeypatch.setattr(policy.dcp, "save", lambda *_, **__: slow.wait(60))
-    # 4 on this node,
-    mine.ranks = SimpleNamespace(
-        rank=0, size=8, broadcast=lambda x=None: x, gather=lambda x: [x], grouped=False, saves=None
-    )
-    # and so half of the bytes of 800 weights and of a file
-    whole = 12 * 800 * (1 + 1 / policy.FILES)
-    for free, copied in ((0.55 * whole / 0.8, True), (0.45 * whole / 0.8, False)):
-        monkeypatch.setattr(
-            policy.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free)
-        )
-        slow.clear() if copied else slow.set()
-        policy.Policy.save(mine, tmp_path / f"step-{copied}")
-        assert mine.written.done() is not copied
-        slow.set()
-        mine.written.result()
-
-
-def test_stopped_at_every_call_again_and_again_a_run_still_ends_the_same(whole, tmp_path):
-    """Each process dies at its fifteenth call or so: a step has twelve at most."""
-    out, ended, n = tmp_path / "r", False, 0
-    while not ended and n < 200:
-        n += 1
-        try:
-            play(out, Calls(14 + n % 3, stop.Stopped("stopped")))
-            ended = True
-        except (Fault, stop.Stopped):
-            pass
-    assert ended and n > 3 and left(out) == whole[0]
 
 
 def test_seconds_add_up_over_all_resumes_of_a_run(tmp_path):
@@ -485,7 +366,8 @@ def check_deaths(deaths: Deaths, every: int) -> None:
     deaths.watched, whole = False, left(deaths.out)
     for n, name in enumerate(deaths.names.copy(), 1):
         # a judge is asked right after rollouts
-        for fault in (stop.Stopped("stopped"), KeyboardInterrupt()) if "judge" not in name else ():
+        stops = [stop.Stopped("stopped"), KeyboardInterrupt()]
+        for fault in [Outage(AWAY)] if "judge" in name else stops:
             with contextlib.suppress(SystemExit, Fault, KeyboardInterrupt):
                 deaths.live(None, n, fault)
             if deaths.out.exists():
