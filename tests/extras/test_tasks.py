@@ -129,12 +129,13 @@ def test_two_episodes_of_one_question_that_are_played_at_once_do_not_share_a_sta
     task, tokenizer = Guess(Config()), tiny[1]
     q = Question("20-25", "Which number from 20 to 34 is hidden?", data=25)
     wins = ["<guess> 30 </guess>", "<guess> 25 </guess>"]
-    gives_up = ["<guess> 22 </guess>", "<guess> x </guess>", "<answer> none </answer>"]
+    # the nearest guess counts, not the last
+    gives_up = [*(f"<guess> {x} </guess>" for x in ("22", "34", "x")), "<answer> none </answer>"]
     engine, jobs = Says(tokenizer, wins, gives_up), [Job(0, "Find it.", q, 0)] * 2
     taus = rollout(engine, tokenizer, task, jobs, RolloutKnobs(), temperature=1, seed=0)
-    assert [(tau.stop, len(tau.turns)) for tau in taus] == [("over", 2), ("answer", 3)]
+    assert [(tau.stop, len(tau.turns)) for tau in taus] == [("over", 2), ("answer", 4)]
     assert [turn.result for turn in taus[0].turns] == [["lower"], ["right"]]
-    assert taus[1].turns[0].result == ["higher"] and "not a guess" in taus[1].turns[1].result[0]
+    assert taus[1].turns[0].result == ["higher"] and "not a guess" in taus[1].turns[2].result[0]
     assert task.reward(taus) == [10.0, -3.0]
     won, lost = map(task.metrics, taus)
     assert (won, lost) == ({"won": 1.0, "missed_by": 0}, {"won": 0.0, "missed_by": 3})
