@@ -1,6 +1,6 @@
 """The GRPO head, timed next to torch, Liger and TRL.
 
-    python -m kernels.bench --shapes 2048x151936 --peers ours Liger torch --csv head.csv
+    python -m kernels.bench --shapes 2048x151936 --peers ours Liger torch
 
 Run it in the folder that holds kernels/; it needs torch, on a GPU triton.
 
@@ -23,7 +23,6 @@ error    largest relative error of loss, dX and dW (forward only: of logp) again
 """
 
 import argparse
-import csv
 import itertools
 import json
 import math
@@ -274,7 +273,6 @@ def main() -> None:
         metavar="NAME",
         help="only these: how their names in the table begin",
     )
-    add("--csv", metavar="FILE", help="the rows, for a spreadsheet")
     add("--json", action="store_true", help="print the rows as JSON, too, in the last line")
     args = parser.parse_args()
     if any(N < 1 or N % SEQUENCES for N in args.tokens):
@@ -293,11 +291,6 @@ def main() -> None:
 
     for (H, V), masked, N in itertools.product(args.shapes, args.masked, args.tokens):
         rows += time_shape(N, H, V, masked, errors, args.seconds)
-    if args.csv:
-        with open(args.csv, "w", newline="", encoding="utf-8") as file:
-            table = csv.DictWriter(file, rows[0])
-            table.writeheader()
-            table.writerows(rows)
     if args.json:
         print(json.dumps({"device": device, "rows": rows}))
 

@@ -1,7 +1,6 @@
 """The Triton kernels of the GRPO head as compiled code and on a GPU, and the benchmark; test_kernels.py
 has their results."""
 
-import csv
 import json
 import os
 import re
@@ -89,13 +88,12 @@ def test_on_the_gpu(setting, dtype, N, H, V):
 
 @pytest.mark.slow
 def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
-    """A copied folder, with the peers that are installed: all of them agree with float64; JSON, CSV
-    and a plot."""
+    """A copied folder, with the peers that are installed: all of them agree with float64."""
     shutil.copytree(
         ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__")
     )
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    flags = "--tokens 16 --shapes 32x512 --masked 0 50 --seconds 0.01 --json --csv head.csv --plot head.png"
+    flags = "--tokens 16 --shapes 32x512 --masked 0 50 --seconds 0.01 --json"
     command = [sys.executable, "-m", "kernels.bench", *flags.split()]
     done = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
@@ -109,10 +107,6 @@ def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
                 row["error"] < (2e-2 if on_gpu else 1e-5) and row["ms"] > 0 and not row["note"]
             ), row
         assert row["note"] or row["ms"] > 0
-    with open(tmp_path / "head.csv", newline="", encoding="utf-8") as file:
-        table = [(row["name"], row["ms"], row["note"]) for row in csv.DictReader(file)]
-    assert table == [(row["name"], str(row["ms"]), row["note"]) for row in rows]
-    assert (tmp_path / "head.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +116,6 @@ def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
         ["--tokens", "0"],
         ["--masked", "100"],
         ["--peers", "nobody"],
-        ["--csv", "/nowhere/head.csv"],
     ],
 )
 def test_what_the_benchmark_cannot_measure_is_one_line(flags, monkeypatch, capsys):
