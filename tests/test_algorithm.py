@@ -464,8 +464,8 @@ NOTHING = "no failure to learn from, or no question left to verify on"
             1,
             0,
         ),
-        ([["new"]], dict(buffer=KNOWN), "no failure to learn from", 0, 0),
-        ([["new"]], dict(buffer=LOST), "no question left to verify on", 0, 0),
+        ([["new"]], dict(buffer=KNOWN), NOTHING, 0, 0),
+        ([["new"]], dict(buffer=LOST), NOTHING, 0, 0),
         # below their parent
         ([["near"], ["bad"]], dict(rounds=2), "", 2, 2),
     ],

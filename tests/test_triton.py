@@ -110,13 +110,7 @@ def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        ["--shapes", "2048"],
-        ["--tokens", "0"],
-        ["--masked", "100"],
-        ["--peers", "nobody"],
-    ],
+    "flags", [["--shapes", "2048"], ["--tokens", "0"], ["--masked", "100"], ["--peers", "nobody"]]
 )
 def test_what_the_benchmark_cannot_measure_is_one_line(flags, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench", *flags])
