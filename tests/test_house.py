@@ -149,7 +149,7 @@ MOST = {
     "rollout.py": 1120,
     "run.py": 2152,
     "tasks": 8589,
-    "tests": 180319,
+    "tests": 174384,
     "training": 3676,
     "world": 2235,
 }
