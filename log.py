@@ -22,13 +22,21 @@ from plumbing.faults import Fault, first_line
 from plumbing.files import Row
 from plumbing.outside import printable
 from population import Candidate, Instruction, Population
-from run import Run
+from run import LOGS, Run
 from tasks import Question, Task, Trajectory
 from tasks.task import STORED, average_by_source, compute_metrics, count_useless, space_evenly
 
 Batch = Sequence[Trajectory]
-# what the last line of a run shows
-COSTS = "training_rollouts", "verification_rollouts", "optimizer_tokens", "seconds"
+# What the last line of a run shows. Places of P that stayed empty, of all evolutions; steps in which
+# P was one instruction, up to the last evolution.
+COSTS = (
+    "training_rollouts",
+    "verification_rollouts",
+    "optimizer_tokens",
+    "empty_places",
+    "steps_of_one",
+    "seconds",
+)
 START = "first policy, first instruction"
 TABLE = (
     "trained policy, I_star",
@@ -196,8 +204,10 @@ class Log:
         """Writes, prints and returns the result: I_star, and the metrics of both policies under
         both instructions."""
         cfg, run = self.cfg, self.run
-        steps, reflections = run.rows("metrics"), run.rows("reflections")
+        steps, events, reflections = map(run.rows, LOGS)
         calls = [row["call"] for row in reflections if "call" in row]
+        evolved = [row for row in events if row["event"] == "evolve"]
+        last = evolved[-1]["t"] if evolved else 0
         rows = {name: self.held_out[name] for name in TABLE if name in self.held_out}
         line, parent = [I_star.id], I_star.parent
         while parent is not None:
@@ -217,6 +227,8 @@ class Log:
             "training_rollouts": sum(sum(row.get("n", {}).values()) for row in steps),
             "verification_rollouts": sum(row.get("rollouts", 0) for row in reflections),
             "optimizer_tokens": sum(x["prompt_tokens"] + x["completion_tokens"] for x in calls),
+            "empty_places": sum(cfg.N_P - len(row["P"]) for row in evolved),
+            "steps_of_one": sum(len(row.get("w", ())) == 1 for row in steps[: last + 1]),
             "generations": line,
             "I_star": I_star.text,
             "commit": run.config["commit"],

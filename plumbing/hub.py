@@ -25,11 +25,11 @@ ELSEWHERE = {  # models that can be had without the hub, and how
 
 def find_on_disk(path: str) -> Path | None:
     """Returns the file of that path or hub's name if it is on this disk, else None."""
-    from huggingface_hub import try_to_load_from_cache
-
     name = NAMED.fullmatch(path)
     if not name:
         return Path(path) if Path(path).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
     cached = try_to_load_from_cache(**name.groupdict("main"), repo_type="dataset")
     return Path(cached) if isinstance(cached, str) else None
 
@@ -40,11 +40,11 @@ def fetch_file(path: str) -> Path:
 
     A fetched file stays and is not asked for again, even if the hub has another version by then.
     """
-    from huggingface_hub import hf_hub_download
-
     name, on_disk = NAMED.fullmatch(path), find_on_disk(path)
     if on_disk or not name:
         return on_disk or Path(path)
+    from huggingface_hub import hf_hub_download
+
     reason = out_of_reach()
     if not reason:
         try:

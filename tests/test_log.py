@@ -16,7 +16,7 @@ import pytest
 from test_resume import Calls, play
 
 from config import Config
-from log import Log
+from log import START, Log
 from plumbing import stop
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
@@ -64,6 +64,26 @@ def test_the_columns_of_a_step_by_hand():
     assert wanted.items() <= row.items()
     assert set(row) - set(wanted) == {"p", "time/total"} and row["p"]["1"] > row["p"]["0"] > 0
     assert sum(row["p"].values()) == pytest.approx(1, abs=1e-4)
+
+
+def test_what_stayed_empty_is_counted(tmp_path):
+    log, P = log_of(N_P=4, T=7), Population(Config())
+    sizes = [0, 1, 1, 3, 1, 1, 2, 1]
+    rows = {
+        "metrics": [{"t": t, "w": {str(j): 0.5 for j in range(n)}} for t, n in enumerate(sizes)],
+        "population": [
+            {"t": 3, "event": "evolve", "P": [1, 2]},
+            {"t": 5, "event": "evolve", "P": [1, 2, 3]},
+            {"t": 6, "event": "prune", "P": []},
+        ],
+        "reflections": [],
+    }
+    log.run.rows, log.run.write, log.run.path = rows.__getitem__, lambda *file: None, tmp_path
+    log.run.config = {"commit": "abc"}
+    log.held_out, log.metrics, log.questions = {START: {"em": 0.5, "searches": 1.0}}, ["em"], 1
+    summary = log.finish(P, P.join("Search.", None, 0))
+    assert summary["empty_places"] == 2 + 1
+    assert summary["steps_of_one"] == 4  # not step 7: no evolution follows
 
 
 def test_without_a_terminal_lines_are_plain(capsys):

@@ -1,6 +1,7 @@
 """`train` and `load` in a caller's process: objects for names, faults, interrupts, one call after
 another."""
 
+import asyncio
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import requests
 import torch
 from test_inspo import ENV, ROOT, SMALL, metrics
 
@@ -24,9 +26,8 @@ import inspo
 from config import WORLD, Config, configure, parse_flags
 from evaluate import load_agent
 from grpo import Learner
-from plumbing import stop, threads
+from plumbing import stop
 from plumbing.faults import Fault
-from plumbing.files import read_jsonl
 from population import Population
 from reflect import Optimizer
 from run import Run
@@ -36,9 +37,8 @@ from tasks.task import load_task
 from training.policy import Policy
 
 FLAGS = dict(zip(SMALL[::2], SMALL[1::2], strict=True))
-SETTINGS = {
-    f.name: type(f.default)(FLAGS[f"--{f.name}"]) for f in fields(Config) if f"--{f.name}" in FLAGS
-}
+KINDS = {f.name: type(f.default) for f in fields(Config)}
+SETTINGS = {name: kind(FLAGS[f"--{name}"]) for name, kind in KINDS.items() if f"--{name}" in FLAGS}
 SETTINGS |= dict(T=4, T_e=4, save_every=2, eval_every=2)
 TINY = dict(preset="world", mode="static", T=1, batch=2, G=2, eval_n=2, max_response=4)
 PLAYED = Trajectory(0, Question("q", "word?"), 0, [], 1)
@@ -72,7 +72,7 @@ class Made(Echo):
 def test_what_an_evaluation_in_training_finds_is_shown(tmp_path, capsys):
     result = inspo.train(task=Echo, **TINY | dict(T=2, eval_every=1), out=str(tmp_path / "run"))
     lines = capsys.readouterr().out.splitlines()
-    row, last = [r for r in read_jsonl(result.path / "metrics.jsonl") if "valid/reward" in r]
+    row, last = [r for r in metrics(result.path) if "valid/reward" in r]
     assert last["t"] == 2 and "test/reward" not in last  # which the summary has
     for split in ("valid", "test"):
         shown = f"{split}/reward {row[f'{split}/reward']:.3g}"
@@ -90,34 +90,16 @@ class Unvalidated(Echo):
         return [len(tau.response) / best for tau in taus]
 
 
-# own files: how many questions each has
-FEW = {
-    "too few to set some aside": {"train": 4, "test": 2},
-    "one in each": {"train": 1, "test": 1, "valid": 1},
-}
-
-
-@pytest.mark.parametrize("case", ["a task", *FEW])
-def test_a_run_evaluates_the_questions_that_there_are_resumed_too(tmp_path, case):
-    settings = TINY | dict(T=3, eval_every=1, save_every=1, keep=9, out=str(tmp_path / "run"))
-    settings |= dict(mode="inspo", K_e=1, T_e=3, D_B=0) | dict(task=Unvalidated)
-    if case in FEW:
-        files = {name: str(WORLD / name) for name in ("corpus.jsonl", "instruction.txt")}
-        settings |= {name.partition(".")[0]: path for name, path in files.items()}
-        settings |= dict(task="tasks.search_qa:SearchQA", valid="", D_B=4, max_response=16)
-    for split, n in FEW.get(case, {}).items():
-        lines = (WORLD / f"{split}.jsonl").read_text().splitlines(keepends=True)
-        (tmp_path / f"{split}.jsonl").write_text("".join(lines[:n]))
-        settings[split] = str(tmp_path / f"{split}.jsonl")
-    splits = FEW.get(case, {"test": 3})
-    run, summary = inspo.train(**settings)[::2]
+def test_a_run_evaluates_the_questions_that_there_are_resumed_too(tmp_path):
+    settings = TINY | dict(T=3, T_e=3, eval_every=1, save_every=1, keep=9, out=tmp_path / "run")
+    settings |= dict(mode="inspo", K_e=1, D_B=0, task=Unvalidated)
+    run, _, summary = inspo.train(**settings)
     first, *steps = rows = metrics(run)
+    measured = {name for name in first if name.startswith("test/")}
     for row in steps[:-1]:
-        assert ("valid/reward" in row or "valid/em" in row) == ("valid" in splits)
-        evaluated = {name.split("/")[0] for name in row if name.startswith(("valid/", "test/"))}
-        assert evaluated == splits.keys() - {"train"}
-        assert row.keys() >= {name for name in first if name.startswith("test/")}
-    assert summary["questions"] == min(splits["test"], 2)
+        assert {name for name in row if name.startswith(("valid/", "test/"))} >= measured > set()
+        assert not any(name.startswith("valid/") for name in row)
+    assert summary["questions"] == 2
 
     # what was stopped before the second evaluation makes it when it goes on
     for t in (2, 3):
@@ -130,23 +112,17 @@ README = (ROOT / "README.md").read_text()
 [TASK] = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-def test_the_page_shows_what_runs(tmp_path):
-    """As a script, in a folder of the user's, with the README's task; only the sizes are made
-    smaller. Then as a notebook, where the class is defined above."""
+@pytest.mark.slow
+def test_the_page_shows_what_runs_as_a_script_and_in_a_notebook(tmp_path):
+    """In a folder of the user's, with the README's task; only the sizes are made smaller. In a
+    notebook the class is defined above."""
     [page] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.S)
-    assert len((ROOT / "docs" / "python.md").read_text().splitlines()) <= 60
     (tmp_path / "alliteration.py").write_text(TASK)
     page = page.replace("T=40", "T=1, batch=2")
     notebook = TASK + page.removeprefix("from alliteration import Alliteration\n")
-    env = ENV | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", page + notebook],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    env = ENV | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, "-c", page + notebook]
+    subprocess.run(argv, cwd=tmp_path, env=env, check=True)
     runs = sorted((tmp_path / "runs").iterdir())
     assert [json.loads((run / "config.json").read_text())["task"] for run in runs] == [
         "alliteration:Alliteration",
@@ -162,12 +138,8 @@ def test_the_readme_s_command_teaches_its_task_with_names_for_answers(tmp_path, 
     [argv] = re.findall("    python inspo.py (--task alliteration:.*)", README)
     argv = f"{ROOT / 'inspo.py'} {argv} --out run --seed {seed}".split()
     subprocess.run([sys.executable, *argv], cwd=tmp_path, env=ENV, check=True)
-    corpus = read_jsonl(ROOT / "world" / "files" / "corpus.jsonl")
-    names = {
-        name
-        for row in corpus
-        for name in re.findall(r"\w+", row["contents"].splitlines()[0].lower())
-    }
+    titles = re.findall(r'"contents": "\\"(\w+) (\w+)', (WORLD / "corpus.jsonl").read_text())
+    names = {name.lower() for title in titles for name in title}
     monkeypatch.syspath_prepend(tmp_path)
     with load_agent(tmp_path / "run") as agent:
         played = agent.play(agent.task.questions("test"))
@@ -180,24 +152,17 @@ def test_the_readme_s_command_teaches_its_task_with_names_for_answers(tmp_path, 
 # ---- settings
 
 
-def test_settings_are_those_of_the_flags():
+@pytest.mark.parametrize(
+    "flags", ["--mode static --T 7", "--model smollm2-135m --lora_rank 8 --lr 1e-4"]
+)
+def test_settings_are_those_of_the_flags(flags):
     """Whatever the program: presets, the rates of LoRA, what --mode static changes."""
-    for flags in (
-        "",
-        "--mode static --T 7",
-        "--model smollm2-135m --lr 1e-4",
-        "--lora_rank 8",
-        "--preset world --model m",
-        "--preset world --model m --lora_rank 4 --N_P 3",
-    ):
-        words = flags.split()
-        pairs = zip(words[::2], words[1::2], strict=True)
-        types = {f.name: type(f.default) for f in fields(Config)} | {"preset": str}
-        given = {name[2:]: types[name[2:]](value) for name, value in pairs}
-        assert configure(**given) == parse_flags(words)
+    words = flags.split()
+    pairs = zip(words[::2], words[1::2], strict=True)
+    given = {name[2:]: KINDS[name[2:]](value) for name, value in pairs}
+    assert configure(**given) == parse_flags(words)
     exact = configure(T=np.int64(3), lr=1, out=Path("a") / "b", temperature=np.float32(0.5))
     assert (exact.T, exact.lr, exact.out, exact.temperature) == (3, 1.0, "a/b", 0.5)
-    assert all(type(getattr(exact, f.name)) is type(f.default) for f in fields(exact))
 
 
 class Misspelt(Learner):
@@ -205,58 +170,26 @@ class Misspelt(Learner):
         raise AssertionError
 
 
-class Idle(inspo.Evolution):
-    """Has a method of its own, which nothing calls."""
-
-    def fill(self):
-        raise AssertionError
-
-
 REFUSED = {
     "a name with a letter too few": (dict(lora_rnk=8), "--lora_rnk: .*nearest is lora_rank"),
-    "one in another case": (dict(t=3), "--t: .*nearest is T$"),
     "one of train's own": (dict(learnr=Learner), "--learnr: .*nearest is learner"),
     "another's name": (dict(learning_rate=1e-5), "--learning_rate: .*nearest is lr$"),
-    "another's shorter name": (dict(epsilon=0.1), "--epsilon: .*nearest is eps$"),
-    "a word of two": (dict(batch_size=8), "--batch_size: .*nearest is batch$"),
-    "half of a name": (dict(optimizer="x"), "--optimizer: .*nearest is optimizer_model$"),
-    "a name and a word": (dict(model_name="x"), "--model_name: .*nearest is model$"),
     "a learner of another kind": (dict(learner=Population), "Population does not extend Learner"),
-    "a population of another kind": (
-        dict(population=Learner),
-        "Learner does not extend Population",
-    ),
-    "an evolution of another kind": (dict(evolution=Echo), "Echo does not extend Evolution"),
     "a method that is misspelt": (
-        dict(learner=Misspelt),
-        "Misspelt overrides no method of Learner; the nearest is set_advantages$",
-    ),
-    "the same, inherited": (
         dict(learner=type("Mine", (Misspelt,), {})),
         "Mine overrides no method of Learner; the nearest is set_advantages$",
     ),
-    "a method of its own alone": (
-        dict(evolution=Idle),
-        "Idle overrides no method of Evolution; the nearest is fill_population$",
-    ),
     "a class that changes nothing": (
-        dict(population=type("Same", (Population,), {"__doc__": "None."})),
-        "Same overrides no method of Population$",
+        dict(population=type("Same", (Population,), {})),
+        "Same overrides no method of Population",
     ),
     "a preset": (dict(preset="wrld"), "--preset wrld: choose world, "),
     "text for a number": (dict(T="many"), "--T many: should be a valid integer"),
     "a fraction": (dict(T=2.5), "--T 2.5: should be a valid integer"),
-    "a number for a truth": (dict(resume=2), "--resume 2: should be a valid boolean"),
-    "nothing": (dict(out=None), "--out None: should be a valid string"),
     "a list": (dict(tools=["search"]), "--tools \\['search'\\]: should be a valid string"),
     "a value out of range": (dict(T=0), "--T 0: should be greater than or equal to 1"),
-    "a value below what is itself too small": (
-        dict(eps=-1.0),
-        "--eps -1.0: should be greater than 0",
-    ),
     "a choice": (dict(mode="statik"), "--mode statik: should be 'inspo' or 'static'"),
     "a run that is none": (dict(out="nowhere", resume=True), "nowhere holds no run"),
-    "a task that is none": (dict(task=3), "--task builtins:int: it neither extends"),
     "a class that is no task": (dict(task=dict), "--task builtins:dict: it neither extends"),
     "a name of nothing": (
         dict(task="nowhere:Task"),
@@ -275,16 +208,9 @@ def test_what_cannot_be_is_a_fault_of_one_line(case):
     ]
 
 
-def test_all_that_is_missing_is_one_fault(monkeypatch):
-    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(Fault) as e:
-        inspo.train(model="no/such/model")
-    assert [
-        line
-        for line in ("--train", "--test", "search", "--model", "optimizer")
-        if line not in str(e.value)
-    ] == []
+def test_what_is_missing_is_a_fault():
+    with pytest.raises(Fault, match="^--train no/such.jsonl: no such file"):
+        inspo.train(model="world", mode="static", train="no/such.jsonl")
 
 
 # ---- objects in place of names
@@ -292,37 +218,41 @@ def test_all_that_is_missing_is_one_fault(monkeypatch):
 
 def test_a_task_is_a_class_an_object_or_a_name():
     cfg = configure(model="world", mode="static")
-    kept = Echo(Config(), prize=0.5)
-    for given, prize in ((Echo, 1.0), (kept, 0.5)):
+    kept, made = Echo(Config(), prize=0.5), Made("a prize")
+    for given, kind, prize in ((Echo, Echo, 1.0), (kept, Echo, 0.5), (made, Made, "a prize")):
         task = load_task(cfg, given)
-        assert type(task) is Echo and (task.prize, task.cfg) == (prize, cfg)
-        assert configure(task=given).task == f"{__name__}:Echo"
+        assert type(task) is kind and (task.prize, task.cfg) == (prize, cfg)
+        assert configure(task=given).task == f"{__name__}:{kind.__name__}"
     assert kept.cfg == Config()  # a run gets a copy
-    made = Made("a prize")
-    assert (load_task(cfg, made).cfg, load_task(cfg, made).prize) == (cfg, "a prize")
     assert type(load_task(cfg, cfg.task)) is SearchQA
-    scored = load_task(configure(model="world", reward=f"{__name__}:seven"), kept)
-    assert scored.reward([PLAYED]) == [7.0] and isinstance(scored, Echo) and scored.prize == 0.5
 
 
-def seven(taus):
-    return [7.0 for _ in taus]
+def test_in_a_notebook_whose_thread_has_a_loop_an_async_reward_is_awaited():
+    task = load_task(configure(model="world", reward=f"{__name__}:later"), Echo)
+
+    async def cell():
+        return task.reward([PLAYED])
+
+    assert asyncio.run(cell()) == task.reward([PLAYED]) == [0.25]
+
+
+async def later(taus):
+    return [0.25 for _ in taus]
+
+
+USED = []
 
 
 class Counted(Learner):
-    updates = 0
-
     def update(self, *args):
-        type(self).updates += 1
+        USED.append("update")
         return super().update(*args)
 
 
 class Wide(Population):
-    made: list = []
-
     def __init__(self, *args):
         super().__init__(*args)
-        self.made.append(args)
+        USED.append("population")
 
 
 def other_algorithm(_, *parts):
@@ -330,47 +260,25 @@ def other_algorithm(_, *parts):
 
 
 class Bare(inspo.Evolution):
-    begun: list = []
-
     def fill_population(self):
-        self.begun.append(self.cfg)
+        USED.append("evolution")
         super().fill_population()
 
 
-def test_a_run_uses_the_callers_classes_and_returns_what_it_leaves(tmp_path, capsys):
+def test_a_run_uses_the_callers_classes_resumed_too_and_returns_what_it_leaves(tmp_path, capsys):
     parts = dict(learner=Counted, population=Wide, evolution=Bare)
-    result = inspo.train(
-        task=Echo(Config(), prize=2.0), **parts, **TINY, out=tmp_path / "r", seed=np.int64(3)
-    )
-    assert result.path == tmp_path / "r" and result.path.is_absolute()
-    assert (
-        result.instruction == (result.path / "I_star.txt").read_text().strip() == Echo.instruction
-    )
-    assert (
-        result.summary == json.loads((result.path / "summary.json").read_text())
-        and result.summary["seed"] == 3
-    )
-    assert (
-        Counted.updates == 1
-        and [(cfg.seed, cfg.T) for [cfg] in Wide.made] == [(3, 1)]
-        and len(Bare.begun) == 1
-    )
-    assert json.loads((result.path / "config.json").read_text())["task"] == f"{__name__}:Echo"
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("parts: ")]
-    assert line == "parts: Counted (update), Wide (__init__), Bare (fill_population)"
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        dict(learner=Counted), dict(evolution=Bare), dict(population=lambda cfg: Wide(cfg)),
-        dict(algorithm=partial(other_algorithm, ())),
-    ],
-)  # fmt: skip
-def test_a_run_resumes_with_classes_of_its_own(tmp_path, parts):
-    given = TINY | dict(task=Echo, out=tmp_path / "r")
-    first = inspo.train(**given, **parts)
-    assert inspo.train(**given, **parts, resume=True).instruction == first.instruction
+    parts |= dict(task=Echo(Config(), prize=2.0), algorithm=partial(other_algorithm, ()))
+    given = TINY | dict(out=tmp_path / "r", seed=3)
+    path, instruction, summary = inspo.train(**parts, **given)
+    assert path == tmp_path / "r" and path.is_absolute()
+    assert instruction == (path / "I_star.txt").read_text().strip() == Echo.instruction
+    assert summary == json.loads((path / "summary.json").read_text()) and summary["seed"] == 3
+    assert sorted(USED) == ["evolution", "population", "update"]
+    assert json.loads((path / "config.json").read_text())["task"] == f"{__name__}:Echo"
+    told = "parts: Counted (update), Wide (__init__), Bare (fill_population)"
+    assert told in capsys.readouterr().out
+    parts["population"] = lambda cfg: Wide(cfg)
+    assert inspo.train(**parts, **given, resume=True).instruction == instruction
 
 
 def test_a_class_of_a_function_is_trained_and_loaded_by_the_class_alone(tmp_path):
@@ -383,26 +291,24 @@ def test_a_class_of_a_function_is_trained_and_loaded_by_the_class_alone(tmp_path
     with load_agent(path, task=Local, temperature=0.5, max_turns=1) as agent:
         assert agent.task.cfg.max_turns == 1 and agent.instruction == Echo.instruction
         known, new = agent.ask("test 1"), agent.ask("another word")
-        assert (
-            known.question == Question("test 1", "word 1") and new.question.text == "another word"
-        )
-        assert [tau.stop for tau in agent.play(agent.task.questions("test"))] and known.turns
+        assert known.question == Question("test 1", "word 1") and known.turns
+        assert new.question.text == "another word"
+        assert len(agent.play(agent.task.questions("test"))) == 3
     with pytest.raises(Fault, match="^--max_turn: .*nearest is max_turns"):
         load_agent(path, task=Local, max_turn=1)
 
 
 def test_an_agent_answers_as_ask_py_does_and_its_servers_end_with_it(tmp_path, capsys):
-    result = inspo.train(**SETTINGS | dict(T=1, mode="static", K_p=9), out=tmp_path / "r")
+    result = inspo.train(**TINY | dict(max_response=48), out=tmp_path / "r")
     q = SearchQA(configure()).questions("test")[0]
-    agent = load_agent(result.path)
-    url = agent.task.search.url
-    tau = agent.ask(q.id)
+    with load_agent(result.path) as agent:
+        url = agent.task.search.url
+        tau = agent.ask(q.id)
     ask.main(["--run", str(result.path), q.id])
     said = capsys.readouterr().out
     assert f"asked   {q.text}" in said and (tau.prediction or "the end") in said
-    agent.close()
     with pytest.raises(OSError):
-        __import__("requests").get(f"{url}/health", timeout=5)
+        requests.get(f"{url}/health", timeout=5)
 
 
 # ---- one call after another
@@ -420,18 +326,16 @@ def same(one: Path, other: Path) -> None:
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
-def test_a_second_call_computes_the_same_and_leaves_no_thread(whole, tmp_path):
-    before = {thread.name for thread in threading.enumerate()}
+def test_a_second_call_computes_the_same_and_leaves_no_thread(tmp_path):
+    before = {thread.name for thread in threading.enumerate()} | {"tqdm_monitor"}
+    given = TINY | dict(task=Unvalidated, T=2, lr=1e-2)
+    first = inspo.train(**given, out=tmp_path / "first").path
     began = time.perf_counter()
-    result = inspo.train(**SETTINGS, out=tmp_path / "again")
+    again, _, summary = inspo.train(**given, out=tmp_path / "again")
     # of this call, not of the process
-    assert result.summary["seconds"] <= time.perf_counter() - began + 0.1
-    same(result.path, whole)
-    left = {
-        thread for thread in threading.enumerate() if thread.name not in before | {"tqdm_monitor"}
-    }
-    # of a search, idle
-    assert all(thread.daemon and "_send_batches" in thread.name for thread in left), left
+    assert summary["seconds"] <= time.perf_counter() - began + 0.1
+    same(again, first)
+    assert {thread.name for thread in threading.enumerate()} <= before
     assert HANDLERS == [signal.getsignal(number) for number in stop.SIGNALS]
 
 
@@ -451,32 +355,14 @@ def test_a_call_from_another_thread_works_and_installs_no_handler(tmp_path):
     assert seen == [HANDLERS] and done[0].path == tmp_path / "r"
 
 
-def test_a_second_call_has_the_threads_it_asks_for(monkeypatch):
-    monkeypatch.setattr(threads, "_chosen", "")
-    monkeypatch.setattr(threads, "count_idle_cores", lambda: 4)
-    monkeypatch.setenv("OMP_NUM_THREADS", "0")
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    assert [configure(threads=n).threads for n in (1, 3, 2)] == [1, 3, 2]
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")  # now the user's
-    assert configure(threads=1).threads == 4
-
-
 def test_after_a_call_that_failed_another_one_works(tmp_path, monkeypatch):
-    """In bfloat16, with a process group, in every place from where the ranks have met."""
+    """In bfloat16, with a process group, from before and from after the ranks have met."""
     wide = TINY | dict(task=Echo, dtype="bfloat16")
 
     def fail(*args, **kwargs):
         raise Fault("it does not work today")
 
-    for k, (owner, name) in enumerate(
-        [
-            (Run, "open"),
-            (Echo, "start"),
-            (Learner, "__init__"),
-            (Policy, "rollout"),
-            (Learner, "update"),
-        ]
-    ):
+    for k, (owner, name) in enumerate([(Run, "open"), (Learner, "__init__"), (Learner, "update")]):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
             with pytest.raises(Fault, match="it does not work today"):
@@ -490,8 +376,7 @@ def test_after_a_call_that_failed_another_one_works(tmp_path, monkeypatch):
 
 MOMENTS = {  # the call in which Ctrl-C comes
     "rollout": (Policy, "rollout", 3), "update": (Learner, "loss", 3), "optimizer": (Optimizer, "ask", 2),
-    "evaluation": (Policy, "evaluate", 2), "save": (Policy, "save", 1), "export": (Policy, "export", 1),
-    "start": (SearchQA, "start", 1), "comparison": (Policy, "evaluate", 4),
+    "save": (Policy, "save", 1), "start": (SearchQA, "start", 1), "comparison": (Policy, "evaluate", 4),
 }  # fmt: skip
 
 
@@ -525,19 +410,3 @@ def test_an_interrupt_leaves_a_run_that_resumes(whole, tmp_path, monkeypatch, ca
 def multiprocessing_children() -> list[str]:
     """Servers that this process has left behind."""
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text("utf-8").split()
-
-
-def test_in_a_notebook_whose_thread_has_a_loop_an_async_reward_is_awaited():
-    import asyncio
-
-    cfg = configure(model="world", reward=f"{__name__}:later")
-
-    async def cell():
-        return load_task(cfg, Echo).reward([PLAYED, PLAYED])
-
-    assert asyncio.run(cell()) == [0.25, 0.25]
-    assert load_task(cfg, Echo).reward([PLAYED]) == [0.25]
-
-
-async def later(taus):
-    return [0.25 for _ in taus]

@@ -3,7 +3,6 @@ demonstrations."""
 
 import contextlib
 import dataclasses
-import gzip
 import io
 import json
 import re
@@ -296,21 +295,14 @@ def reference(path, taus):
 
 
 @pytest.mark.slow
-def test_a_run_learns_what_it_is_shown_but_not_what_is_held_out_and_says_before_and_after(
-    run, demos, task, world
-):
+def test_a_run_learns_and_says_what_is_held_out_before_and_after(run, demos, task, world):
     (out, said), rows = run, read_jsonl(demos)
     about = json.loads((out / "demonstrations.json").read_text())
     assert len(about["held_out"]) == len(rows) // 10 > 0
-    encoded = {k: encode_row(row, k, task, world[1], CFG) for k, row in enumerate(rows, 1)}
-    aside = [encoded.pop(k) for k in about["held_out"]]
+    aside = [encode_row(rows[k - 1], k, task, world[1], CFG) for k in about["held_out"]]
     wanted = [reference(path, aside) for path in (WORLD / "policy", out / "policy")]
     assert about["log_prob"] == pytest.approx(wanted, abs=6e-4) and wanted[1] > wanted[0] + 0.1
     assert f"held-out demonstrations: {wanted[0]:.3f} before, {wanted[1]:.3f} after" in said
-    shown = set()
-    for path in (out / "trajectories").glob("step-*"):
-        shown |= {json.loads(line)["response"] for line in gzip.open(path, "rt")}
-    assert 6 <= len(shown) <= 18 and shown <= {tau.response for tau in encoded.values()}
 
 
 @pytest.mark.slow

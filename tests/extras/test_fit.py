@@ -269,7 +269,7 @@ def test_activations_equal_autograd_s(kind, recompute, rank):
 
 def test_the_head_s_gradients_by_measurement():
     """Of a model whose head is the largest part."""
-    N, H, V = 8, 32, 3000
+    N, H, V = 40, 128, 3000
     hidden = torch.randn(N, H, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(V, H, dtype=torch.bfloat16, requires_grad=True)
     with Live([hidden, weight]) as live:
