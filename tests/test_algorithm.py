@@ -321,31 +321,30 @@ RIGHT = {"old": 5, "a": 5, "b": 6, "c": 7, "d": 5, "e": 4, "f": 0}
 
 
 @pytest.mark.parametrize(
-    "replies, knobs, joined, asked, short",
+    "replies, knobs, joined, asked",
     [
         # the best first, equals in the order of the reply, none below the parent; places may stay
         # empty after all rounds
-        (["eacbd"], dict(N_P=6), ["cbad"], 5, ""),
-        (["e", "f"], dict(rounds=2), ["", ""], 2, ""),
+        (["eacbd"], dict(N_P=6), ["cbad"], 5),
+        (["e", "f"], dict(rounds=2), ["", ""], 2),
         # top_n a round, never more than N_P
-        (["abc", "de"], dict(N_P=4, top_n=2), ["cb", "d"], 2, ""),
-        (["a", "bcd"], dict(N_P=3), ["a", "c"], 2, ""),
+        (["abc", "de"], dict(N_P=4, top_n=2), ["cb", "d"], 2),
+        (["a", "bcd"], dict(N_P=3), ["a", "c"], 2),
         # no more than `rounds`, and one without a candidate counts
-        (["a", "b", "c"], dict(N_P=7, rounds=2), ["a", "b"], 2, ""),
-        (["", "a", "b"], dict(N_P=7, rounds=2), ["a"], 2, ""),
+        (["a", "b", "c"], dict(N_P=7, rounds=2), ["a", "b"], 2),
+        (["", "a", "b"], dict(N_P=7, rounds=2), ["a"], 2),
         # without verification in the order of the reply
-        (["fb"], dict(N_P=3, D_B=0), ["fb"], 1, ""),
+        (["fb"], dict(N_P=3, D_B=0), ["fb"], 1),
         # without the gate the best of a round, however much worse than their parent
-        (["efa"], dict(N_P=4, top_n=2, rounds=1, gate=0), ["ae"], 1, ""),
-        (["aa", "", "f"], dict(N_P=5, rounds=3, gate=0), ["a", "f"], 3, ""),
+        (["efa"], dict(N_P=4, top_n=2, rounds=1, gate=0), ["ae"], 1),
+        (["aa", "", "f"], dict(N_P=5, rounds=3, gate=0), ["a", "f"], 3),
     ],
 )
-def test_who_joins(replies, knobs, joined, asked, short):
+def test_who_joins(replies, knobs, joined, asked):
     e = Evolved({"old": 0.9}, RIGHT, *map(list, replies), **knobs)
     assert e.joined == list(map(list, joined)) and e.texts == ["old", *"".join(joined)]
     calls = [(row["t"], row["round"]) for row in e.log.rows("call")]
     assert calls == [(T_NOW, k) for k in range(asked)] and len(e.optimizer.prompts) == asked
-    assert e.shortfall == short
     of = {I.text: (I.parent, I.born, I.verified) for I in e.P.active[1:]}
     D_B = knobs.get("D_B", 10)
     assert of == {text: (0, T_NOW, RIGHT[text] / 10 if D_B else 0) for text in "".join(joined)}

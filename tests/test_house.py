@@ -149,7 +149,7 @@ MOST = {
     "rollout.py": 1120,
     "run.py": 2152,
     "tasks": 8589,
-    "tests": 173062,
+    "tests": 173036,
     "training": 3676,
     "world": 2235,
 }
