@@ -164,7 +164,7 @@ class Evolution:
             rng = rng_of(cfg.seed, t, f"evolve {round}")
             I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
             tau_fail = B.failures(rng, cfg.failures, I_parent.id)
-            D_B = [self.D[id] for id in B.questions(rng, cfg.D_B, tau_fail)]
+            D_B = [self.D[id] for id in B.question_ids(rng, cfg.D_B, tau_fail)]
             if not tau_fail or (cfg.D_B and not D_B):
                 reason = "no failure to learn from, or no question left to verify on"
                 break

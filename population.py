@@ -177,7 +177,7 @@ class Experience:
 
     t: int
     instruction: int  # id
-    question: str  # id
+    question_id: str
     text: str  # question and response
     golds: tuple[str, ...]
     reward: float
@@ -212,15 +212,17 @@ class ReplayBuffer:
         failed.sort(key=lambda e: (e.instruction != parent, -e.t, e.reward))
         first: dict[str, Experience] = {}  # of each question
         for e in failed:
-            first.setdefault(e.question, e)
+            first.setdefault(e.question_id, e)
         return list(first.values())[:n]
 
-    def questions(self, rng: np.random.Generator, n: int, shown: Iterable[Experience]) -> list[str]:
+    def question_ids(
+        self, rng: np.random.Generator, n: int, shown: Iterable[Experience]
+    ) -> list[str]:
         """Returns the ids of up to `n` questions for D_B, latest step first, none of them `shown`."""  # CHOICE-7
-        excluded = {e.question for e in shown}
+        excluded = {e.question_id for e in shown}
         items = [self.items[k] for k in rng.permutation(len(self.items))]
         items.sort(key=lambda e: -e.t)
-        questions = dict.fromkeys(e.question for e in items)
+        questions = dict.fromkeys(e.question_id for e in items)
         return [q for q in questions if q not in excluded][:n]
 
     def state_dict(self) -> Row:

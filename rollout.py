@@ -33,7 +33,7 @@ class Episode:
 
     action: Action  # in the last turn
     call: Future[list[str]] | None = None  # to wait for, before the next turn
-    full = False  # the context has room for one more turn alone
+    last_turn = False  # the context has room for one more turn alone
 
     def __init__(self, task: Task, form: Tags, job: Job, prompt: list[int], cfg: RolloutKnobs):
         self.form, self.cfg = form, cfg
@@ -72,8 +72,8 @@ class Episode:
 
         if action.tool:
             turn.tool, turn.argument = action.tool.tag, action.argument
-        if stop or self.full or len(tau.turns) > self.calling_turns:  # CHOICE-1 CHOICE-21
-            tau.stop = stop or ("length" if self.full else "turns")
+        if stop or self.last_turn or len(tau.turns) > self.calling_turns:  # CHOICE-1 CHOICE-21
+            tau.stop = stop or ("length" if self.last_turn else "turns")
         elif action.tool:
             self.call = action.tool.of(tau).submit(action.argument)
         else:
@@ -89,7 +89,7 @@ class Episode:
         if len(ids) > room and not self.tau.stop:  # CHOICE-20
             empty = self.form.encode_result(self.action, [], self.cfg.max_observation)
             if len(empty) <= room:
-                ids, self.full = self.form.encode_result(self.action, result, room), True
+                ids, self.last_turn = self.form.encode_result(self.action, result, room), True
         self.observe(ids)
 
     def observe(self, ids: list[int]) -> None:

@@ -253,7 +253,7 @@ class Checkpoints:
         Nothing is saved once the ranks have lost contact.
         """
         state, policy = self.state, self.policy
-        if state is self.saved or state["t"] != policy.t or not policy.in_step:
+        if state is self.saved or state["t"] != policy.t or not policy.ranks_ready:
             return
         self.wait()
         path = self.run.path.absolute() / "checkpoints" / f"step-{state['t']:06d}"

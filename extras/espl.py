@@ -294,8 +294,8 @@ def mate(step: Sequence[Experience], best: int) -> tuple[int, dict[int, list[str
     The one with most such questions; None unless both have some.
     """
     wins: dict[int, list[str]] = {e.instruction: [] for e in step}
-    for q in sorted(played_by_all((e.instruction, e.question) for e in step)):
-        means = mean_rewards(e for e in step if e.question == q)
+    for q in sorted(played_by_all((e.instruction, e.question_id) for e in step)):
+        means = mean_rewards(e for e in step if e.question_id == q)
         winners = [j for j, r in means.items() if max(means.values()) - r < TIE]
         if len(winners) == 1:
             wins[winners[0]].append(q)
@@ -306,11 +306,11 @@ def mate(step: Sequence[Experience], best: int) -> tuple[int, dict[int, list[str
 def mixed(played: Sequence[Experience]) -> list[tuple[Experience, Experience]]:
     """Returns (a right attempt, a wrong one) of each question that was answered both ways, in the
     order of the step."""
-    right = {e.question: e for e in reversed(played) if not e.failed}
-    wrong = {e.question: e for e in reversed(played) if e.failed}
+    right = {e.question_id: e for e in reversed(played) if not e.failed}
+    wrong = {e.question_id: e for e in reversed(played) if e.failed}
     return [
         (right[q], wrong[q])
-        for q in dict.fromkeys(e.question for e in played)
+        for q in dict.fromkeys(e.question_id for e in played)
         if q in right and q in wrong
     ]
 

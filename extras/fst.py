@@ -96,10 +96,10 @@ class GEPA(FromOne):
         if t == cfg.T:  # no step would play what is new
             return
         rng = rng_of(cfg.seed, t, "gepa")
-        D_B = [self.D[q] for q in self.B.questions(rng, cfg.D_B, [])]
+        D_B = [self.D[q] for q in self.B.question_ids(rng, cfg.D_B, [])]
         # what the optimizer may see: no question on which prompts are chosen
         shown = ReplayBuffer(cfg.buffer)
-        shown.items = [e for e in self.B.items if e.question not in {q.id for q in D_B}]
+        shown.items = [e for e in self.B.items if e.question_id not in {q.id for q in D_B}]
         prompts: list[Any] = [(I.id, I.text) for I in P.active]
         self.t, self.used = t, {fold_words(text) for _, text in prompts}
         r = self.rewards_on(policy, "verify front", prompts, D_B)  # (prompts, questions)
@@ -119,7 +119,7 @@ class GEPA(FromOne):
                 shortfall = f"the optimizer gave no reply ({e})"
                 break
             if I_new:
-                batch = [self.D[e.question] for e in tau_fail]
+                batch = [self.D[e.question_id] for e in tau_fail]
                 [c] = self.verify(policy, I_parent, I_new, batch)
                 better = c.r > c.r_parent
                 self.log.add_verification(t, round, batch, [c], [c] if better else [])

@@ -120,7 +120,7 @@ def _run_chunks(hidden, weight, targets, loss_rows, columns, need_grad, chunk):
 
 
 def _choose_loss_rows(device, objective):
-    passes = _rows(device)
+    passes = _choose_rows(device)
     if objective is None and hasattr(passes, "loss_rows"):
         return passes.loss_rows
     return partial(_two_passes, passes, objective or eq2)
@@ -206,7 +206,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, chunk=4096):
     grpo_head.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        logp_rows = _rows(hidden.device).logp_rows
+        logp_rows = _choose_rows(hidden.device).logp_rows
         W = weight.to(_dtype_of_factors(hidden))
         logp, entropy = torch.empty(2, len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
         for rows, _, z in _chunks(hidden, W, chunk):
@@ -223,7 +223,7 @@ def head_logits(hidden, weight):
     return _product(hidden.to(W.dtype), W.T)
 
 
-def _rows(device):
+def _choose_rows(device):
     """Returns the module that processes rows of logits on this device."""
     if device.type == "cuda":
         from kernels import rows_triton as rows  # here: machines without CUDA may lack Triton

@@ -264,7 +264,7 @@ def _(
         "the world's": reply_to(_prompt, seed=0),
     }
     _golds = [gold for e in failures for gold in e.golds]
-    D_B = [D[q] for q in B.questions(rng_of(0, 1, "D_B"), cfg.D_B, failures)]
+    D_B = [D[q] for q in B.question_ids(rng_of(0, 1, "D_B"), cfg.D_B, failures)]
     verified, joined = {}, {}
     for _name, _reply in _replies.items():
         _used = {fold_words(first)}

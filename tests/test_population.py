@@ -240,7 +240,7 @@ def buffer(*steps, capacity=1000):
 
 
 def named(failures):
-    return [e.question for e in failures]
+    return [e.question_id for e in failures]
 
 
 def test_the_buffer_keeps_the_latest_trajectories_up_to_its_capacity():
@@ -272,7 +272,7 @@ def test_no_question_is_shown_twice_among_the_failures():
     shown = [B.failures(rng(seed), 4, 0) for seed in range(20)]
     assert all(sorted(named(three)) == ["q", "r", "s"] for three in shown)
     # which one is drawn
-    assert len({e.text for three in shown for e in three if e.question == "q"}) > 5
+    assert len({e.text for three in shown for e in three if e.question_id == "q"}) > 5
     assert B.failures(rng(3), 4, 0) == shown[3]
 
 
@@ -287,15 +287,17 @@ def test_verification_questions_are_distinct_latest_first_and_at_most_n():
     B = buffer(
         *[[tau(f"q{t}-{k % 4}", reward=float(k % 3 == 0)) for k in range(12)] for t in (1, 2, 3)]
     )
-    D_B = B.questions(rng(), 6, shown=[])
+    D_B = B.question_ids(rng(), 6, shown=[])
     assert len(D_B) == len(set(D_B)) == 6
     assert {q[:2] for q in D_B[:4]} == {"q3"}  # successes and failures alike
     assert {q[:2] for q in D_B[4:]} == {"q2"}
-    assert len(B.questions(rng(), 100, shown=[])) == 12
-    assert B.questions(rng(), 6, shown=[]) == D_B
+    assert len(B.question_ids(rng(), 100, shown=[])) == 12
+    assert B.question_ids(rng(), 6, shown=[]) == D_B
     shown = B.failures(rng(), 4, 0)
-    assert {*B.questions(rng(), 100, shown)} == {e.question for e in B.items} - {*named(shown)}
-    assert any(B.questions(rng(seed), 6, shown=[]) != D_B for seed in range(1, 5))
+    assert {*B.question_ids(rng(), 100, shown)} == {e.question_id for e in B.items} - {
+        *named(shown)
+    }
+    assert any(B.question_ids(rng(seed), 6, shown=[]) != D_B for seed in range(1, 5))
 
 
 def test_a_buffer_restored_from_a_mark_gives_the_same_failures_and_questions():
@@ -306,4 +308,4 @@ def test_a_buffer_restored_from_a_mark_gives_the_same_failures_and_questions():
     C.load_state_dict(torch.load(mark, weights_only=True))
     assert C.items == B.items
     assert C.failures(rng(3), 4, 2) == B.failures(rng(3), 4, 2)
-    assert C.questions(rng(3), 4, []) == B.questions(rng(3), 4, [])
+    assert C.question_ids(rng(3), 4, []) == B.question_ids(rng(3), 4, [])

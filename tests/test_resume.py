@@ -102,7 +102,7 @@ class Policy:
     """One number; what it answers depends on it, on the question, the instruction and the purpose.
     It saves itself as the real one does."""
 
-    tokenizer, in_step, shared, synced = TOKENIZER, True, True, True
+    tokenizer, ranks_ready, shared, synced = TOKENIZER, True, True, True
     sleep, evaluate, load = lambda self: None, policy.Policy.evaluate, policy.Policy.load
 
     def __init__(self, calls: Calls, task: Judged):

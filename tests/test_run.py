@@ -29,7 +29,7 @@ from training.ranks import Ranks
 class Fixed:
     """A policy of four tensors, which are t; its checkpoint is written once `wait` has returned."""
 
-    in_step, synced, shared = True, False, True
+    ranks_ready, synced, shared = True, False, True
     sleep, load = Policy.sleep, Policy.load
 
     def __init__(self):
@@ -295,12 +295,12 @@ def test_a_step_is_saved_once_and_not_after_the_weights_have_moved(run):
     checkpoints.policy.train(13)
     checkpoints.end_step(13)
     # an update has begun; reset; the ranks have lost contact
-    for t, in_step in ((14, True), (-1, True), (13, False)):
-        checkpoints.policy.t, checkpoints.policy.in_step = t, in_step
+    for t, ranks_ready in ((14, True), (-1, True), (13, False)):
+        checkpoints.policy.t, checkpoints.policy.ranks_ready = t, ranks_ready
         checkpoints.save()
     checkpoints.wait()
     assert not times
-    checkpoints.policy.in_step = True
+    checkpoints.policy.ranks_ready = True
     checkpoints.save()
     checkpoints.wait()
     assert times == [13]

@@ -80,7 +80,7 @@ def on_all_ranks(
         @functools.wraps(method)
         def run(self: Policy, /, *args: S.args, **kwargs: S.kwargs) -> R:
             began = time.perf_counter()
-            self.in_step = self.ranks.size == 1  # and again once all have answered
+            self.ranks_ready = self.ranks.size == 1  # and again once all have answered
             # on the other ranks `follow` receives this and calls it
             if self.ranks.rank == 0:
                 self.ranks.broadcast((run, args, kwargs))
@@ -96,7 +96,7 @@ def on_all_ranks(
             except (Fault, stop.Stopped) as e:  # after it all ranks can still work together
                 answer = e
             answers = self.ranks.gather(answer)  # [] on the other ranks
-            self.in_step = True
+            self.ranks_ready = True
             self.seconds[method.__name__] = time.perf_counter() - began
             for answer in answers:
                 if isinstance(answer, BaseException):
@@ -269,7 +269,7 @@ class Policy:
         self.engine = make_engine(self, first)
         self.t = 0  # the last step whose update has begun; -1: the weights are those of no step
         self.seconds: dict[str, float] = {}  # of each method's last call, and "tools"
-        self.in_step = True  # whether all ranks wait in `follow` for the next call
+        self.ranks_ready = True  # whether all ranks wait in `follow` for the next call
         # called with purpose, ended and all trajectories of a rollout under way
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None
         self.written: Future[Any] = Future()  # the last checkpoint
@@ -453,7 +453,7 @@ class Policy:
         """Ends all ranks, unless one is inside a collective: then torchrun ends them. A checkpoint that
         is being written is waited for."""
         wait([self.written])
-        if self.in_step:
+        if self.ranks_ready:
             if self.ranks.rank == 0:
                 self.ranks.broadcast(None)
             self.engine.close()
