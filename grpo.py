@@ -182,7 +182,7 @@ class Learner:
         lr = lr_at(t, self.cfg)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # log-probs under pi_old; None: the policy still is pi_old when it trains the first
+        # log-probs and entropies under pi_old; None: the policy still is pi_old at the first
         old_scores = [None, *map(self.logprobs, minibatches[1:])]
         total = dict.fromkeys((*SUMS, "tokens"), 0.0)
         gaps = []

@@ -145,15 +145,15 @@ class Evolution:
         self.log.add_event(0, "start", self.P)
 
     def evolve(self, t: int, policy: Policy) -> None:
-        """Replaces P by its parents and verified revisions of them; if none is verified, P and W
-        stay as they are."""
+        """Replaces P by its parents and the revisions of them that join; if none does, P and W stay
+        as they are."""
         cfg, P, B = self.cfg, self.P, self.B
         P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
         P_new = list[Candidate]()
         n = cfg.N_P - cfg.N_parent  # CHOICE-24
         self.t = t
         self.used = {fold_words(I.text) for I in P_parent}
-        reason = ""  # of places that stay empty, if not all rounds are played
+        reason = ""  # why it ended before all rounds were played
         for round in range(cfg.rounds):  # Alg.1 L18 CHOICE-6
             room = cfg.N_P - len(P_parent) - len(P_new)
             if not room:

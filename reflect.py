@@ -196,8 +196,8 @@ def find_flaw(
     max_tokens: int,
     unfit: Callable[[str, str], str],
 ) -> str:
-    """Returns why a candidate cannot join, or ""; `used` holds the normalized texts of the
-    instructions in use.
+    """Returns why a candidate cannot join, or ""; `used` holds the normalized texts of the parents
+    and of what was proposed in this evolution.
 
     `unfit(candidate, parent)` says what the policy would miss to act under it (Tags.find_unfit).
     Everything else may change: other tags, another example of an answer, other words.

@@ -1,4 +1,4 @@
-"""Passes over rows of logits in plain torch: those of rows_triton.py, for every device."""
+"""Passes over rows of logits in plain torch: what rows_triton.py does in two launches, for every device."""
 
 import torch
 

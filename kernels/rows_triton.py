@@ -68,7 +68,7 @@ def write_row(Z, DZ, row, y, M, log_total, entropy, c, a, V, dz_stride, inv_t, B
         x = tl.load(Z + row * V + j, mask=j < V, other=0.0).to(tl.float32) * inv_t
         log_p = (x - M) - log_total
         dz = tl.exp(log_p) * (c + a * (log_p + entropy)) - tl.where(j == y, c, 0.0)
-        # bf16 overwrites block j / 2: every thread must have read its logits by now
+        # a bf16 row takes half the bytes and overwrites earlier logits: all threads must have read theirs
         tl.debug_barrier()
         tl.store(DZ + row * dz_stride + j, dz.to(DZ.dtype.element_ty), mask=j < V)
 

@@ -97,7 +97,7 @@ class Child(contextlib.AbstractContextManager["Child"]):
                     problem = "stopped while starting"
                     if self.alive():
                         problem = f"not ready after {deadline:g} s"
-                    last_line = self._printed().strip().rpartition("\n")[2]
+                    last_line = self._printed().strip().rpartition("\n")[2] or "it printed nothing"
                     raise Fault(f"{program} {problem}: {last_line} (log: {log})")
                 time.sleep(0.02)
         except BaseException:  # Ctrl-C too

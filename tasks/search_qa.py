@@ -226,9 +226,9 @@ RETRIES = 6  # of a search, over a minute, before the run stops (resumable)
 class Search(Tool):
     """Client of Search-R1's POST /retrieve: queries in, passages out.
 
-    One thread sends whatever has queued up since its last request as one request: batches form
-    under load, and a lone query leaves at once. Where the server stays away (plumbing/client.py says
-    what is retried), the futures raise ToolDown.
+    One thread sends what has queued up since its last request, at most 256 queries, as one request:
+    batches form under load, and a lone query leaves at once. Where the server stays away
+    (plumbing/client.py says what is retried), the futures raise ToolDown.
     """
 
     tag, noun, argument = "search", "a search", "query"

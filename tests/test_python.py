@@ -137,7 +137,7 @@ def test_the_readme_s_command_teaches_its_task_with_names_for_answers(tmp_path, 
     (tmp_path / "alliteration.py").write_text(TASK)
     [argv] = re.findall("    python inspo.py (--task alliteration:.*)", README)
     argv = f"{ROOT / 'inspo.py'} {argv} --out run --seed {seed}".split()
-    subprocess.run([sys.executable, *argv], cwd=tmp_path, env=ENV, check=True)
+    subprocess.run([sys.executable, *argv], cwd=tmp_path, check=True)
     titles = re.findall(r'"contents": "\\"(\w+) (\w+)', (WORLD / "corpus.jsonl").read_text())
     names = {name.lower() for title in titles for name in title}
     monkeypatch.syspath_prepend(tmp_path)

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import statistics
+import threading
 import time
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -382,3 +383,29 @@ def check_deaths(deaths: Deaths, every: int) -> None:
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_after_any_death_a_run_ends_the_same(tmp_path, monkeypatch, every):
     check_deaths(deaths_of(tmp_path, monkeypatch, **STEPS), every)
+
+
+def test_without_room_for_a_copy_training_waits_until_a_checkpoint_is_written(
+    tmp_path, monkeypatch
+):
+    """What is written is no copy then: a slow disk would get the weights of a later step."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    mine = Policy(Calls(), Judged(CFG, Calls()))
+    mine.learner.model = torch.nn.Linear(10, 80, bias=False)
+    slow = threading.Event()
+    monkeypatch.setattr(policy.dcp, "save", lambda *_, **__: slow.wait(60))
+    # 4 on this node,
+    mine.ranks = SimpleNamespace(
+        rank=0, size=8, broadcast=lambda x=None: x, gather=lambda x: [x], grouped=False, saves=None
+    )
+    # and so half of the bytes of 800 weights and of a file
+    whole = 12 * 800 * (1 + 1 / policy.FILES)
+    for free, copied in ((0.55 * whole / 0.8, True), (0.45 * whole / 0.8, False)):
+        monkeypatch.setattr(
+            policy.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free)
+        )
+        slow.clear() if copied else slow.set()
+        policy.Policy.save(mine, tmp_path / f"step-{copied}")
+        assert mine.written.done() is not copied
+        slow.set()
+        mine.written.result()

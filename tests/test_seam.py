@@ -107,7 +107,6 @@ def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch)
         ),
         ("my_game:Chess", "Chess is not a class in my_game"),
         ("my_game:Stranger", "it "),
-        ("tasks.task:Game", "it does not define questions"),
         ("my_game:Twice", "its tool <calculate> has the tag 'calculate'; tags are"),
     ],
 )
