@@ -382,7 +382,7 @@ def parse_flags(argv: list[str] | None = None, kind: type[C] = Config, **changes
     words = sys.argv[1:] if argv is None else argv
     if "--help" in words:
         show_help(kind, PRESETS["world"] | {"model": "world"} | changes)
-        sys.exit()
+        sys.exit(0)
     try:
         return configure(kind, changes, **read_flags(words, kind))
     except Fault as e:
@@ -546,7 +546,10 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
             f"{path} is of another version of {about['program']} (commit {about['commit']}; only one of the two has"
             f" --{name}): use that one"
         )
-    return build(kind, {name: content[name] for name in names}, f"{path}: ")
+    settings = {name: content[name] for name in names}
+    if about["program"] != own:
+        del settings["mode"]  # that program may have a mode of its own
+    return build(kind, settings, f"{path}: ")
 
 
 def validate(cfg: Config) -> None:

@@ -82,7 +82,8 @@ def read(run: Path, settings: Row) -> Iterator[Played]:
     """Yields a run's training rollouts, the latest first."""
     cfg: Config = read_config(run)
     check_origin(run, {name: getattr(cfg, name) for name in OWN}, settings)
-    task = load_task(dataclasses.replace(cfg, **check_settings(Config, settings)))
+    given = check_settings(Config, {name: x for name, x in settings.items() if name in OWN})
+    task = load_task(dataclasses.replace(cfg, **given))
     questions = {q.id: q for q in task.questions("train")}
     texts = {
         I["id"]: I["text"] for event in read_jsonl(run / "population.jsonl") for I in event["P"]

@@ -15,6 +15,7 @@ if not __package__:
     import root  # noqa: F401
 import argparse
 import dataclasses
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -287,11 +288,11 @@ METHODS: dict[str, type[Agent]] = {
 }  # fmt: skip
 
 
-def infer_method(cfg: Config) -> str:
-    """Returns the method that a run of this configuration trained for."""
-    if cfg.mode == "supervised":
-        return "sft" if cfg.tools == "none" else "sft_reject"
-    return "grpo" if cfg.mode == "static" and cfg.tools == "none" else "search_r1"
+def infer_method(mode: str, tools: str) -> str:
+    """Returns the method that a run with this mode and these tools trained for."""
+    if mode == "supervised":
+        return "sft" if tools == "none" else "sft_reject"
+    return "grpo" if mode == "static" and tools == "none" else "search_r1"
 
 
 # ---- training
@@ -359,7 +360,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--method", choices=METHODS, help="default: as the run was trained")
     args = parser.parse_args(argv)
     with one_line("extras/table1.py"), stop.listening(), stop.may_stop():
-        run(args, METHODS[args.method or infer_method(find_model(args.what)[0])])
+        cfg, _, trained = find_model(args.what)
+        mode = cfg.mode
+        if trained:
+            mode = json.loads((trained / "config.json").read_bytes())["mode"]
+        run(args, METHODS[args.method or infer_method(mode, cfg.tools)])
 
 
 if __name__ == "__main__":

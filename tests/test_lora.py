@@ -175,7 +175,10 @@ def test_only_adapters_move_and_a_learner_restored_from_them_continues_bit_by_bi
 
 
 def policy_of(path, dtype="float32", **knobs):
-    few = dict(T=3, warmup=0.0, micro_tokens=300, G=3, mini_batch=12, beta=0.0) | knobs
+    few = (
+        dict(T=3, warmup=0.0, micro_tokens=300, G=3, mini_batch=12, beta=0.0, max_prompt=1500)
+        | knobs
+    )
     cfg = Config(model=str(path), engine="torch", **few)
     return Policy(cfg, Ranks("cpu", 1, dtype), load_task(cfg))
 

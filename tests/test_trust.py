@@ -39,6 +39,7 @@ def stranger(tmp_path, monkeypatch):
     for folder in (tmp_path, run):
         (folder / "helper.py").write_text("import pathlib; pathlib.Path('ran').touch()\n")
     (run / "I_star.txt").write_text("Answer.\n")
+    (run / "policy" / "config.json").write_text("{}")
     (run / "config.json").write_text(json.dumps(asdict(parse_flags([])) | ABOUT))
     return run
 

@@ -10,19 +10,19 @@ import shutil
 import pytest
 
 import inspo
-from config import HERE, WORLD, Config, parse_flags
+from config import HERE, Config, parse_flags
 from extras import fork
 from extras.examples.f1 import F1
 from extras.examples.margin import Margin
 from extras.examples.opo import OPO
 from extras.examples.ucb import UCB
-from models.model import load_tokenizer
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from population import Population
 from tasks import Question, Trajectory
 from tasks.search_qa import load_questions
 from tasks.task import load_task
+from training.policy import choose_for_machine
 
 FILES = HERE / "extras" / "examples"
 PAGE = (HERE / "docs" / "forks.md").read_text()
@@ -112,7 +112,9 @@ class Misspelt(Population):
 
 
 def test_a_part_that_overrides_nothing_is_refused_beside_one_that_does():
-    with pytest.raises(SystemExit, match="^Misspelt: .* probabilitys; the nearest is probabili"):
+    with pytest.raises(
+        SystemExit, match="^Misspelt overrides no method of Population; the nearest is probabili"
+    ):
         fork.main(["--parts", "extras.examples.ucb:UCB,test_examples:Misspelt"])
 
 
@@ -148,13 +150,14 @@ def base_path(tiny_path, tmp_path_factory):
 
 
 def test_a_new_tool_is_explained_called_and_refused_where_its_tag_cannot_be_written():
-    task = load_task(parse_flags(["--tools", "search,extras.examples.count:count"]))
+    cfg = parse_flags(["--tools", "search,extras.examples.count:count"])
+    task = load_task(cfg)
     [message] = task.make_format().messages("Count.", Question("q", "How many words?"))
     assert "\n<count> text </count>: Counts the words of a text.\n" in message["content"]
     assert task.make_format().stop_strings() == ("</search>", "</count>", "</answer>")
     assert task.tools[1].submit("one two three").result(60) == ["3"]
     with pytest.raises(Fault, match="cannot write </count>"):
-        load_tokenizer(str(WORLD / "policy"))
+        choose_for_machine(cfg, task)
 
 
 @pytest.mark.slow

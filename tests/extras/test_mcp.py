@@ -222,7 +222,7 @@ LEFT_OUT = [  # changes of a copy of `add`, and what a note says
     ({"name": "far", "parameters": schema({"$ref": "file:///etc/hosts"})}, "lies outside"),
     ({"name": "odd", "parameters": schema({"pattern": "(("})}, "schema of its tool odd is invalid"),
     ({"name": "mute", "description": " "}, "mute has no description"), ({"name": "1st"}, "<1st> .* no digit first"),
-    ({"name": "answer"}, "<answer> .* answer and others' tags are reserved"),
+    ({"name": "answer"}, "has the tag 'answer'"),
 ]  # fmt: skip
 
 

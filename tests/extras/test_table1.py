@@ -207,7 +207,7 @@ def test_where_an_answer_is_looked_for(text, answer):
     ],
 )  # fmt: skip
 def test_a_run_is_played_as_it_was_trained(mode, tools, name):
-    assert infer_method(Config(mode=mode, tools=tools)) == name
+    assert infer_method(mode, tools) == name
 
 
 def test_a_method_is_measured_by_evaluate_and_plays_search_qa_alone(tmp_path, capsys):
