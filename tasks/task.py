@@ -271,8 +271,7 @@ class Task(ABC):
         functions there are.
 
         Raises Fault. `serve(*argv)` runs a Python program of this project as a server for as long
-        as the run, and returns its URL. It sees no keys: plumbing/servers.py says what it gets of
-        the environment.
+        as the run, and returns its URL.
         """
         names = [tool.tag for tool in self.tools if tool.usage()]
         return f"tools: {', '.join(names)}" if names else ""
