@@ -255,8 +255,10 @@ def _(
     desk.need("The run", right_diagnose, right_propose, right_select_top)
     counts = Counter(name for e in failures for name in diagnose(e.text))
     room = cfg.N_P - cfg.N_parent
-    _run = SimpleNamespace(write_trajectories=lambda *sample: None)  # a run would keep them
-    _log = SimpleNamespace(run=_run, timing=lambda phase: nullcontext())
+    # a run would keep its trajectories
+    _log = SimpleNamespace(
+        timing=lambda phase: nullcontext(), keep_verification=lambda *sample: None
+    )
     _evolution = Evolution(cfg, task, None, P, _log)
     _prompt = _evolution.prompt(P.family[0], failures, room)
     _replies = {

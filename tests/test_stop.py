@@ -127,7 +127,7 @@ CASES = {
     "rollout": (Policy, "rollout", 1, purposes("3 rollout"), signal.SIGINT, 2),
     # The update is finished; the evolution of step 3 cannot be saved.
     "update": (Policy, "update", 3, ANY, signal.SIGTERM, 2),
-    "last update": (Policy, "update", 4, ANY, signal.SIGTERM, 4),
+    "last update": (Policy, "update", 4, ANY, signal.SIGTERM, 2),  # its evaluation is not made
     "verify": (Policy, "rollout", 1, purposes("3 verify 0", "3 verify 1"), signal.SIGUSR1, 2),
     "evaluate": (Policy, "rollout", 1, purposes("2 evaluate"), signal.SIGINT, None),
     "optimizer": (reflect.Optimizer, "ask", 2, ANY, signal.SIGTERM, 2),

@@ -154,7 +154,7 @@ def test_a_server_that_ends_during_a_call_is_started_again_once(tmp_path):
     found = tools(own())
     assert answered(found["end"], str(tmp_path / "here")) == "still here"
     # every time
-    assert answered(found["end"], "") == "end failed: the server ended during the call"
+    assert answered(found["end"], '{"file": ""}') == "end failed: the server ended during the call"
     assert answered(found["add"], '{"a": 1}') == "2"
 
 
