@@ -3,8 +3,7 @@
     torchrun --nproc_per_node=2 tests/ranks_policy.py TRAJECTORIES OUT
 
 Takes one update on TRAJECTORIES, a pickle of (Config, trajectories). OUT gets metrics.json,
-`policy/`, the fault of a checkpoint for which rank 1's disk has no room, and of a reset whose model
-is gone.
+`policy/`, and the fault of a checkpoint for which rank 1's disk has no room.
 """
 
 import json
@@ -12,12 +11,10 @@ import pickle
 import resource
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from plumbing.faults import Fault
 from tasks.task import load_task
 from training.policy import Policy, follow, reason
 from training.ranks import Ranks
@@ -42,11 +39,6 @@ def main() -> None:
         policy.written.result()
     except CheckpointException as e:
         (out / "full").write_text(reason(e))
-    policy.cfg = replace(cfg, model="/no/such")
-    try:
-        policy.reset()
-    except Fault as e:
-        (out / "fault").write_text(str(e))
     policy.close()
 
 

@@ -333,7 +333,7 @@ def test_frozen_weights_in_bf16_agree_within_its_rounding(path, batches, tmp_pat
 @pytest.mark.ranks
 def test_the_workers_of_a_run_do_so_too(path, batches, tmp_path):
     cfg, parts = pickle.loads(batches.read_bytes())
-    cfg, taus = replace(cfg, model=path), sum(parts, [])
+    cfg, taus = replace(cfg, model=path, max_prompt=480, max_response=48), sum(parts, [])
     first = Learner(load_policy(path)[0], None, replace(cfg, beta=0.0, lora_rank=0))
     for tau in taus:  # an engine that agrees with the trainer, or the workers refuse the update
         logps = iter(first.logprobs([tau])[0].tolist())
