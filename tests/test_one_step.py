@@ -52,7 +52,7 @@ class Watched(Exception):
 def test_the_numbers_are_those_of_the_run(page, tmp_path):
     """A number may differ by one in its last digit: processors add in different orders."""
     torch.set_num_threads(1)  # sums depend on it
-    command = re.search(r"step (\d+) of `python inspo.py (.*?)`", page)
+    command = re.search(r"step (\d+) of `python inspo.py\s(.*?)`", page, re.S)
     step, flags = (
         int(command[1]),
         f"{command[2]} --device cpu --engine torch --out {tmp_path / 'run'}",
