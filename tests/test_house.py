@@ -143,7 +143,7 @@ MOST = {
     "grpo.py": 2734,
     "inspo.py": 2741,
     "kernels": 5847,
-    "labs": 15782,
+    "labs": 15774,
     "log.py": 2542,
     "models": 6693,
     "plumbing": 5073,
@@ -153,7 +153,7 @@ MOST = {
     "rollout.py": 1120,
     "run.py": 2152,
     "tasks": 8589,
-    "tests": 173426,
+    "tests": 173578,
     "training": 3676,
     "world": 2235,
 }
