@@ -194,18 +194,24 @@ def open_engine(weights: str, cfg: Config, ends: tuple[str, ...]) -> tuple[Any, 
     device = device_of(cfg)
     model, tokenizer = models.load_policy(weights, cfg.longest)
     wide = device == "cpu" or cfg.dtype == "float32" or is_too_old(device)
-    dtype = "float32" if wide else "bfloat16"
     if choose_engine(cfg, device) == "vllm":
         from engines.vllm_engine import VllmEngine
 
         engine = VllmEngine(
-            weights, tokenizer, ends, max_len=cfg.longest, memory=cfg.vllm_memory, dtype=dtype
+            weights,
+            tokenizer,
+            ends,
+            max_len=cfg.longest,
+            memory=cfg.vllm_memory,
+            dtype="float32" if wide else "bfloat16",
         )
         engine.load(models.weights(model))
         return engine, tokenizer
-    # `to` would also round what positions are computed with
-    whole = models.empty(models.load_config(weights), getattr(torch, dtype), device)
-    return TorchEngine(models.fill(whole, model), tokenizer, ends), tokenizer
+    if not wide:  # `to` would also round what positions are computed with
+        model = models.fill(
+            models.empty(models.load_config(weights), torch.bfloat16, device), model
+        )
+    return TorchEngine(model.to(device), tokenizer, ends), tokenizer
 
 
 # ---- which questions
@@ -282,8 +288,12 @@ def make_row(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:
     if isinstance(task, SearchQA):
         found = [text for turn in tau.turns for text in turn.result or []]
         row["gold_recall"] = float(holds_gold(found, tau.question.golds))
-    row |= {"sampled_tokens": sum(tau.mask), "stop": tau.stop}
-    return row | {"prediction": tau.prediction, "golds": list(tau.question.golds)}
+    return row | {
+        "sampled_tokens": sum(tau.mask),
+        "stop": tau.stop,
+        "prediction": tau.prediction,
+        "golds": list(tau.question.golds),
+    }
 
 
 def summarize(rows: Sequence[Row], metrics: Sequence[str]) -> Row:

@@ -75,12 +75,8 @@ class Client:
             raise RequestFailed(text, reply.status_code)
         try:
             return read(clean(reply.json()))
-        except (
-            AttributeError,
-            LookupError,
-            TypeError,
-            ValueError,
-        ) as e:  # perhaps a page to log in
+        # perhaps a page to log in
+        except (AttributeError, LookupError, TypeError, ValueError) as e:
             raise RequestFailed(
                 f"{said}: malformed answer ({type(e).__name__}: {str(e)[:200]}; it begins {began!r})"
             ) from None
