@@ -23,7 +23,6 @@ USER = re.compile(r"(?<=//)[^\s/'\"]*@|[^\s/'\"@]+:[^\s/'\"@]*@")
 QUERY = re.compile(
     r"(://(?:(?!,\w+://)[^\s'\"<>()?#])*)[?#](?:(?!,\w+://)[^\s'\"<>()])*(?<![:;,.])"
 )
-JOINERS = "\u200c\u200d"  # invisible, but Persian, Hindi and emoji are written with them
 
 
 def finite(value: Any) -> Any:

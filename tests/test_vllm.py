@@ -144,7 +144,7 @@ def test_log_probs_are_those_of_transformers_at_the_temperature(pair, engine, te
 def test_what_ends_a_turn_ends_it_and_is_kept_and_nothing_else_does(pair, engine):
     tokenizer, contexts = pair[2], dict.fromkeys(range(24), contexts_of(pair[2])[0])
     engine.load(weights(changed(pair[1], factor=0.0)))  # any token is as likely
-    for eos in (tokenizer.eos_token, "the"):
+    for eos in (tokenizer.eos_token, "the", "of"):
         other = copy.deepcopy(tokenizer)
         other.eos_token, other.name_or_path = eos, ""  # its model's own files declare none
         engine.ended = watch_ends(other, ("never" * 3,))
