@@ -11,6 +11,7 @@ import pytest
 
 import inspo
 from config import Config
+from extras.tasks.calculator import Calculator
 from grpo import Learner
 from log import Log
 from plumbing.faults import Fault, OptimizerDown
@@ -19,7 +20,6 @@ from reflect import Call
 from run import Checkpoints
 from tasks import Job, Question, Task, Trajectory
 from tasks.task import draw_questions, rng_of
-from tasks.tools import Calculator
 
 T_NOW = 9  # the step after which the tests of `evolve` evolve
 # no candidate may lose one

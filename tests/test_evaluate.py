@@ -16,12 +16,12 @@ import ask
 import evaluate
 from config import HERE, PRESETS, Config
 from evaluate import estimate_mean
+from extras.tasks.game import Game
 from plumbing.faults import Outage
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from tasks import Question
 from tasks.search_qa import Search, em, f1, load_questions
-from tasks.task import Game
 
 WORLD = HERE / "world" / "files"
 

@@ -10,12 +10,13 @@ from found_search import Found
 
 from config import Config
 from engines import FinishedTurn
+from extras.tasks.calculator import Calculator
+from extras.tasks.game import Game
 from plumbing.faults import ToolDown
 from rollout import rollout
 from tasks import Job, Question, Task, Turn
 from tasks.search_qa import SEARCH_R1
-from tasks.task import Game
-from tasks.tools import Action, Calculator, Tool, explain_invalid_action
+from tasks.tools import Action, Tool, explain_invalid_action
 
 ROOT = Path(__file__).parents[1]
 ASKED = Question("q-0", "Who designed the Sydney Opera House?", ("Jørn Utzon",), "fixture")

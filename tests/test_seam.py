@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from config import PRESETS, Config, parse_flags
+from extras.tasks.calculator import Calculator
 from plumbing.faults import Fault
 from tasks import Question, Task, Trajectory
 from tasks.search_qa import SEARCH_R1, SearchQA
@@ -23,11 +24,10 @@ from tasks.task import (
     set_rewards,
     take_subset,
 )
-from tasks.tools import Calculator
 
 GAME = """
 from tasks import Question, Task
-from tasks.tools import Calculator
+from extras.tasks.calculator import Calculator
 
 class Game(Task):
     tools = ()
@@ -324,7 +324,7 @@ def test_metrics_are_floats_under_the_names_that_the_task_gives():
             "loss: that is measured in every run; give it another name",
         ),
         ([{"wins": 1.0, "time/total": 1.0}] * 2, "time/total: that is measured"),
-        ([{"calculations/empty": 1.0}] * 2, "calculations/empty: that is measured"),
+        ([{"calculations/failed": 1.0}] * 2, "calculations/failed: that is measured"),
     ],
 )
 def test_metrics_that_cannot_be_averaged_are_refused_by_name(rows, says):

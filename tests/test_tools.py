@@ -10,18 +10,12 @@ import pytest
 from json_server import Handler, free_port, passages
 
 from config import Config
+from extras.tasks.calculator import Calculator
 from plumbing.batches import Batches
 from plumbing.faults import Fault, Outage, ToolDown
-from tasks.search_qa import Search, SearchQA
-from tasks.tools import (
-    WORDS,
-    Calculator,
-    Function,
-    Tags,
-    check_words,
-    explain_invalid_action,
-    find_answer,
-)
+from tasks.search_qa import Search
+from tasks.task import load_task
+from tasks.tools import WORDS, Function, Tags, check_words, explain_invalid_action, find_answer
 
 SEARCH, CALCULATOR = Search("http://127.0.0.1:9", topk=3), Calculator()  # nobody listens there
 
@@ -57,12 +51,12 @@ def test_tags_and_messages_name_every_tool():
     )
 
 
-@pytest.mark.parametrize("names", ["search,browser", "search,,calculator", "calculator"])
+@pytest.mark.parametrize("names", ["search,browser", "search,,none", "browser"])
 def test_search_qa_has_the_tools_that_are_named_and_no_others(names):
-    named = SearchQA(Config(tools="calculator,search")).tools
-    assert [tool.tag for tool in named] == ["calculate", "search"]
-    with pytest.raises(Fault, match=f"--tools {names}: choose search, search with calculator"):
-        SearchQA(Config(tools=names))
+    named = load_task(Config(tools="calculator,search")).tools
+    assert [tool.tag for tool in named] == ["search", "calculate"]
+    with pytest.raises(Fault, match=f"--tools {names}: choose search, none, calculator"):
+        load_task(Config(tools=names))
 
 
 def make_tool(run=str, **changed):

@@ -298,15 +298,16 @@ def test_an_episode_changes_no_row(tiny, tmp_path):
     assert question.data["board"] == ["a", "b"]
 
 
-def test_rows_may_be_parquet_and_their_prompts_json_texts(tmp_path):
-    prompts = [json.dumps([USER]), json.dumps([SYSTEM, USER]), '{"digits": 3}']
-    table = {"prompt": prompts, "code": ["123", "4", "5"]}
+def test_rows_may_be_parquet(tmp_path):
+    table = {"prompt": [[USER], [SYSTEM, USER]], "code": ["123", "4"]}
     pq.write_table(pa.table(table), tmp_path / "q.parquet")
     files = dict.fromkeys(("train", "test"), str(tmp_path / "q.parquet"))
     questions = task_of("Vault", tmp_path / "rows.jsonl", **files).questions("train")
-    asked = ["Open the vault.", "You crack safes.\n\nOpen the vault.", '{"digits": 3}']
-    assert [q.text for q in questions] == asked
-    assert [(q.data["code"], q.source) for q in questions[:2]] == [("123", "q"), ("4", "q")]
+    asked = ["Open the vault.", "You crack safes.\n\nOpen the vault."]
+    assert [(q.text, q.data["code"], q.source) for q in questions] == [
+        (asked[0], "123", "q"),
+        (asked[1], "4", "q"),
+    ]
 
 
 TOLD = [  # what a tool returns, and what TRL 1.16 writes of it: `str`, and of text blocks their text
