@@ -7,7 +7,6 @@ verl's parquet unchanged, or JSONL with the same fields; and the match of an ans
 from __future__ import annotations
 
 import json
-import os
 import re
 import string
 from collections import Counter
@@ -24,7 +23,6 @@ from plumbing.client import Client
 from plumbing.faults import Fault, Outage, ToolDown, first_line
 from plumbing.hub import fetch_file, find_on_disk
 from plumbing.outside import clean, contents_of, without_secrets
-from plumbing.stop import count_ranks
 from tasks.task import Question, Task, Trajectory, rng_of
 from tasks.tools import Tool
 
@@ -266,13 +264,8 @@ def choose_source(cfg: Config) -> Config:
     """Returns `cfg` with what to search if it names neither --retriever nor --corpus; raises Fault
     if there is nothing.
 
-    That is the server on port 8000 of this machine, if one answers there. Nothing is searched that
-    some node of a torchrun job cannot reach.
+    That is the server on port 8000 of this machine, if one answers there.
     """
-    ranks = count_ranks()
-    nodes = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    if nodes > 1 and (not cfg.retriever or re.search("//(127\\.|localhost)", cfg.retriever)):
-        raise Fault(f"{nodes} nodes: give --retriever with an address that all of them can reach")
     if cfg.corpus and not cfg.retriever and not Path(cfg.corpus).is_file():
         raise Fault(f"--corpus {cfg.corpus}: no such file; check the path")
     if cfg.corpus or cfg.retriever:
