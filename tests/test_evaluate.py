@@ -6,8 +6,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -152,15 +150,6 @@ def test_an_evaluation_has_a_folder_by_its_name(retriever, tmp_path, monkeypatch
 
 
 # ---- at the command line
-
-
-@pytest.mark.parametrize("program", ["evaluate.py", "ask.py"])
-def test_help_waits_for_neither_torch_nor_scipy(program):
-    command = [sys.executable, "-X", "importtime", program, "--help"]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=300)
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert done.returncode == 0 and "--temperature" in done.stdout
-    assert "config" in imported and not imported & {"torch", "scipy", "transformers", "rich"}
 
 
 # ---- another task

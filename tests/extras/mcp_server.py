@@ -5,12 +5,11 @@ import argparse
 import json
 import os
 import time
-from typing import Any
 
 from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
-from mcp_types import CallToolResult, EmbeddedResource, ImageContent
+from mcp_types import EmbeddedResource, ImageContent
 
 server = MCPServer("tests")
 
@@ -68,18 +67,6 @@ def show(uri: str) -> list:
     resource = {"type": "resource", "resource": {"uri": uri, "text": "what it holds"}}
     picture = {"type": "image", "data": "AAAA", "mimeType": "image/png"}
     return [EmbeddedResource.model_validate(resource), ImageContent.model_validate(picture)]
-
-
-@server.tool()
-def give(result: dict[str, Any]) -> CallToolResult:
-    """Returns a result as the protocol has it."""
-    return CallToolResult.model_validate(result)
-
-
-@server.tool()
-def names(many: int) -> list[str]:
-    """Returns some names, as the SDK writes a list."""
-    return ["Ada", "7"][:many]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_page import RUN, game, read_lines, write
+from test_page import RUN, read_lines, write
 
 from extras.page import html
 
@@ -223,15 +223,3 @@ def test_several_runs_are_laid_over_each_other(open_page, tmp_path):
     )
     Select(find(browser, "#runs select")).select_by_index(2)
     assert text(browser, "#status") == "step 9 of 9" and "run=2" in browser.current_url
-
-
-def test_a_run_of_another_task_reads_as_well(open_page, tmp_path):
-    path = game(tmp_path / "run")
-    browser = open_page(path=html.write_page([path], path / "report.html"))
-    for row in json.loads((path / "summary.json").read_text())["held_out"].values():
-        assert f"{row['won']:.2f}" in text(browser, ".corners")
-    assert text(browser, ".learned .headline") == "won 0.08 → 0.17"
-    assert count(browser, "#panel-won canvas") == 1
-    assert browser.execute_script(
-        "return !/\\bEM\\b|NaN|undefined/.test(document.querySelector('main').textContent)"
-    )

@@ -82,27 +82,6 @@ class Later(Vault):
         return 0.75 * await self.count(0)
 
 
-class Board:
-    """Plays on the list of its row."""
-
-    def reset(self, board, **row):
-        board.append("-")
-        self._board = board
-        return "".join(board)
-
-    def mark(self, cell: int) -> str:
-        """Marks a cell.
-
-        Args:
-            cell: Which
-        """
-        self._board[cell] += "X"
-        return "".join(self._board)
-
-    def get_reward(self) -> float:
-        return float(len("".join(self._board)))
-
-
 class Unsure(Vault):
     def get_reward(self):
         return "good"
@@ -288,16 +267,6 @@ def test_environments_are_made_once_reset_often_and_closed(tiny, tmp_path):
     assert Counted.open == 0
 
 
-def test_an_episode_changes_no_row(tiny, tmp_path):
-    task = task_of("Board", tmp_path / "rows.jsonl", [{"prompt": "Play:", "board": ["a", "b"]}])
-    for _ in range(2):
-        for tau in play(tiny, task, *[['<mark>{"cell": 0}</mark>', "<answer>x</answer>"]] * 2):
-            assert (tau.turns[0].result, tau.reward) == (["aXb-"], 4.0)
-    [question] = task.questions("train")
-    assert task.prompt("", question)[0]["content"] == "Play:ab-\n"
-    assert question.data["board"] == ["a", "b"]
-
-
 def test_rows_may_be_parquet_and_their_prompts_json_texts(tmp_path):
     prompts = [json.dumps([USER]), json.dumps([SYSTEM, USER]), '{"digits": 3}']
     table = {"prompt": prompts, "code": ["123", "4", "5"]}
@@ -334,16 +303,6 @@ def test_results_and_errors_are_written_as_trl_writes_them(tmp_path):
         assert tell.submit(f'{{"k": {k}}}').result(9) == [written]
     failed = tell.submit('{"k": 9}').result(9)
     assert failed == ["{'error': 'list index out of range'}"] and isinstance(failed, Failure)
-
-
-def test_rows_with_equal_ids_in_two_files_are_two_rows(tmp_path):
-    rows = [[{"id": 1, "prompt": "Open it.", "code": "1", "hint": hint}] for hint in ("A", "B")]
-    train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
-    task_of("Vault", train, rows[0])
-    task = task_of("Vault", test, rows[1], train=str(train))
-    for split, hint in (("train", "A"), ("test", "B")):
-        [q] = task.questions(split)
-        assert task.prompt("Go.", q)[0]["content"] == f"Go.\n\nOpen it.{hint}\n"
 
 
 def test_an_environment_that_owns_its_data_gets_seeds_which_a_group_shares(tmp_path):

@@ -3,8 +3,6 @@ answers from tables."""
 
 import json
 import math
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -19,11 +17,10 @@ from test_algorithm import (
     WatchedPolicy,
     questions,
 )
-from test_inspo import ENV, ROOT
 from test_resume import CFG, STEPS, check_deaths, deaths_of
 
 import inspo
-from config import PRESETS, Config, build, parse_flags, validate
+from config import PRESETS, Config, build, validate
 from extras import espl, fst
 from extras.espl import ESPLConfig, Pool, crossover_prompt, mate, mutation_prompt
 from extras.fst import Front, FSTConfig, feedback_prompt, instance_wins
@@ -330,14 +327,6 @@ def test_at_most_N_P_prompts_stay():
 # ---- flags and prompts
 
 
-def test_a_script_has_presets_that_flags_overrule():
-    cfg = parse_flags([], ESPLConfig, **espl.PRESET)
-    assert (cfg.mode, cfg.N_P, cfg.K_e, cfg.objective, cfg.D_B) == ("espl", 100, 1, "espl", 0)
-    assert cfg.T_e > cfg.T < cfg.K_p
-    cfg = parse_flags(["--N_P", "8"], FSTConfig, **fst.PRESET)
-    assert (cfg.mode, cfg.N_P, cfg.K_e, cfg.rounds, cfg.objective) == ("fst", 8, 6, 4, "cispo_cap")
-
-
 @pytest.mark.parametrize(
     "kind, flags, says",
     [
@@ -349,16 +338,6 @@ def test_a_script_has_presets_that_flags_overrule():
 def test_an_impossible_flag_is_one_line(kind, flags, says):
     with pytest.raises(Fault, match=says):
         validate(build(kind, PRESETS["world"] | flags))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["objectives", "selection", "espl", "fst"])
-def test_a_script_runs_in_any_directory(name, tmp_path):
-    command = [sys.executable, ROOT / "extras" / f"{name}.py", "--objective", "ppo"]
-    done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert f"{name}.py: --objective ppo: choose " in done.stderr
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_scripted_optimizer_answers_every_prompt():

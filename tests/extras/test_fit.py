@@ -86,16 +86,6 @@ def block_and_root(H, I, kv, V, heads):
     return H * (H + 2 * kv) + (H + 2 * kv) + H * H + 3 * H * I + 2 * H, heads * V * H + H
 
 
-@pytest.mark.parametrize("cfg, layers, P, shapes", [
-    (CFG3, 36, P3, (2048, 11008, 256, 151936, 1)), (CFG7, 28, P7, (3584, 18944, 512, 152064, 2)),
-])  # fmt: skip
-def test_gathered_weights_by_hand(cfg, layers, P, shapes):
-    block, root = block_and_root(*shapes)
-    assert layers * block + root == P
-    gathered = of(estimated(cfg))["policy (embedding, head and two blocks, gathered in bfloat16)"]
-    assert gathered == 2 * root + 4 * block
-
-
 def test_the_state_with_lora_by_hand():
     """Frozen bf16 weights, 16 bytes a parameter of the adapters, no reference, no gradient of
     embedding and head."""
@@ -358,18 +348,6 @@ def test_rollouts_of_160_rows_on_an_h200():
     cfg = Config(batch=32, G=5, max_response=480)
     assert fit.trajectory(cfg) == (600, 2300)
     assert fit.rollout_seconds(cfg, M3, 1, H200) == pytest.approx(9.5, rel=0.1)
-
-
-def test_eight_gpus_share_a_step_and_adapters_save_a_third_of_the_backward_pass():
-    cfg = Config(mini_batch=1280, micro_tokens=32768, recompute=0)
-    one, eight = (fit.update_seconds(cfg, M3, gpus, H200) for gpus in (1, 8))
-    assert one == pytest.approx(8 * eight, rel=0.02)
-    # forward, backward twice, reference, half of the log-probs under the old policy
-    lora = fit.update_seconds(replace(cfg, lora_rank=32), M3, 1, H200)
-    assert lora == pytest.approx(one * 3.5 / 4.5)
-    assert fit.rollout_seconds(cfg, M3, 1, H200) == pytest.approx(
-        8 * fit.rollout_seconds(cfg, M3, 8, H200)
-    )
 
 
 @pytest.mark.parametrize("name, tflops", [

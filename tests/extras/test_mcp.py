@@ -31,7 +31,7 @@ from extras.plugs.mcp import RETRIES, ROUNDS, tools_of  # noqa: E402
 
 SERVER = Path(__file__).parent / "mcp_server.py"
 COMMAND = f"{sys.executable} {SERVER}"
-NAMES = {"add", "shout", "fail", "sleep", "end", "secret", "refuse", "show", "give", "names"}
+NAMES = {"add", "shout", "fail", "sleep", "end", "secret", "refuse", "show"}
 
 
 def tools(target=COMMAND):
@@ -105,36 +105,6 @@ def test_calls_run_side_by_side_and_errors_are_replies_that_restart_nothing(by, 
             assert isinstance(result, Failure) == (name in ("fail", "refuse", "sleep"))
     calls = [found["add"].submit(json.dumps({"a": k})) for k in range(20)]
     assert [call.result(60) for call in calls] == [[str(k + 1)] for k in range(20)]
-
-
-DATA = {"rows": [{"item": "Kännchen", "price": 31}]}
-TEXT = json.dumps(DATA, ensure_ascii=False)
-PICTURE = {"type": "image", "data": "AAAA", "mimeType": "image/png"}
-STRUCTURED = [  # parts (a text or another), data, what is read
-    (["One row."], DATA, f"One row.\n{TEXT}"),
-    ([PICTURE], DATA, f"(image)\n{TEXT}"),
-    ([], DATA, TEXT),
-    (["One."], {"result": "One. Or two."}, 'One.\n{"result": "One. Or two."}'),
-    # the same in words of its own: once
-    ([TEXT], DATA, TEXT),
-    ([json.dumps(DATA, indent=2)], DATA, json.dumps(DATA, indent=2)),
-    (["31"], {"result": 31}, "31"),
-    (['{"a": 1}', '{"a": 2}'], {"result": [{"a": 1}, {"a": 2}]}, '{"a": 1}\n{"a": 2}'),
-]
-
-
-def test_structured_data_are_read_once():
-    found = tools()
-    for parts, data, reply in STRUCTURED:
-        content = [{"type": "text", "text": x} if isinstance(x, str) else x for x in parts]
-        for failed in (False, True):
-            result = {"content": content, "structuredContent": data, "isError": failed}
-            said = found["give"].submit(json.dumps({"result": result})).result(60)
-            assert (said, isinstance(said, Failure)) == ([reply], failed), (parts, data)
-    assert [answered(found["names"], json.dumps({"many": n})) for n in (2, 0)] == [
-        "Ada\n7",
-        '{"result": []}',
-    ]
 
 
 @pytest.mark.slow
