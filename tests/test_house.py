@@ -90,14 +90,18 @@ def test_nothing_outside_the_wings_imports_a_guest():
 GUEST = re.compile(r"\b(extras|labs)[./]\w|[\"'](extras|labs)[\"']")
 
 
+@cache
+def tokens(path: Path) -> list[tokenize.TokenInfo]:
+    with (ROOT / path).open("rb") as file:
+        return list(tokenize.tokenize(file.readline))
+
+
 def guests_named(path: Path) -> list[str]:
     """The strings and comments of a file that name a guest: a module, or a file of one."""
-    with (ROOT / path).open("rb") as file:
-        tokens = list(tokenize.tokenize(file.readline))
     code_alone = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
     return [
         token.string
-        for token in tokens
+        for token in tokens(path)
         if token.type not in code_alone and GUEST.search(token.string)
     ]
 
@@ -171,10 +175,9 @@ def count_tokens(path: Path) -> int:
         if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
     }
     size = 0
-    with (ROOT / path).open("rb") as file:
-        for token in tokenize.tokenize(file.readline):
-            text = token.type == tokenize.STRING and (token.start[0], token.end[0]) in texts
-            size += token.type not in SILENT and not text
+    for token in tokens(path):
+        text = token.type == tokenize.STRING and (token.start[0], token.end[0]) in texts
+        size += token.type not in SILENT and not text
     return size
 
 
@@ -230,15 +233,8 @@ def test_the_core_s_tests_import_no_guest(path):
 @cache
 def marks(path: Path) -> list[str]:
     """The marks in a file's comments, in their order: L5, Eq.3, CHOICE-7."""
-    found = []
-    with (ROOT / path).open("rb") as file:
-        for token in tokenize.tokenize(file.readline):
-            if token.type == tokenize.COMMENT:
-                found += [
-                    "".join(m)
-                    for m in re.findall(r"Alg\.1 (L\d+)|(Eq\.\d+)|(CHOICE-\d+)", token.string)
-                ]
-    return found
+    comments = [token.string for token in tokens(path) if token.type == tokenize.COMMENT]
+    return re.findall(r"(?<=Alg\.1 )L\d+|Eq\.\d+|CHOICE-\d+", "\n".join(comments))
 
 
 def test_algorithm_1_stands_in_one_file_once_and_in_its_order():

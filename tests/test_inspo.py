@@ -301,24 +301,6 @@ def test_a_fault_is_printed_to_stderr_with_exit_code_1():
 # ---- what one does with a run
 
 
-def script(*argv: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *map(str, argv)], capture_output=True, text=True, env=ENV, cwd=ROOT
-    )
-
-
-@pytest.mark.slow
-def test_ask_shows_the_agent_at_work(whole):
-    question = read_jsonl(ROOT / "world/files/test.jsonl")[0]["question"]
-    done = script("ask.py", "--run", whole[0], question)
-    assert done.returncode == 0, done.stderr
-    assert "<search>" in done.stdout and "\n  search  " in done.stdout and "answer  " in done.stdout
-    # it is folded
-    assert " ".join((whole[0] / "I_star.txt").read_text().split()) in " ".join(done.stdout.split())
-    done = script("ask.py", "--run", "/no")
-    assert done.returncode == 1 and re.fullmatch("ask.py: .*/no.*\n", done.stderr)
-
-
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
 

@@ -285,10 +285,10 @@ def test_a_target_that_is_no_token_is_an_error_or_nan(rows, target):
 
 @pytest.mark.parametrize("kind", [None, "clip"])
 def test_chunk_does_not_matter(kind):
-    args, kw = batch()
+    args, kw = batch(N=7)
     kw |= {"beta": 0.04, "kind": kind}
     whole, scores = differentiate(head, *args, **kw), token_logprobs(*args)
-    for chunk in (1, 5, 12):
+    for chunk in (1, 5):
         cut = differentiate(head, *args, chunk=chunk, **kw)
         assert error(cut["dX"], whole["dX"]) < 2e-6 and error(cut["dW"], whole["dW"]) < 2e-6
         for k in ("loss", "logp", "entropy", "kl", "clipped"):
@@ -308,8 +308,8 @@ def test_no_rows(kind):
 
 @pytest.mark.parametrize("kind", [None, "clip"])
 def test_repeats_bit_for_bit(kind):
-    args, kw = batch(N=49, H=64)
-    a, b = (differentiate(head, *args, beta=0.04, chunk=20, kind=kind, **kw) for _ in range(2))
+    args, kw = batch(N=11, H=64)
+    a, b = (differentiate(head, *args, beta=0.04, chunk=4, kind=kind, **kw) for _ in range(2))
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
@@ -376,23 +376,23 @@ def test_three_products_and_none_without_need(kind):
 
 @pytest.mark.parametrize("kind", [None, "clip"])
 def test_the_logits_matrix_is_never_whole(kind):
-    args, kw = batch(N=33, H=4)
+    args, kw = batch(N=9, H=2)
     with Watch() as seen:
-        differentiate(head, *args, chunk=8, kind=kind, **kw)
-    assert seen.largest == 8 * 1187 * 4
+        differentiate(head, *args, chunk=4, kind=kind, **kw)
+    assert seen.largest == 4 * 1187 * 4
 
 
 # ---- precision
 
 
 def test_token_logprobs():
-    (hidden, weight, targets), _ = batch(N=49, H=64)
+    (hidden, weight, targets), _ = batch(N=13, H=64)
     logp, entropy = token_logprobs(
-        hidden.requires_grad_(), weight, targets, temperature=0.7, chunk=20
+        hidden.requires_grad_(), weight, targets, temperature=0.7, chunk=5
     )
     want = torch.log_softmax(hidden.double() @ weight.double().T / 0.7, 1)
     assert logp.dtype == torch.float32 and not logp.requires_grad
-    assert same(logp, want[torch.arange(49), targets], rtol=0)
+    assert same(logp, want[torch.arange(13), targets], rtol=0)
     assert same(entropy, -(want.exp() * want).sum(1))
 
 

@@ -40,16 +40,6 @@ def sleep(seconds: float) -> str:
 
 
 @server.tool()
-def end(file: str) -> str:
-    """Ends the server, unless the file is there, which it writes before; without one every time."""
-    if file and os.path.exists(file):
-        return "still here"
-    if file:
-        open(file, "w", encoding="utf-8").close()
-    os._exit(1)
-
-
-@server.tool()
 def secret(name: str) -> str:
     """Tells a variable of its environment."""
     return os.environ.get(name, "none")

@@ -189,13 +189,6 @@ def test_one_question_stands_beside_itself_under_another_instruction(open_page):
     assert len({link.text for link in under}) == 2
 
 
-def test_prices_make_a_cost(open_page):
-    browser = open_page("#cost?price=2,8")
-    calls = [row["call"] for row in read_lines(RUN / "reflections.jsonl") if "call" in row]
-    dollars = sum(2 * call["prompt_tokens"] + 8 * call["completion_tokens"] for call in calls) / 1e6
-    assert text(browser, "#cost .amount") == f"${dollars:.2f}"
-
-
 @pytest.mark.parametrize("width, dark", [(1280, False), (400, True)])
 def test_it_fits_and_is_readable_light_and_dark_wide_and_narrow(open_page, width, dark):
     browser = open_page(width=width, dark=dark)

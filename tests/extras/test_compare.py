@@ -12,7 +12,6 @@ from extras.compare import (
     Difference,
     Interval,
     adjust_p_values,
-    average_differences,
     compare,
     compare_pairs,
     compare_seeds,
@@ -51,17 +50,6 @@ def test_of_right_and_wrong_the_paired_test_is_the_sign_test(n):
     assert -1 <= found.interval.low < found.interval.mean == found.interval.high == 1
     alike = compare_pairs([1] * n, [1] * n)
     assert alike.p == 1.0 and 0 < alike.visible < math.inf
-
-
-def test_the_macro_average_agrees_with_a_bootstrap_by_set():
-    rng = np.random.default_rng(1)
-    pairs = [(rng.random(n) < 0.5, rng.random(n) < 0.4) for n in (60, 125, 300)]
-    found = average_differences([compare_pairs(a * 1.0, b * 1.0) for a, b in pairs])
-    draws = np.zeros(4000)
-    for a, b in pairs:
-        d = a * 1.0 - b
-        draws += d[rng.integers(len(d), size=(4000, len(d)))].mean(1) / 3
-    assert found.interval.se == pytest.approx(draws.std(), rel=0.06)
 
 
 @pytest.mark.filterwarnings("error")

@@ -6,8 +6,6 @@ import gc
 import json
 import time
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from test_rollout import Script, roll
 
@@ -265,44 +263,6 @@ def test_environments_are_made_once_reset_often_and_closed(tiny, tmp_path):
     del task
     gc.collect()
     assert Counted.open == 0
-
-
-def test_rows_may_be_parquet_and_their_prompts_json_texts(tmp_path):
-    prompts = [json.dumps([USER]), json.dumps([SYSTEM, USER]), '{"digits": 3}']
-    table = {"prompt": prompts, "code": ["123", "4", "5"]}
-    pq.write_table(pa.table(table), tmp_path / "q.parquet")
-    files = dict.fromkeys(("train", "test"), str(tmp_path / "q.parquet"))
-    questions = task_of("Vault", tmp_path / "rows.jsonl", **files).questions("train")
-    asked = ["Open the vault.", "You crack safes.\n\nOpen the vault.", '{"digits": 3}']
-    assert [q.text for q in questions] == asked
-    assert [(q.data["code"], q.source) for q in questions[:2]] == [("123", "q"), ("4", "q")]
-
-
-TOLD = [  # what a tool returns, and what TRL 1.16 writes of it: `str`, and of text blocks their text
-    ({"a": None, "b": True}, "{'a': None, 'b': True}"),
-    (None, "None"),
-    ((1, "x"), "(1, 'x')"),
-    ([{"type": "text", "text": "seen"}], "seen"),
-    (["a"], "['a']"),
-]
-
-
-class Told(Vault):
-    def tell(self, k: int) -> object:
-        """Tells.
-
-        Args:
-            k: What
-        """
-        return TOLD[k][0]
-
-
-def test_results_and_errors_are_written_as_trl_writes_them(tmp_path):
-    [tell] = [tool for tool in task_of("Told", tmp_path / "rows.jsonl").tools if tool.tag == "tell"]
-    for k, (_, written) in enumerate(TOLD):
-        assert tell.submit(f'{{"k": {k}}}').result(9) == [written]
-    failed = tell.submit('{"k": 9}').result(9)
-    assert failed == ["{'error': 'list index out of range'}"] and isinstance(failed, Failure)
 
 
 def test_an_environment_that_owns_its_data_gets_seeds_which_a_group_shares(tmp_path):

@@ -63,8 +63,7 @@ def estimated(cfg=CFG7, engine="vllm", gpus=8, gpu_mem=80, **knobs):
 # ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cfg, P", [(CFG3, P3), (CFG7, P7)])
-@pytest.mark.parametrize("gpus", [1, 8])
+@pytest.mark.parametrize("cfg, P, gpus", [(CFG3, P3, 1), (CFG7, P7, 8)])
 def test_the_model_s_state_is_16_bytes_a_parameter_and_2_of_the_reference(cfg, P, gpus):
     fitted = estimated(cfg, gpus=gpus)  # no padding: all first dimensions are multiples of 8
     update, rollout = of(fitted), of(fitted, "rollout")
@@ -163,16 +162,17 @@ def changed(argv, cards, engine="vllm"):
 
 
 @pytest.mark.parametrize("preset, cards", [
-    pytest.param("qwen2.5-1.5b --lora_rank 32", "rtx4090", marks=pytest.mark.slow), ("qwen2.5-7b", "8xh100"),
+    ("qwen2.5-1.5b --lora_rank 32", "rtx4090"), ("qwen2.5-7b", "8xh100"),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_a_preset_has_the_flags_of_its_cards(preset, cards):
     assert changed(preset, cards) == {}
 
 
 @pytest.mark.parametrize("argv, cards, names", [  # as newcomers found them by trial
-    pytest.param("qwen2.5-3b", "1x24GB", "vllm_memory lora_rank", marks=pytest.mark.slow),
-    ("qwen2.5-3b", "h100", "vllm_memory"),
+    ("qwen2.5-3b", "1x24GB", "vllm_memory lora_rank"), ("qwen2.5-3b", "h100", "vllm_memory"),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_what_does_not_fit_gets_less_for_vllm_and_then_adapters(argv, cards, names):
     how = {"recompute", "gather", "micro_tokens"}  # only time and memory
     assert changed(argv, cards).keys() - how == set(names.split())
@@ -223,7 +223,8 @@ T = sum(LENGTHS)
 
 
 @pytest.mark.parametrize("kind, recompute, rank", [  # every pair of two of them
-    (Qwen2Config, 0, 0), (Qwen2Config, 1, 16), (LlamaConfig, 1, 0), (Qwen3Config, 0, 16),
+    (Qwen2Config, 1, 16), *(pytest.param(*x, marks=pytest.mark.slow)
+                            for x in ((Qwen2Config, 0, 0), (LlamaConfig, 1, 0), (Qwen3Config, 0, 16))),
 ])  # fmt: skip
 def test_activations_equal_autograd_s(kind, recompute, rank):
     config = kind(**SMALL)

@@ -100,16 +100,6 @@ def test_an_action_is_a_tool_rewards_are_summed_and_done_ends(vault):
     assert message["content"] == "Go.\n\nA vault of 3 digits.\n"
 
 
-def test_what_the_environment_refuses_is_a_reply(vault):
-    task, _ = task_at(vault)
-    [tau] = play(
-        task, '<step> {"digit": 9} </step>', '<step> {"digit": 10} </step>', "<answer>x</answer>"
-    )
-    refusal, wrong = (turn.result for turn in tau.turns[:2])
-    assert isinstance(refusal, Failure) and refusal == ["The dial has no 9."]
-    assert not isinstance(wrong, Failure) and "maximum of 9" in wrong[0]
-
-
 def test_mcp_tools_are_tools(counter):
     task, said = task_at(counter)
     assert "tools: add, ask" in said

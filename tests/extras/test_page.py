@@ -159,21 +159,6 @@ def test_the_cost_of_an_unfinished_run_is_that_of_the_finished_one():
     assert phases["verify"] + phases["evolve"] == pytest.approx(evolve)
 
 
-def test_where_a_step_s_time_went_by_hand():
-    steps = [
-        {"t": 0, "test/em": 0.0},
-        {"t": 1, "time/rollout": 6.0, "time/tools": 2.0, "time/update": 3.0, "time/reward": 1.0,
-         "time/sampled_per_s": 100.0, "time/trained_per_s": 1000.0, "time/mfu": 0.3},
-        {"t": 2, "time/rollout": 4.0, "time/tools": 0.0, "time/update": 3.0, "time/evolve": 3.0,
-         "time/verify": 2.5, "time/sampled_per_s": 200.0, "time/trained_per_s": 3000.0, "time/mfu": 0.5},
-    ]  # fmt: skip
-    assert read.count_seconds(steps) == {
-        "rollout": 8.0, "tools": 2.0, "reward": 1.0, "update": 6.0, "verify": 2.5, "evolve": 0.5, "evaluate": 0,
-    }  # fmt: skip
-    speeds = {"sampled_per_s": 150.0, "trained_per_s": 2000.0, "mfu": 0.4}
-    assert read.measure_speed(steps) == speeds
-
-
 def test_a_run_of_another_task_is_shown_by_its_own_metric(tmp_path):
     path = game(tmp_path / "run")
     summary = json.loads((path / "summary.json").read_text())

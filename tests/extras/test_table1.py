@@ -19,7 +19,7 @@ from extras import table1
 from extras.engines.chat import Words
 from extras.prompts import IN_WORLD
 from extras.supervised import Demonstrated, gold_answers
-from extras.table1 import METHODS, answer_of, config_of, infer_method
+from extras.table1 import METHODS, answer_of, config_of
 from plumbing.files import read_jsonl
 from tasks import Question
 from tasks.search_qa import Search, SearchQA, em, load_questions
@@ -84,14 +84,6 @@ def played(method, engine, questions, search=None, **limits):
 def agent_of(kind, **settings):
     """Returns an agent of search QA that has not started."""
     return kind("http://here", model=Config().model, **settings)
-
-
-def test_every_row_of_table_1_has_a_name_and_ends_its_turns_as_it_plays():
-    assert list(METHODS) == "direct sft grpo ircot rag sft_reject search_o1 search_r1".split()
-    for name, method in METHODS.items():
-        agent = agent_of(method)
-        assert bool(agent.task.tools) == (name not in ("direct", "sft", "grpo"))
-        assert ("</search>" in agent.stop_strings()) == (name in ("sft_reject", "search_r1"))
 
 
 @pytest.mark.parametrize(
@@ -188,17 +180,6 @@ def test_the_loop_plays_the_instruction_of_the_agent_and_a_context_that_is_too_l
 )  # fmt: skip
 def test_where_an_answer_is_looked_for(text, answer):
     assert answer_of(text) == answer
-
-
-@pytest.mark.parametrize(
-    "mode, tools, name",
-    [
-        ("supervised", "none", "sft"), ("supervised", "search", "sft_reject"), ("static", "none", "grpo"),
-        ("inspo", "search", "search_r1"),
-    ],
-)  # fmt: skip
-def test_a_run_is_played_as_it_was_trained(mode, tools, name):
-    assert infer_method(mode, tools) == name
 
 
 def test_a_method_is_measured_by_evaluate_and_plays_search_qa_alone(tmp_path, capsys):

@@ -191,10 +191,10 @@ def propose(prompt, guess=False):
 
 @pytest.fixture(scope="module")
 def replies(full_world):
-    """Returns (parent, prompt, [(candidate, reason for rejection or "")]) of 400 prompts."""
+    """Returns (parent, prompt, [(candidate, reason for rejection or "")]) of 150 prompts."""
     rng, out = random.Random(0), []
     unfit = partial(find_lost_tag, names=["search", "answer"])
-    for _ in range(400):
+    for _ in range(150):
         parent = write_instruction(rng, choose_clauses(rng, CHOICES, BEST), rng.randint(0, 2))
         failed = [
             shown
