@@ -221,10 +221,8 @@ def test_a_run_needs_no_guest_and_no_page(without_the_wings):
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("tests/*.py")), ids=lambda path: path.name)
 def test_the_core_s_tests_import_no_guest(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        assert not {name.split(".")[0] for name in names} & {"extras", "labs"}
+    found = imported(path.relative_to(ROOT))
+    assert not {name.split(".")[0] for name in found} & {"extras", "labs"}
 
 
 # ---- marks of the paper
