@@ -157,7 +157,7 @@ MOST = {
     "rollout.py": 1120,
     "run.py": 2152,
     "tasks": 8589,
-    "tests": 173580,
+    "tests": 167404,
     "training": 3676,
     "world": 2235,
 }
