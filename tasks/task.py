@@ -209,15 +209,14 @@ def import_named(where: str, spec: str, kind: str) -> Any:
 def find_plug(word: str) -> Any:
     """Returns the plug-in that a flag's word asks for ("--format hermes"); None if there is none.
 
-    extras/plugs lists in PLUGS what it has.
+    A folder `plugs` in any folder of this project lists what it has in PLUGS.
     """
-    if not (HERE / "extras" / "plugs").is_dir():
-        return None
-    plugs = importlib.import_module("extras.plugs").PLUGS
-    if word not in plugs:
-        return None
-    module, _, name = plugs[word].partition(":")
-    return getattr(importlib.import_module(module), name)
+    for path in HERE.glob("*/plugs/__init__.py"):
+        plugs = importlib.import_module(f"{path.parent.parent.name}.plugs").PLUGS
+        if word in plugs:
+            module, _, name = plugs[word].partition(":")
+            return getattr(importlib.import_module(module), name)
+    return None
 
 
 # ---- the task

@@ -8,10 +8,10 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from found_search import Product
 
 import inspo
 from config import Config
-from extras.tasks.calculator import Calculator
 from grpo import Learner
 from log import Log
 from plumbing.faults import Fault, OptimizerDown
@@ -300,7 +300,7 @@ def test_long_observations_of_the_task_s_own_tools_are_cut_in_the_prompt(monkeyp
     monkeypatch.setattr(inspo, "PROMPT_BUDGET", 500)
 
     class Counting(Exam):
-        tools = (Calculator(),)
+        tools = (Product(),)
 
     long = f"<result>{'7 ' * 3000}</result> the middle <result>{'8 ' * 3000}</result>"
     B = replayed(*BUFFER)

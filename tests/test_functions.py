@@ -247,6 +247,7 @@ def test_the_first_instruction_fits_the_tools(tools, searches, given):
     assert ("<search>" in instruction) == searches and "<answer>" in instruction
 
 
+@pytest.mark.slow
 def test_a_run_with_the_function_of_the_page(tmp_path, monkeypatch, tiny_path, serve):
     page = (ROOT / "docs" / "tasks.md").read_text()
     [code] = re.findall(r"```python\n(def forecast.*?)```", page, re.S)

@@ -250,12 +250,7 @@ def test_an_update_is_a_step_of_adamw(model, reference):
 def test_the_gradient_does_not_depend_on_micro_batches_nor_on_the_order(model, reference):
     taus = batch_of(6)
     results = []
-    for micro_tokens, order in [
-        (1, taus),
-        (100, taus[::-1]),
-        (250, taus[5:] + taus[:5]),
-        (10**6, taus),
-    ]:
+    for micro_tokens, order in [(1, taus), (150, taus[5:] + taus[:5]), (10**6, taus[::-1])]:
         learner = learner_of(model, reference, micro_tokens=micro_tokens)
         [g], metrics, _ = gradients(learner, [order])
         results.append((g, metrics))
@@ -270,10 +265,10 @@ def test_threads_that_share_micro_batches_compute_the_same_bits(world, monkeypat
     policy, results = lora.add(copy.deepcopy(world[0]), rank, 8), []
     for threads in 1, 2:
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        settings = {"micro_tokens": 60, "mini_batch": 3 * G, "lora_rank": rank}
+        settings = {"micro_tokens": 60, "mini_batch": 2 * G, "lora_rank": rank}
         learner = learner_of(policy, None if rank else world[0], **settings)
         assert learner.threads == (1 if rank else threads)
-        metrics = [learner.update(t, minibatches(batch_of(6, seed=t), learner.cfg)) for t in (1, 2)]
+        metrics = [learner.update(t, minibatches(batch_of(3, seed=t), learner.cfg)) for t in (1, 2)]
         results.append((metrics, flat(learner.model)))
     (metrics, weights), (same_metrics, same_weights) = results
     assert metrics == same_metrics and torch.equal(weights, same_weights)
@@ -362,8 +357,7 @@ def spoil(learner, how, part):
     learner.loss = loss
 
 
-@pytest.mark.parametrize("how", ["an advantage", "the loss", "a gradient"])
-@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("how, bad", [("an advantage", 0), ("the loss", 1), ("a gradient", 0)])
 def test_a_step_that_is_not_finite_is_skipped(model, reference, how, bad):
     """Of two mini-batches; what the other does is what it would do alone."""
     taus = batch_of(4)

@@ -6,12 +6,10 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from found_search import Found
+from found_search import Found, Game, Product
 
 from config import Config
 from engines import FinishedTurn
-from extras.tasks.calculator import Calculator
-from extras.tasks.game import Game
 from plumbing.faults import ToolDown
 from rollout import rollout
 from tasks import Job, Question, Task, Turn
@@ -444,7 +442,7 @@ def test_more_jobs_than_rows_are_played_in_batches_each_with_a_seed_and_progress
 
 def test_a_call_goes_to_its_own_tool_and_its_result_comes_in_that_tool_s_tag(tokenizer):
     turns = "<calculate> 6 * 7 </calculate>", "<search>Seine</search>", "hm", ANSWER
-    tools = [Found('"Seine"\nA river.'), Calculator()]
+    tools = [Found('"Seine"\nA river.'), Product()]
     tau, _ = play(tokenizer, tools, *turns)
     assert tau.turns[:2] == [
         Turn(turns[0], "calculate", "6 * 7", ["42"]),

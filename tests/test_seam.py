@@ -7,9 +7,9 @@ import zlib
 
 import numpy as np
 import pytest
+from found_search import Product
 
 from config import PRESETS, Config, parse_flags
-from extras.tasks.calculator import Calculator
 from plumbing.faults import Fault
 from tasks import Question, Task, Trajectory
 from tasks.search_qa import SEARCH_R1, SearchQA
@@ -27,7 +27,7 @@ from tasks.task import (
 
 GAME = """
 from tasks import Question, Task
-from extras.tasks.calculator import Calculator
+from found_search import Product
 
 class Game(Task):
     tools = ()
@@ -45,7 +45,7 @@ class Toolless(Task):
     questions = reward = Game.reward
 
 class Twice(Game):
-    tools = (Calculator(), Calculator())
+    tools = (Product(), Product())
 
 class Instructed(Game):
     instruction = "Play."
@@ -329,7 +329,7 @@ def test_metrics_are_floats_under_the_names_that_the_task_gives():
 )
 def test_metrics_that_cannot_be_averaged_are_refused_by_name(rows, says):
     task = Returning(metrics=rows)
-    task.tools = [Calculator()]
+    task.tools = [Product()]
     line = refused(compute_metrics, task, taus(2))
     assert line.startswith("--task mine:Returning: its metric") and says in line
 

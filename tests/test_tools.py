@@ -1,5 +1,4 @@
-"""What an agent can call: the texts that derive from a task's tools, the calculator, and the search
-client."""
+"""What an agent can call: the texts that derive from a task's tools, and the search client."""
 
 import json
 import threading
@@ -7,17 +6,17 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from found_search import Product
 from json_server import Handler, free_port, passages
 
 from config import Config
-from extras.tasks.calculator import Calculator
 from plumbing.batches import Batches
 from plumbing.faults import Fault, Outage, ToolDown
 from tasks.search_qa import Search
 from tasks.task import load_task
 from tasks.tools import WORDS, Function, Tags, check_words, explain_invalid_action, find_answer
 
-SEARCH, CALCULATOR = Search("http://127.0.0.1:9", topk=3), Calculator()  # nobody listens there
+SEARCH, PRODUCT = Search("http://127.0.0.1:9", topk=3), Product()  # nobody listens there
 
 
 # ---- what derives from the tools in use
@@ -38,14 +37,10 @@ def find_call(text, tools):
 
 
 def test_tags_and_messages_name_every_tool():
-    assert tags_of([SEARCH, CALCULATOR]).stop_strings() == (
-        "</search>",
-        "</calculate>",
-        "</answer>",
-    )
+    assert tags_of([SEARCH, PRODUCT]).stop_strings() == ("</search>", "</calculate>", "</answer>")
     words = ("think", "answer", "search", "information", "calculate", "result")
-    assert words_of(SEARCH, CALCULATOR) == words and words_of() == words[:2]
-    assert explain_invalid_action([SEARCH, CALCULATOR]) == (
+    assert words_of(SEARCH, PRODUCT) == words and words_of() == words[:2]
+    assert explain_invalid_action([SEARCH, PRODUCT]) == (
         "\n\nThat was neither a search nor a calculation nor an answer. Write <search> query </search>, "
         "<calculate> expression </calculate> or <answer> answer </answer>.\n\n"
     )
@@ -80,11 +75,11 @@ def test_a_tool_of_ones_own_is_five_words_and_a_function():
 )  # fmt: skip
 def test_a_tool_with_a_word_that_is_blank_or_another_s_is_one_line(word, value):
     with pytest.raises(Fault, match=f"> has the {word} {value!r}; [^\n]*$"):
-        check_words("--task x", [Calculator(), make_tool(**{word: value})])
+        check_words("--task x", [Product(), make_tool(**{word: value})])
 
 
 def test_tools_may_share_the_tag_of_their_results():
-    check_words("--task x", [CALCULATOR, make_tool(result_tag="result")])
+    check_words("--task x", [PRODUCT, make_tool(result_tag="result")])
 
 
 # ---- calls in a turn
@@ -110,7 +105,7 @@ def test_the_query_of_a_search(text, query):
 def test_a_degenerate_turn_is_read_in_linear_time():
     start = time.thread_time()
     for text in ("<search>" * 50_000, "<search>a</calculate>" * 20_000, "<answer>" * 50_000):
-        assert find_call(text, [SEARCH, CALCULATOR]) is None and find_answer(text) is None
+        assert find_call(text, [SEARCH, PRODUCT]) is None and find_answer(text) is None
     assert time.thread_time() - start < 3
 
 
@@ -126,34 +121,6 @@ def test_a_degenerate_turn_is_read_in_linear_time():
 )
 def test_last_answer(response, want):
     assert find_answer(response) == want
-
-
-# ---- the calculator
-
-
-@pytest.mark.parametrize(
-    "expression, result",
-    [
-        ("3 * (4 + 5)", "27"),
-        ("0.1 + 0.2", "0.3"),
-        ("1 / 3", "0.333333333333"),
-        ("1 +\n2", "3"),
-        ("1234567.0 * 7654321", "9.44977211401e+12"),
-        ("10 ** 30 + 1", "1000000000000000000000000000001"),
-        ("9449772114007 / 7", "1.34996744486e+12"),
-        ("1\n2", "not a calculation (SyntaxError)"),
-        ("1 / 0", "not a calculation (ZeroDivisionError)"),
-        ("(-8) ** 0.5", "not a calculation (TypeError)"),  # complex
-        ("two plus two", "not a calculation (ValueError)"),
-        ("__import__('os')", "not a calculation (ValueError)"),
-        ("9 ** 9 ** 9 ** 9", "not a calculation (NumberTooHigh)"),
-        ("1" * 201, "not a calculation (ValueError)"),
-    ],
-)
-def test_the_calculator_computes_arithmetic_and_answers_whatever_it_is_given(expression, result):
-    start = time.thread_time()
-    assert CALCULATOR.show(CALCULATOR.submit(expression).result(0)) == result
-    assert time.thread_time() - start < 0.5
 
 
 # ---- the search client

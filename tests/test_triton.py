@@ -33,6 +33,7 @@ def compiled():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow  # a dozen variants of each kernel
 def test_it_compiles_without_spills_and_moves_16_bytes_at_once(compiled):
     some = {(80, "log-probs"), (90, "loss and bf16 gradient"), (90, "bf16 gradient")}
     assert {(c["capability"], c["setting"]) for c in compiled} >= some

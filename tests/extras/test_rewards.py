@@ -303,6 +303,7 @@ overlong = get_soft_overlong_punishment(max_completion_len=30, soft_punish_cache
 """
 
 
+@pytest.mark.slow
 def test_trl_s_own_rewards_score_as_in_trl(played, tmp_path, monkeypatch):
     rewards = pytest.importorskip("trl.rewards")
     (tmp_path / "trls_here.py").write_text(TRLS)
