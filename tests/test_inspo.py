@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import export
 import inspo
 import reflect
-from engines.vllm_engine import vllm_version
+from engines.choose import vllm_version
 from grpo import Learner
 from plumbing.files import read_jsonl
 from reflect import Optimizer

@@ -22,9 +22,10 @@ from tiny_model import STOP
 
 import engines.vllm_engine as vllm_engine
 from config import WORLD
-from engines import watch_ends
+from engines import choose, watch_ends
+from engines.choose import check_vllm, vllm_version
 from engines.torch_engine import TorchEngine
-from engines.vllm_engine import VllmEngine, check_vllm, vllm_version
+from engines.vllm_engine import VllmEngine
 from models.model import load_model, load_policy, load_tokenizer, weights
 from plumbing.chat import turn_ends
 from plumbing.faults import EngineFault, Fault
@@ -303,11 +304,11 @@ def test_each_of_two_ranks_has_its_engine_with_the_weights_of_the_sharded_policy
 def test_the_version_is_checked_without_importing_it(monkeypatch):
     check_vllm()
     assert vllm_version()
-    monkeypatch.setattr(vllm_engine, "vllm_version", lambda: "0.31.0")
+    monkeypatch.setattr(choose, "vllm_version", lambda: "0.31.0")
     with pytest.raises(
         Fault, match=r"vLLM 0\.32, found 0\.31\.0: pip install vllm==0\.32\.0 .*--engine torch"
     ):
         check_vllm()
-    monkeypatch.setattr(vllm_engine, "vllm_version", str)
+    monkeypatch.setattr(choose, "vllm_version", str)
     with pytest.raises(Fault, match="found none: pip install"):
         check_vllm()

@@ -29,7 +29,6 @@ from config import Config
 from engines import Engine
 from engines.choose import choose_engine, device_of, dtype_of
 from engines.torch_engine import TorchEngine
-from engines.vllm_engine import VllmEngine
 from grpo import MAX_SKIPPED, Learner, minibatches
 from models import lora
 from models.model import (
@@ -186,6 +185,8 @@ def make_engine(policy: Policy, first: Any) -> Engine:
     LoRA would merge its weights for every token."""
     cfg, ranks, model = policy.cfg, policy.ranks, policy.learner.model
     if cfg.engine == "vllm":
+        from engines.vllm_engine import VllmEngine  # here: most runs have another
+
         return VllmEngine(
             cfg.model,
             policy.tokenizer,

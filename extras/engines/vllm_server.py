@@ -20,7 +20,8 @@ from torch import Tensor
 
 from config import Config
 from engines import Contexts, FinishedTurn, Turns
-from engines.vllm_engine import VERSION, probed
+from engines.choose import VERSION
+from engines.vllm_engine import probed
 from extras.engines import RemoteEngine
 from models.model import Weights, load_config, named_weights, skeleton
 from plumbing.chat import turn_ends

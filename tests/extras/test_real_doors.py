@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from config import PRESETS, SMOLLM, Config
+from engines.choose import vllm_version
 from engines.torch_engine import TorchEngine
-from engines.vllm_engine import VllmEngine, vllm_version
+from engines.vllm_engine import VllmEngine
 from models.model import load_policy, weights
 from tasks import Question
 from tasks.search_qa import SearchQA
