@@ -39,7 +39,7 @@ def server(tmp_path_factory):
         yield child.url
 
 
-@pytest.fixture(scope="module", params=["", "--lora_rank 8"])
+@pytest.fixture(scope="module", params=["", pytest.param("--lora_rank 8", marks=pytest.mark.slow)])
 def flags(request, server):
     return [*SMALL.split(), *request.param.split(), "--retriever", server]
 

@@ -96,8 +96,9 @@ def spelled(tokenizer, text):
 # ---- the cache
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("keys, rate", [(KEYS, 0.2), (GROUPS, 0.02), (DEALT, 0.2)])
+@pytest.mark.parametrize(
+    "keys, rate, temperature", [(KEYS, 0.2, 0.0), (GROUPS, 0.02, 0.7), (DEALT, 0.2, 0.7)]
+)
 def test_cached_turns_equal_a_plain_forward_pass(
     policy, engine, keys, rate, temperature, monkeypatch
 ):

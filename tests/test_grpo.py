@@ -4,6 +4,7 @@ a time."""
 import copy
 import math
 import re
+from itertools import compress
 
 import numpy as np
 import pytest
@@ -249,12 +250,7 @@ def test_an_update_is_a_step_of_adamw(model, reference):
 def test_the_gradient_does_not_depend_on_micro_batches_nor_on_the_order(model, reference):
     taus = batch_of(6)
     results = []
-    for micro_tokens, order in [
-        (1, taus),
-        (100, taus[::-1]),
-        (250, taus[5:] + taus[:5]),
-        (10**6, taus),
-    ]:
+    for micro_tokens, order in [(1, taus), (150, taus[5:] + taus[:5]), (10**6, taus[::-1])]:
         learner = learner_of(model, reference, micro_tokens=micro_tokens)
         [g], metrics, _ = gradients(learner, [order])
         results.append((g, metrics))
@@ -269,10 +265,10 @@ def test_threads_that_share_micro_batches_compute_the_same_bits(world, monkeypat
     policy, results = lora.add(copy.deepcopy(world[0]), rank, 8), []
     for threads in 1, 2:
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        settings = {"micro_tokens": 60, "mini_batch": 3 * G, "lora_rank": rank}
+        settings = {"micro_tokens": 60, "mini_batch": 2 * G, "lora_rank": rank}
         learner = learner_of(policy, None if rank else world[0], **settings)
         assert learner.threads == (1 if rank else threads)
-        metrics = [learner.update(t, minibatches(batch_of(6, seed=t), learner.cfg)) for t in (1, 2)]
+        metrics = [learner.update(t, minibatches(batch_of(3, seed=t), learner.cfg)) for t in (1, 2)]
         results.append((metrics, flat(learner.model)))
     (metrics, weights), (same_metrics, same_weights) = results
     assert metrics == same_metrics and torch.equal(weights, same_weights)
@@ -361,8 +357,7 @@ def spoil(learner, how, part):
     learner.loss = loss
 
 
-@pytest.mark.parametrize("how", ["an advantage", "the loss", "a gradient"])
-@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("how, bad", [("an advantage", 0), ("the loss", 1), ("a gradient", 0)])
 def test_a_step_that_is_not_finite_is_skipped(model, reference, how, bad):
     """Of two mini-batches; what the other does is what it would do alone."""
     taus = batch_of(4)
@@ -526,9 +521,8 @@ def test_a_checkpoint_is_whole_though_a_parameter_never_had_a_gradient(world, tm
         assert torch.equal(p, q)
 
 
-def test_the_gap_is_told_by_quarter_of_the_depth_with_its_tail(world, sampled):
-    """Against numpy, over two micro-batches or more: gaps that grow with the depth, and one that
-    stands out."""
+def test_the_gap_is_told_with_its_tail(world, sampled):
+    """Against numpy, over two micro-batches or more: small gaps, and one that stands out."""
     taus = copy.deepcopy(sampled[1.0])
     longest = max(len(tau.ids) for tau in taus)
     for tau in taus:
@@ -538,19 +532,13 @@ def test_the_gap_is_told_by_quarter_of_the_depth_with_its_tail(world, sampled):
     taus[3].logps[last] -= 2.0
     learner = learner_of(world[0], world[0], micro_tokens=128)
     trained = learner.logprobs(taus)[0]
-    places = [(k / longest, lp) for tau in taus for k, lp in enumerate(tau.logps) if tau.mask[k]]
-    depth, engine = np.array(places).T
+    engine = np.array([lp for tau in taus for lp in compress(tau.logps, tau.mask)])
     want, found = abs(trained - engine), learner.update(2, [taus])
     wanted = {"logp_gap": want.mean(), "logp_gap/max_ratio": math.exp(want.max())}
     wanted["logp_gap/p99"] = np.sort(want)[math.ceil(0.99 * len(want)) - 1]  # counted from 0
-    for quarter in range(4):
-        inside = (depth >= quarter / 4) & (depth < (quarter + 1) / 4)
-        if inside.any():
-            wanted[f"logp_gap/q{quarter + 1}"] = want[inside].mean()
     assert {name: x for name, x in found.items() if name.startswith("logp_gap")} == pytest.approx(
         wanted, rel=1e-3
     )
     assert found["logp_gap/max_ratio"] > 7
-    assert found["logp_gap/q4"] > 2 * found["logp_gap/q1"] > 0
-    huge = describe_gaps(torch.tensor([[500.0], [0.5]]), False)
+    huge = describe_gaps(torch.tensor([500.0]), False)
     assert math.isfinite(huge["logp_gap/max_ratio"])  # JSON has no infinity

@@ -94,17 +94,26 @@ def children_of(process: subprocess.Popen) -> list[str]:
     )
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """One uninterrupted small run."""
-    out = tmp_path_factory.mktemp("runs") / "whole"
-    code, stdout, stderr = run_here("--out", out, *SMALL)
+def play(out: Path, *flags: object) -> tuple[Path, str]:
+    """One uninterrupted small run: its directory, and what it printed."""
+    code, stdout, stderr = run_here("--out", out, *SMALL, *flags)
     assert code == 0, stderr
     return out, stdout
 
 
-def test_a_run_leaves_what_it_promises(whole):
-    out, stdout = whole
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return play(tmp_path_factory.mktemp("runs") / "whole")
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """Of four steps, the third of which evolves."""
+    return play(tmp_path_factory.mktemp("runs") / "short", "--T", 4, "--T_e", 4)
+
+
+def test_a_run_leaves_what_it_promises(short):
+    out, stdout = short
     files = "config.json metrics.jsonl population.jsonl reflections.jsonl I_star.txt summary.json report.html"
     assert {*files.split(), "trajectories", "checkpoints", "policy"} <= set(os.listdir(out))
     # chosen by the machine, kept for others
@@ -118,7 +127,7 @@ def test_a_run_leaves_what_it_promises(whole):
     assert next(iter(rows.values())) == summary["end"]
     assert summary["I_star"] == (out / "I_star.txt").read_text().strip()
     assert summary["I_star"] in stdout
-    assert summary["training_rollouts"] == 10 * 2 * 2
+    assert summary["training_rollouts"] == 4 * 2 * 2
     verified = [r for r in read_jsonl(out / "reflections.jsonl") if "verified" in r]
     counted = sum((1 + len(r["verified"])) * len(r["D_B"]) for r in verified)
     assert summary["verification_rollouts"] == counted > 0
@@ -146,10 +155,10 @@ def test_killed_at_random_moments_and_resumed_it_is_bit_identical(whole, tmp_pat
         assert (out / name).read_bytes() == (whole[0] / name).read_bytes(), name
 
 
-def test_a_run_is_not_overwritten_and_not_continued_as_another(whole):
-    line, _, stderr = run_here("--out", whole[0], *SMALL)
+def test_a_run_is_not_overwritten_and_not_continued_as_another(short):
+    line, _, stderr = run_here("--out", short[0], *SMALL)
     assert stderr == "" and "\n" not in line and "--resume" in line
-    line, _, stderr = run_here("--out", whole[0], *SMALL, "--resume", "--lr", "0.5")
+    line, _, stderr = run_here("--out", short[0], "--resume", "--lr", "0.5")
     assert stderr == "" and "\n" not in line and "--lr" in line
 
 
@@ -301,53 +310,35 @@ def test_a_fault_is_printed_to_stderr_with_exit_code_1():
 # ---- what one does with a run
 
 
-def script(*argv: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *map(str, argv)], capture_output=True, text=True, env=ENV, cwd=ROOT
-    )
-
-
-@pytest.mark.slow
-def test_ask_shows_the_agent_at_work(whole):
-    question = read_jsonl(ROOT / "world/files/test.jsonl")[0]["question"]
-    done = script("ask.py", "--run", whole[0], question)
-    assert done.returncode == 0, done.stderr
-    assert "<search>" in done.stdout and "\n  search  " in done.stdout and "answer  " in done.stdout
-    # it is folded
-    assert " ".join((whole[0] / "I_star.txt").read_text().split()) in " ".join(done.stdout.split())
-    done = script("ask.py", "--run", "/no")
-    assert done.returncode == 1 and re.fullmatch("ask.py: .*/no.*\n", done.stderr)
-
-
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
 
 
-def test_export_writes_a_checkpoint_as_hugging_face_stores_models(whole, tmp_path, capsys):
-    export.main([str(whole[0]), "--out", str(tmp_path / "newest")])
-    mine, final = weights_of(tmp_path / "newest"), weights_of(whole[0] / "policy")
+def test_export_writes_a_checkpoint_as_hugging_face_stores_models(short, tmp_path, capsys):
+    export.main([str(short[0]), "--out", str(tmp_path / "newest")])
+    mine, final = weights_of(tmp_path / "newest"), weights_of(short[0] / "policy")
     assert mine.keys() == final.keys() and all(
         torch.equal(mine[name], final[name]) for name in final
     )
-    assert (tmp_path / "newest" / "I_star.txt").read_text() == (whole[0] / "I_star.txt").read_text()
-    export.main([str(whole[0]), "--step", "9", "--out", str(tmp_path / "nine")])
-    earlier = weights_of(tmp_path / "nine")
-    assert any(not torch.equal(earlier[name], final[name]) for name in final)  # step 10 moved it
-    assert "step 10" in capsys.readouterr().out
+    assert (tmp_path / "newest" / "I_star.txt").read_text() == (short[0] / "I_star.txt").read_text()
+    export.main([str(short[0]), "--step", "3", "--out", str(tmp_path / "third")])
+    earlier = weights_of(tmp_path / "third")
+    assert any(not torch.equal(earlier[name], final[name]) for name in final)  # step 4 moved it
+    assert "step 4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "flags, says",
     [
-        (["--step", "4"], "has no such checkpoint; it has: 9, 10"),
-        (["--best"], "has no such checkpoint; it has: 9, 10 (--eval_every"),
+        (["--step", "2"], "has no such checkpoint; it has: 3, 4"),
+        (["--best"], "has no such checkpoint; it has: 3, 4 (--eval_every"),
         (["--out", "HERE"], "exists already; remove it, or choose another with --out"),
         (["--out", "/proc/x"], "cannot write /proc/x"),
     ],
 )
-def test_export_says_in_one_line_what_it_cannot_do(whole, tmp_path, flags, says):
+def test_export_says_in_one_line_what_it_cannot_do(short, tmp_path, flags, says):
     with pytest.raises(SystemExit) as stop:
-        export.main([str(whole[0]), *(str(tmp_path) if x == "HERE" else x for x in flags)])
+        export.main([str(short[0]), *(str(tmp_path) if x == "HERE" else x for x in flags)])
     assert says in stop.value.code and "\n" not in stop.value.code
 
 

@@ -213,7 +213,12 @@ def own_logps(model, ids, temperature):
     )
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+COMMON = {"Qwen3", "Gemma3Text", "GPT2"}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(x, marks=[] if x in COMMON else pytest.mark.slow) for x in SUPPORTED]
+)
 def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, tiny_path, tmp_path):
     path = make_family(family, SUPPORTED[family], tiny_path, tmp_path / family)
     model, tokenizer = load_model(path), load_tokenizer(path)

@@ -12,10 +12,11 @@ from config import Config
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, plain, printable
 from tasks import Question, Trajectory, Turn
-from tasks.search_qa import SEARCH_R1, SearchQA
+from tasks.search_qa import SEARCH_R1
+from tasks.task import load_task
 from tasks.tools import Action, encode
 
-TASK = SearchQA(Config(tools="search,calculator"))
+TASK = load_task(Config(tools="search,calculator"))
 SEARCH, TAGS = TASK.tools[0], TASK.make_format().reserved_tags()
 
 
@@ -55,7 +56,7 @@ def test_no_outside_text_becomes_a_control_token(name):
     assert forbidden
     scaffold = [i for i in prompt(tokenizer, "x", "x") if i in forbidden]
 
-    @settings(max_examples=15, deadline=None, derandomize=True)
+    @settings(max_examples=10, deadline=None, derandomize=True)
     @given(hostile(name), hostile(name), hostile(name), st.sampled_from([7, 40, 10_000]))
     def check(instruction, question, passage, limit):
         ids = prompt(tokenizer, instruction, question)

@@ -17,11 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import requests
 import torch
 from test_inspo import ENV, ROOT, SMALL, metrics
 
-import ask
 import inspo
 from config import WORLD, Config, configure, parse_flags
 from evaluate import load_agent
@@ -315,19 +313,6 @@ def test_a_class_of_a_function_is_trained_and_loaded_by_the_class_alone(tmp_path
         load_agent(path, task=Local, max_turn=1)
 
 
-def test_an_agent_answers_as_ask_py_does_and_its_servers_end_with_it(tmp_path, capsys):
-    result = inspo.train(**TINY | dict(max_response=48), out=tmp_path / "r")
-    q = SearchQA(configure()).questions("test")[0]
-    with load_agent(result.path) as agent:
-        url = agent.task.search.url
-        tau = agent.ask(q.id)
-    ask.main(["--run", str(result.path), q.id])
-    said = capsys.readouterr().out
-    assert f"asked   {q.text}" in said and (tau.prediction or "the end") in said
-    with pytest.raises(OSError):
-        requests.get(f"{url}/health", timeout=5)
-
-
 # ---- one call after another
 
 
@@ -372,6 +357,7 @@ def test_a_call_from_another_thread_works_and_installs_no_handler(tmp_path):
     assert seen == [HANDLERS] and done[0].path == tmp_path / "r"
 
 
+@pytest.mark.slow
 def test_after_a_call_that_failed_another_one_works(tmp_path, monkeypatch):
     """In bfloat16, with a process group, from before and from after the ranks have met."""
     wide = TINY | dict(task=Echo, dtype="bfloat16")

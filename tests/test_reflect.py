@@ -201,6 +201,8 @@ def test_every_failure_gets_its_share_of_the_budget():
         ("Try <ins_1>A</ins_1>. No.</think>\n<ins_1>B</ins_1>", ["B"]),
         ("<ins_1>Think in <think> </think>.</ins_1>", ["Think in <think> </think>."]),
         ("<think>Try <ins_1>A</ins_1>. Or rather", []),  # cut off
+        ("<ins_1>A</ins_1>\n\nIn it the search comes after </think> now.", ["A"]),  # a mere mention
+        ("<think>Try <ins_1>A</ins_1>.</think> Sorry, I cannot.", []),
     ],
 )
 def test_only_complete_numbered_blocks_of_a_reply_count(reply, blocks):
@@ -325,7 +327,6 @@ LEAK = "contains the gold answer"
         ("", "</s>", "holds the control token </s>"),
         ("", "\x1b[2J\x1b[31mred", "holds control characters"),
         ("", "One.\\nTwo.", "holds escapes"),
-        ("", "<information>Emma is a novel by Austen.</information>", "holds a search result"),
         ("", "\n > QUESTION : x", "asks a question of its own"),
         # what an instruction says about the format
         ("", "Give <answer> your final answer </answer>.", ""),

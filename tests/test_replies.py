@@ -7,7 +7,7 @@ from json_server import json_servers
 
 from plumbing.client import Reply, read_reply
 from plumbing.faults import OptimizerDown
-from reflect import Optimizer, read_blocks
+from reflect import Optimizer
 
 
 @pytest.fixture
@@ -45,15 +45,10 @@ SHAPES = {  # answer -> its reply
 }
 NO_REPLY = {  # answer -> what is shown of it
     "choices null": ({"choices": None, "error": {"message": "pool is full"}}, "pool is full"),
-    "choices empty": ({"choices": [], "error": {"message": "pool is full"}}, "pool is full"),
     "error alone": ({"error": "pool is full"}, "pool is full"),
-    "detail": ({"detail": "pool is full"}, "pool is full"),
     "legacy": ({"choices": [{"text": "A"}]}, "message"),
     "a number": (said({"content": 7}), "not text"),
     "parts": (said({"content": [{"type": "text", "text": "A"}]}), "not text"),
-    "message": ({"choices": [{"message": "A"}]}, ""),
-    "choices": ({"choices": {"0": "A"}}, ""),
-    "list": ([said({"content": "A"})], ""),
 }
 
 
@@ -72,41 +67,3 @@ def test_what_is_no_reply_is_shown(serve, shape):
     answer, shown = NO_REPLY[shape]
     with pytest.raises(OptimizerDown, match=f"malformed answer .*{shown}"):
         Optimizer(serve((200, {}, json.dumps(answer))).url, "m", retries=0).ask("p")
-
-
-# ---- thoughts
-
-D, A, B = "<ins_1>draft</ins_1>", "<ins_1>one</ins_1>", "<ins_2>two</ins_2>"
-
-
-def test_drafts_in_thoughts_never_count():
-    for begin in ("<think>", "\n <think>\n", ""):  # a template may have written it
-        for end in ("</think>", "\n</think>\n\n", " So yes.</think> Here they are:\n"):
-            assert read_blocks(f"{begin}{D} or <ins_2>{end}{A}\n{B}") == ["one", "two"]
-            mentioned = "In it <think> comes first, </think> that is."
-            assert read_blocks(f"{begin}{D}{end}{A}\n{mentioned}") == ["one"]
-            assert read_blocks(f"{begin}{D}</think> Sorry, I cannot.") == (
-                [] if begin else ["draft"]
-            )
-        if begin:
-            assert read_blocks(f"{begin}{D} or") == []  # cut off
-    assert read_blocks("<ins_1>Use <think> x </think>.</ins_1>") == ["Use <think> x </think>."]
-
-
-@pytest.mark.parametrize(
-    "reply, blocks",
-    [
-        (f"{A}\n{B}\n\nIn both, the search comes after </think> now.", ["one", "two"]),
-        (f"{A}\n{B}\n\nIn both the search comes after\n</think>", ["one", "two"]),
-        (f"I kept <think>.\n{A}", ["one"]),
-        (f"I kept <think> and </think>.\n{A}", ["one"]),
-        (f"All tags are kept: <think>, <search> and <answer>.\n{A}", ["one"]),
-        # what follows the last thoughts
-        (f"<think>{D}</think>\n{A}\n<think>{D}</think>\n{B}", ["two"]),
-        (f"<think>{D}</think>: {A}", ["one"]),
-        (f"<think>{D}</think>```xml\n{A}\n```", ["one"]),
-        (f"<thinks>{A}</thinks>", ["one"]),
-    ],
-)  # fmt: skip
-def test_a_mere_mention_of_a_mark_loses_no_candidate(reply, blocks):
-    assert read_blocks(reply) == blocks

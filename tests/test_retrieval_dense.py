@@ -179,7 +179,10 @@ def test_a_served_index_ranks_like_the_direct_product(flat, corpus, shallow):
 
 @pytest.mark.parametrize(
     "kind, widths, least",
-    [("SQ8", [1], 0.9), ("IVF32,Flat", [1, 32], 0.999), ("HNSW8,Flat", [10, 200], 0.9)],
+    [
+        ("IVF32,Flat", [1, 32], 0.999),
+        pytest.param("HNSW8,Flat", [10, 200], 0.9, marks=pytest.mark.slow),
+    ],
 )
 def test_a_built_index_finds_more_with_the_width_of_the_search(
     flat, corpus, shallow, tmp_path, kind, widths, least

@@ -158,20 +158,3 @@ def test_a_signal_at_any_moment_is_resumed_to_the_bit(whole, tmp_path, moment):
         for path in (out, whole)
     ]
     assert rows[0] == rows[1]
-
-
-HURRIED = """
-import contextlib, io, os, sys
-import engines, inspo
-for flags in (["--help"], ["--tracker", "wandb"], ["--out", "/nowhere", "--resume"]):
-    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
-        inspo.main(flags)
-print({"torch", "scipy.stats"} & set(sys.modules))
-"""
-
-
-def test_bad_flags_do_not_wait_for_torch():
-    command = [sys.executable, "-c", HURRIED]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "set()\n"
-    assert done.stderr.count("inspo.py: ") == 2

@@ -73,6 +73,7 @@ def test_a_resumed_run_keeps_its_number(monkeypatch, tmp_path):
     assert os.environ["OMP_NUM_THREADS"] == "2"  # for torch, which is imported later
 
 
+@pytest.mark.slow
 def test_a_thread_that_computes_alone_leaves_the_others_theirs():
     """In a process of its own, which begins with two threads."""
     code = """

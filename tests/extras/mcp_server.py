@@ -5,12 +5,11 @@ import argparse
 import json
 import os
 import time
-from typing import Any
 
 from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
-from mcp_types import CallToolResult, EmbeddedResource, ImageContent
+from mcp_types import EmbeddedResource, ImageContent
 
 server = MCPServer("tests")
 
@@ -41,16 +40,6 @@ def sleep(seconds: float) -> str:
 
 
 @server.tool()
-def end(file: str) -> str:
-    """Ends the server, unless the file is there, which it writes before; without one every time."""
-    if file and os.path.exists(file):
-        return "still here"
-    if file:
-        open(file, "w", encoding="utf-8").close()
-    os._exit(1)
-
-
-@server.tool()
 def secret(name: str) -> str:
     """Tells a variable of its environment."""
     return os.environ.get(name, "none")
@@ -68,18 +57,6 @@ def show(uri: str) -> list:
     resource = {"type": "resource", "resource": {"uri": uri, "text": "what it holds"}}
     picture = {"type": "image", "data": "AAAA", "mimeType": "image/png"}
     return [EmbeddedResource.model_validate(resource), ImageContent.model_validate(picture)]
-
-
-@server.tool()
-def give(result: dict[str, Any]) -> CallToolResult:
-    """Returns a result as the protocol has it."""
-    return CallToolResult.model_validate(result)
-
-
-@server.tool()
-def names(many: int) -> list[str]:
-    """Returns some names, as the SDK writes a list."""
-    return ["Ada", "7"][:many]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_page import RUN, game, read_lines, write
+from test_page import RUN, read_lines, write
 
 from extras.page import html
 
@@ -189,13 +189,6 @@ def test_one_question_stands_beside_itself_under_another_instruction(open_page):
     assert len({link.text for link in under}) == 2
 
 
-def test_prices_make_a_cost(open_page):
-    browser = open_page("#cost?price=2,8")
-    calls = [row["call"] for row in read_lines(RUN / "reflections.jsonl") if "call" in row]
-    dollars = sum(2 * call["prompt_tokens"] + 8 * call["completion_tokens"] for call in calls) / 1e6
-    assert text(browser, "#cost .amount") == f"${dollars:.2f}"
-
-
 @pytest.mark.parametrize("width, dark", [(1280, False), (400, True)])
 def test_it_fits_and_is_readable_light_and_dark_wide_and_narrow(open_page, width, dark):
     browser = open_page(width=width, dark=dark)
@@ -223,15 +216,3 @@ def test_several_runs_are_laid_over_each_other(open_page, tmp_path):
     )
     Select(find(browser, "#runs select")).select_by_index(2)
     assert text(browser, "#status") == "step 9 of 9" and "run=2" in browser.current_url
-
-
-def test_a_run_of_another_task_reads_as_well(open_page, tmp_path):
-    path = game(tmp_path / "run")
-    browser = open_page(path=html.write_page([path], path / "report.html"))
-    for row in json.loads((path / "summary.json").read_text())["held_out"].values():
-        assert f"{row['won']:.2f}" in text(browser, ".corners")
-    assert text(browser, ".learned .headline") == "won 0.08 → 0.17"
-    assert count(browser, "#panel-won canvas") == 1
-    assert browser.execute_script(
-        "return !/\\bEM\\b|NaN|undefined/.test(document.querySelector('main').textContent)"
-    )

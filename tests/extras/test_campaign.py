@@ -60,14 +60,6 @@ def test_staged_trains_for_half_the_steps_and_evolves_as_often_while_frozen(monk
     )
 
 
-def test_static_takes_as_many_trajectories_as_inspo_with_its_verifications_on_the_real_model():
-    inspo, static = config("real", "inspo"), config("real", "static")
-    evolutions = sum(t % inspo.K_e == 0 for t in range(1, inspo.T_e))
-    verified = evolutions * inspo.rounds * (1 + inspo.N_P - inspo.N_parent) * inspo.D_B
-    assert abs((inspo.T - static.T) * static.batch * static.G + verified) < static.batch * static.G
-    assert config("real", "guessing").optimizer_model == "guessing"
-
-
 @pytest.mark.slow
 def test_a_finished_run_leaves_a_row_and_is_not_run_again(tmp_path):
     command = [sys.executable, "-m", "extras.campaign", "default", "--seeds", "0", "--extra", SIZES]

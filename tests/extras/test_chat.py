@@ -8,7 +8,7 @@ from test_evaluate import WORLD, run, write_jsonl
 
 from config import Config
 from extras.engines.chat import ChatEngine, Words
-from plumbing.faults import EngineFault, Fault
+from plumbing.faults import EngineFault
 from plumbing.files import read_jsonl
 
 retriever, servers = test_evaluate.retriever, test_evaluate.servers  # fixtures
@@ -133,16 +133,3 @@ def test_a_server_that_refuses_everything_ends_the_evaluation(servers, status):
     with pytest.raises(EngineFault, match=f"HTTP {status}: context length"):
         turns_of(engine, ["Who?"])
     engine.close()
-
-
-@pytest.mark.parametrize("models", [{"object": "list", "data": []}, MODELS, (404, {}, "no such")])
-def test_a_model_that_a_server_does_not_list_is_tried(servers, models):
-    """`transformers serve DIR` lists the hub's cache alone; others answer a bare list, or
-    nothing."""
-    engine, asked = chatting(servers, lambda body: said("A"), "/models/policy", models)
-    assert turns_of(engine, ["Who?"]) == {0: ("A", "")} and asked[-1]["model"] == "/models/policy"
-    engine.close()
-    for name in ("/models/policy", ""):
-        if name or models is not MODELS:
-            with pytest.raises(Fault, match="choose one, as http|start the server"):
-                chatting(servers, lambda body: (404, {}, "no such model"), name, models)

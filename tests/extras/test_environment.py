@@ -6,8 +6,6 @@ import gc
 import json
 import time
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from test_rollout import Script, roll
 
@@ -80,27 +78,6 @@ class Later(Vault):
 
     async def get_reward(self):
         return 0.75 * await self.count(0)
-
-
-class Board:
-    """Plays on the list of its row."""
-
-    def reset(self, board, **row):
-        board.append("-")
-        self._board = board
-        return "".join(board)
-
-    def mark(self, cell: int) -> str:
-        """Marks a cell.
-
-        Args:
-            cell: Which
-        """
-        self._board[cell] += "X"
-        return "".join(self._board)
-
-    def get_reward(self) -> float:
-        return float(len("".join(self._board)))
 
 
 class Unsure(Vault):
@@ -286,64 +263,6 @@ def test_environments_are_made_once_reset_often_and_closed(tiny, tmp_path):
     del task
     gc.collect()
     assert Counted.open == 0
-
-
-def test_an_episode_changes_no_row(tiny, tmp_path):
-    task = task_of("Board", tmp_path / "rows.jsonl", [{"prompt": "Play:", "board": ["a", "b"]}])
-    for _ in range(2):
-        for tau in play(tiny, task, *[['<mark>{"cell": 0}</mark>', "<answer>x</answer>"]] * 2):
-            assert (tau.turns[0].result, tau.reward) == (["aXb-"], 4.0)
-    [question] = task.questions("train")
-    assert task.prompt("", question)[0]["content"] == "Play:ab-\n"
-    assert question.data["board"] == ["a", "b"]
-
-
-def test_rows_may_be_parquet_and_their_prompts_json_texts(tmp_path):
-    prompts = [json.dumps([USER]), json.dumps([SYSTEM, USER]), '{"digits": 3}']
-    table = {"prompt": prompts, "code": ["123", "4", "5"]}
-    pq.write_table(pa.table(table), tmp_path / "q.parquet")
-    files = dict.fromkeys(("train", "test"), str(tmp_path / "q.parquet"))
-    questions = task_of("Vault", tmp_path / "rows.jsonl", **files).questions("train")
-    asked = ["Open the vault.", "You crack safes.\n\nOpen the vault.", '{"digits": 3}']
-    assert [q.text for q in questions] == asked
-    assert [(q.data["code"], q.source) for q in questions[:2]] == [("123", "q"), ("4", "q")]
-
-
-TOLD = [  # what a tool returns, and what TRL 1.16 writes of it: `str`, and of text blocks their text
-    ({"a": None, "b": True}, "{'a': None, 'b': True}"),
-    (None, "None"),
-    ((1, "x"), "(1, 'x')"),
-    ([{"type": "text", "text": "seen"}], "seen"),
-    (["a"], "['a']"),
-]
-
-
-class Told(Vault):
-    def tell(self, k: int) -> object:
-        """Tells.
-
-        Args:
-            k: What
-        """
-        return TOLD[k][0]
-
-
-def test_results_and_errors_are_written_as_trl_writes_them(tmp_path):
-    [tell] = [tool for tool in task_of("Told", tmp_path / "rows.jsonl").tools if tool.tag == "tell"]
-    for k, (_, written) in enumerate(TOLD):
-        assert tell.submit(f'{{"k": {k}}}').result(9) == [written]
-    failed = tell.submit('{"k": 9}').result(9)
-    assert failed == ["{'error': 'list index out of range'}"] and isinstance(failed, Failure)
-
-
-def test_rows_with_equal_ids_in_two_files_are_two_rows(tmp_path):
-    rows = [[{"id": 1, "prompt": "Open it.", "code": "1", "hint": hint}] for hint in ("A", "B")]
-    train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
-    task_of("Vault", train, rows[0])
-    task = task_of("Vault", test, rows[1], train=str(train))
-    for split, hint in (("train", "A"), ("test", "B")):
-        [q] = task.questions(split)
-        assert task.prompt("Go.", q)[0]["content"] == f"Go.\n\nOpen it.{hint}\n"
 
 
 def test_an_environment_that_owns_its_data_gets_seeds_which_a_group_shares(tmp_path):

@@ -3,8 +3,6 @@ answers from tables."""
 
 import json
 import math
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -19,21 +17,18 @@ from test_algorithm import (
     WatchedPolicy,
     questions,
 )
-from test_inspo import ENV, ROOT
 from test_resume import CFG, STEPS, check_deaths, deaths_of
 
 import inspo
-from config import PRESETS, Config, build, parse_flags, validate
+from config import PRESETS, build, validate
 from extras import espl, fst
-from extras.espl import ESPLConfig, Pool, crossover_prompt, mate, mutation_prompt
-from extras.fst import Front, FSTConfig, feedback_prompt, instance_wins
+from extras.espl import ESPLConfig, Pool, mate
+from extras.fst import Front, FSTConfig, instance_wins
 from extras.objectives import ObjectiveLearner
 from plumbing.faults import Fault
-from population import Experience, ReplayBuffer
+from population import ReplayBuffer
 from tasks import Job, Trajectory
 from tasks.task import draw_questions
-from world.clauses import read_clauses
-from world.optimizer import reply_to
 
 ESPL = ESPLConfig(N_P=100, K_e=1, T_e=100, objective="espl", batch=6, G=2, T=4, failures=2)
 FST = FSTConfig(
@@ -330,14 +325,6 @@ def test_at_most_N_P_prompts_stay():
 # ---- flags and prompts
 
 
-def test_a_script_has_presets_that_flags_overrule():
-    cfg = parse_flags([], ESPLConfig, **espl.PRESET)
-    assert (cfg.mode, cfg.N_P, cfg.K_e, cfg.objective, cfg.D_B) == ("espl", 100, 1, "espl", 0)
-    assert cfg.T_e > cfg.T < cfg.K_p
-    cfg = parse_flags(["--N_P", "8"], FSTConfig, **fst.PRESET)
-    assert (cfg.mode, cfg.N_P, cfg.K_e, cfg.rounds, cfg.objective) == ("fst", 8, 6, 4, "cispo_cap")
-
-
 @pytest.mark.parametrize(
     "kind, flags, says",
     [
@@ -351,49 +338,17 @@ def test_an_impossible_flag_is_one_line(kind, flags, says):
         validate(build(kind, PRESETS["world"] | flags))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["objectives", "selection", "espl", "fst"])
-def test_a_script_runs_in_any_directory(name, tmp_path):
-    command = [sys.executable, ROOT / "extras" / f"{name}.py", "--objective", "ppo"]
-    done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert f"{name}.py: --objective ppo: choose " in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_scripted_optimizer_answers_every_prompt():
-    I, task = f"Search one entity at a time. {TAGS}", Exam(Config(), {})
-    wrong = "Question: Who is the father of the mother of Ann?\n<search> the father of the mother of Ann </search>"
-    tried = [
-        Experience(1, 0, "q", text, ("Bo",), 1.0 - failed, failed)
-        for text, failed in ((wrong, 1), ("right", 0))
-    ]
-    for prompt in (
-        feedback_prompt(I, tried[:1], 4000, task),
-        mutation_prompt(I, [tried[::-1]], 4000, task),
-        crossover_prompt(
-            I, f"State the fact found after each search. {TAGS}", ["Who?"], ["Where?"]
-        ),
-    ):
-        replies = [reply_to(prompt, seed) for seed in range(12)]
-        assert sum("<ins_1>" in reply for reply in replies) >= 9 and not any(
-            "<ins_2>" in reply for reply in replies
-        )
-    assert any("state" in read_clauses(reply) for reply in replies)  # taken over from the other
-
-
 KINDS = {  # of runs whose evolutions are their own; E-SPL's D_B asks nothing
     "espl": (ESPLConfig, Pool, espl.ESPL, dict(D_B=0, crossover=0.5, rivals=2, G=4, seed=1)),
     "fst": (FSTConfig, Front, fst.GEPA, dict(N_P=2, D_B=3, batch=6, rounds=2, failures=1, seed=10)),
 }
 
 
-@pytest.mark.parametrize("every", [24, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_after_any_death_a_run_ends_the_same(tmp_path, monkeypatch, name, every):
+def test_after_any_death_a_run_ends_the_same(tmp_path, monkeypatch, name):
     config, population, evolution, knobs = KINDS[name]
     cfg = config(**vars(CFG) | STEPS | knobs | dict(mode=name))
     check_deaths(
-        deaths_of(tmp_path, monkeypatch, config=cfg, population=population, evolution=evolution),
-        every,
+        deaths_of(tmp_path, monkeypatch, config=cfg, population=population, evolution=evolution), 1
     )

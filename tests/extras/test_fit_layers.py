@@ -16,8 +16,8 @@ from models.packing import Packing, fuse
 interpreter = test_layers.interpreter  # a fixture
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])
-@pytest.mark.parametrize("recompute", [0, 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("name, recompute", [("Qwen2", 1), ("Qwen3", 0)])
 def test_the_estimate_counts_what_liger_keeps(name, recompute):
     """Bytes that are alive after the forward pass, and at most until the end of the backward
     pass."""

@@ -18,7 +18,8 @@ import evaluate
 import inspo
 from config import Config
 from evaluate import load_agent
-from extras.plugs.hermes import IN_TEMPLATE, call_of, schema_of
+from extras.plugs.hermes import IN_TEMPLATE, schema_of
+from extras.tasks.calculator import Calculator
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from reflect import read_candidates
@@ -27,7 +28,7 @@ from tasks import Job, Question, Task
 from tasks.functions import TypedFunction
 from tasks.search_qa import SEARCH_R1, SearchQA
 from tasks.task import load_task
-from tasks.tools import Calculator, encode
+from tasks.tools import encode
 
 ASKED = Question("q-0", "Who designed the Sydney Opera House?", ("Jørn Utzon",), "fixture")
 INSTRUCTION = "Answer the question.\nWrite <answer> Beijing </answer>."
@@ -437,18 +438,3 @@ def test_a_chat_endpoint_is_not_asked_in_a_template_of_its_own():
     with pytest.raises(Fault, match="--format hermes: a chat endpoint renders its own template"):
         with load_agent("http://127.0.0.1:9/v1", format="hermes", tools="none", engine=chat):
             pass
-
-
-def test_an_optional_text_may_be_left_out():
-    def greet(name: str = "Bern"):
-        """Greets.
-
-        Args:
-            name: Who
-        """
-        return f"hello {name!r}"
-
-    for arguments in ("{}", '""', '"{}"'):
-        call = f'{{"name": "greet", "arguments": {arguments}}}'
-        tool, argument = call_of(call, [TypedFunction(greet, "")])
-        assert tool.submit(argument).result(9) == ["hello 'Bern'"]

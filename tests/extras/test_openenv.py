@@ -3,7 +3,6 @@ the interpreter of an environment that has it; its requirements exclude ours), a
 none."""
 
 import contextlib
-import gc
 import json
 import os
 import socket
@@ -20,12 +19,10 @@ from scripted import Says
 from test_rollout import roll
 from test_seam import refused
 from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import connect
 from websockets.sync.server import serve
 
 from config import Config
-from extras.plugs.openenv import OpenEnvTask, Session, text_of
-from plumbing.client import Client
+from extras.plugs.openenv import text_of
 from plumbing.faults import ToolDown
 from tasks import Job
 from tasks.task import load_task, set_rewards
@@ -82,18 +79,6 @@ def play(task, *turns, seeds=(12,)):
     return taus
 
 
-def sessions_left(url, most=8):
-    """Returns how many sessions the server gives to a stranger."""
-    with contextlib.ExitStack() as stack:
-        for n in range(most):
-            ws = stack.enter_context(connect(url.replace("http", "ws") + "/ws", open_timeout=60))
-            with contextlib.suppress(ConnectionClosed):
-                ws.send('{"type": "state"}')
-            if json.loads(ws.recv(60))["type"] == "error":
-                return n
-    return most
-
-
 def test_an_action_is_a_tool_rewards_are_summed_and_done_ends(vault):
     task, said = task_at(vault)
     [tool] = task.tools
@@ -113,16 +98,6 @@ def test_an_action_is_a_tool_rewards_are_summed_and_done_ends(vault):
     assert tau.reward == 0.0
     [message] = task.prompt("Go.", task.questions("train")[345])
     assert message["content"] == "Go.\n\nA vault of 3 digits.\n"
-
-
-def test_what_the_environment_refuses_is_a_reply(vault):
-    task, _ = task_at(vault)
-    [tau] = play(
-        task, '<step> {"digit": 9} </step>', '<step> {"digit": 10} </step>', "<answer>x</answer>"
-    )
-    refusal, wrong = (turn.result for turn in tau.turns[:2])
-    assert isinstance(refusal, Failure) and refusal == ["The dial has no 9."]
-    assert not isinstance(wrong, Failure) and "maximum of 9" in wrong[0]
 
 
 def test_mcp_tools_are_tools(counter):
@@ -164,32 +139,6 @@ def test_as_many_episodes_are_played_at_once_as_the_server_has_sessions(vault, c
     assert [(tau.stop, tau.reward) for tau in taus] == [("over", 0.25), ("over", 0.75)]
 
 
-def test_sessions_are_given_back(vault):
-    task, _ = task_at(vault)
-    assert sessions_left(vault) == 0
-    del task
-    gc.collect()
-    end = time.monotonic() + 60
-    while sessions_left(vault) < 3:
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
-def test_several_ranks_share_the_sessions(vault, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    task, _ = task_at(vault)
-    assert (task.at_once, len(task.idle)) == (1, 1)
-
-
-def test_the_rows_of_a_file_begin_episodes(vault, tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"prompt": "Open it.", "seed": 7, "hint": " Try 7."}\n')
-    task, _ = task_at(vault, train=str(file))
-    [q] = task.questions("train")
-    assert task.prompt("Go.", q)[0]["content"] == "Go.\n\nOpen it.A vault of 1 digits. Try 7.\n"
-
-
 @pytest.mark.parametrize(
     "observation, text",
     [
@@ -200,16 +149,6 @@ def test_the_rows_of_a_file_begin_episodes(vault, tmp_path):
 )  # fmt: skip
 def test_what_the_policy_reads_of_an_observation(observation, text):
     assert text_of(observation) == text
-
-
-def test_an_action_without_fields_is_a_tool_without_arguments(monkeypatch):
-    monkeypatch.setattr(Client, "ask", lambda *_: {"type": "object"})
-    episode = Session.__new__(Session)
-    episode.url, episode.ask = "http://x", lambda *_, **__: {"observation": {}}
-    task = OpenEnvTask.__new__(OpenEnvTask)
-    task.cfg = Config(task="openenv:http://x")
-    [tool] = task.offer(episode)
-    assert tool.argument == "{}" and tool.read_arguments("{}") == {}
 
 
 # ---- servers that are none

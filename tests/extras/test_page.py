@@ -159,32 +159,6 @@ def test_the_cost_of_an_unfinished_run_is_that_of_the_finished_one():
     assert phases["verify"] + phases["evolve"] == pytest.approx(evolve)
 
 
-def test_where_a_step_s_time_went_by_hand():
-    steps = [
-        {"t": 0, "test/em": 0.0},
-        {"t": 1, "time/rollout": 6.0, "time/tools": 2.0, "time/update": 3.0, "time/reward": 1.0,
-         "time/sampled_per_s": 100.0, "time/trained_per_s": 1000.0, "time/mfu": 0.3},
-        {"t": 2, "time/rollout": 4.0, "time/tools": 0.0, "time/update": 3.0, "time/evolve": 3.0,
-         "time/verify": 2.5, "time/sampled_per_s": 200.0, "time/trained_per_s": 3000.0, "time/mfu": 0.5},
-    ]  # fmt: skip
-    assert read.count_seconds(steps) == {
-        "rollout": 8.0, "tools": 2.0, "reward": 1.0, "update": 6.0, "verify": 2.5, "evolve": 0.5, "evaluate": 0,
-    }  # fmt: skip
-    speeds = {"sampled_per_s": 150.0, "trained_per_s": 2000.0, "mfu": 0.4}
-    assert read.measure_speed(steps) == speeds
-
-
-def test_the_winner_is_the_run_s_or_the_one_that_leads():
-    run = read.read_run(RUN)
-    tree = collect_family(run)
-    assert read.describe_winner(run, tree)["lineage"] == run.summary["generations"]
-    run.summary = {}
-    weights = run.steps[-1]["w"] = run.steps[-1]["w"] | {"0": 0.1}  # behind the two that it has
-    best = read.describe_winner(run, tree)
-    assert sorted(weights.values()) == [0.1, best["second"][0], best["w"]]
-    assert [weights[str(best["id"])], weights[best["second"][1]]] == [best["w"], best["second"][0]]
-
-
 def test_a_run_of_another_task_is_shown_by_its_own_metric(tmp_path):
     path = game(tmp_path / "run")
     summary = json.loads((path / "summary.json").read_text())
@@ -203,15 +177,6 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path):
     (tmp_path / "metrics.jsonl").unlink()
     with pytest.raises(Fault, match="metrics.jsonl is not in it"):
         read.read_run(tmp_path)
-
-
-def test_runs_that_differ_by_their_seed_are_one_group():
-    def run(name, **config):
-        return read.Run(Path(name), {"lr": 0.1, "mode": "inspo"} | config, [], [], [], {})
-
-    runs = [run("a", seed=0), run("b", seed=1), run("c", mode="static"), run("d", lr=0.2)]
-    groups = [(g["label"], g["runs"], g["unlike"]) for g in read.group_runs(runs)]
-    assert groups == [("a (2 seeds)", [0, 1], []), ("c", [2], ["mode"]), ("d", [3], ["lr"])]
 
 
 # ---- the HTML

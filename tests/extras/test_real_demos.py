@@ -8,7 +8,6 @@ import pytest
 
 from config import FACTS
 from extras.real.demos import BEST, Facts, demo
-from plumbing.files import read_jsonl
 from world.clauses import read_clauses
 
 
@@ -44,19 +43,6 @@ def test_no_instruction_has_all_that_solves_a_question(rows):
     assert not any(set(read_clauses(row["instruction"])) >= BEST for row in rows)
     pairs = {frozenset(set(read_clauses(row["instruction"])) & BEST) for row in rows}
     assert {frozenset(BEST - {c}) for c in BEST} <= pairs  # but any two
-
-
-def test_single_entities_are_searched_for_only_where_the_instruction_says_so(rows):
-    questions = {row["id"]: row for row in read_jsonl(FACTS / "train.jsonl")}
-    several = 0
-    for row in rows:
-        queries = [x[len("<search> ") : -len(" </search>")] for x in said(row, "assistant")[:-1]]
-        q = questions[row["id"]]
-        assert queries == [q["question"]] or queries == q["chain"][: len(queries)]
-        if queries != [q["question"]]:
-            assert "entity" in read_clauses(row["instruction"])
-        several += len(queries) > 1
-    assert 0.05 * len(rows) < several < 0.3 * len(rows)  # rare enough that one search is the habit
 
 
 def test_results_are_those_of_the_search_server(facts, tmp_path):

@@ -40,14 +40,6 @@ def test_every_part_is_a_command_with_flags_that_exist(tmp_path):
     assert [part.argv[1] for part in rest] == [real.NAME, real.NAME, cfg.out]
 
 
-@pytest.mark.slow
-def test_every_part_is_a_program_that_parses_its_flags(tmp_path):
-    for part in real.parts(tmp_path, False, "scripted", 3):
-        command = [sys.executable, *part.argv, "--no_such"]
-        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
-        assert "--no_such" in done.stderr and done.returncode == 2
-
-
 def test_a_part_that_has_left_nothing_is_named(tmp_path):
     fails = Part("the thing", ["-c", "import sys; sys.exit(3)"], tmp_path / "a")
     with pytest.raises(Fault, match="the thing: .* ended with 3.*resumes"):

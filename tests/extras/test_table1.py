@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from test_inspo import ENV, finish, popen
 
-from config import PRESETS, WORLD, Config, parse_flags
+from config import PRESETS, WORLD, Config
 from engines import FinishedTurn
 from extras import table1
 from extras.engines.chat import Words
 from extras.prompts import IN_WORLD
 from extras.supervised import Demonstrated, gold_answers
-from extras.table1 import METHODS, answer_of, config_of, infer_method
+from extras.table1 import METHODS, answer_of, config_of
 from plumbing.files import read_jsonl
 from tasks import Question
 from tasks.search_qa import Search, SearchQA, em, load_questions
@@ -84,14 +84,6 @@ def played(method, engine, questions, search=None, **limits):
 def agent_of(kind, **settings):
     """Returns an agent of search QA that has not started."""
     return kind("http://here", model=Config().model, **settings)
-
-
-def test_every_row_of_table_1_has_a_name_and_ends_its_turns_as_it_plays():
-    assert list(METHODS) == "direct sft grpo ircot rag sft_reject search_o1 search_r1".split()
-    for name, method in METHODS.items():
-        agent = agent_of(method)
-        assert bool(agent.task.tools) == (name not in ("direct", "sft", "grpo"))
-        assert ("</search>" in agent.stop_strings()) == (name in ("sft_reject", "search_r1"))
 
 
 @pytest.mark.parametrize(
@@ -169,15 +161,6 @@ def test_search_o1_reads_documents_apart_and_never_searches_a_query_twice():
     assert "Searched before" in engine.shown[3][0]
 
 
-@pytest.mark.parametrize("question, limit", [(EMMA, 5), (BORN, 10)])
-def test_search_o1_has_5_searches_for_one_hop_and_10_for_more(question, limit):
-    turns = []
-    for k in range(limit + 1):
-        turns += [{0: f"<|begin_search_query|>{k}<|end_search_query|>"}, {0: "note"}]
-    [tau] = played("search_o1", Script(*turns[:-1]), [question], max_prompt=10**6)
-    assert (tau.served("search"), tau.stop) == (limit, "turns")
-
-
 def test_the_loop_plays_the_instruction_of_the_agent_and_a_context_that_is_too_long_gets_no_turn():
     engine = Script({0: "<search>Emma</search>"}, {0: "<answer>Jane Austen</answer>"})
     [tau] = played("sft_reject", engine, [EMMA], Found('"Emma"\nby Jane Austen'))
@@ -199,17 +182,6 @@ def test_where_an_answer_is_looked_for(text, answer):
     assert answer_of(text) == answer
 
 
-@pytest.mark.parametrize(
-    "mode, tools, name",
-    [
-        ("supervised", "none", "sft"), ("supervised", "search", "sft_reject"), ("static", "none", "grpo"),
-        ("inspo", "search", "search_r1"),
-    ],
-)  # fmt: skip
-def test_a_run_is_played_as_it_was_trained(mode, tools, name):
-    assert infer_method(mode, tools) == name
-
-
 def test_a_method_is_measured_by_evaluate_and_plays_search_qa_alone(tmp_path, capsys):
     flags = ["world", "--n", "4", "--method"]
     table1.main([*flags, "rag", "--out", str(tmp_path / "rag")])
@@ -226,18 +198,6 @@ def test_a_method_is_measured_by_evaluate_and_plays_search_qa_alone(tmp_path, ca
 
 
 # ---- training
-
-
-def test_the_flags_of_the_methods_that_train(tmp_path):
-    flags = ["--out", str(tmp_path / "run")]
-    grpo, sft, reject = (config_of(name, flags) for name in ("grpo", "sft", "sft_reject"))
-    assert (grpo.mode, grpo.tools, sft.tools, reject.tools) == ("static", "none", "none", "search")
-    for cfg in (sft, reject):
-        found = cfg.mode, cfg.beta, cfg.mini_batch, cfg.N_P, cfg.T_e
-        assert found == ("supervised", 0, cfg.batch, 1, 0)
-    assert grpo.beta == parse_flags(flags).beta
-    assert SearchQA(grpo).make_format().stop_strings() == ("</answer>",)
-    assert (tmp_path / "run.instruction.txt").read_text().strip() == IN_WORLD.direct
 
 
 def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(world, tmp_path):

@@ -18,7 +18,8 @@ from scripted import Says
 import evaluate
 import inspo
 from config import Config, RolloutKnobs
-from extras.tasks.guess import NUMBERS, Guess
+from extras.tasks.calculator import Calculator
+from extras.tasks.guess import Guess
 from extras.tasks.judged import JudgedQA, score_of
 from plumbing.files import read_jsonl
 from rollout import rollout
@@ -111,18 +112,6 @@ def test_a_run_of_the_game_has_its_reward_metrics_and_instruction(game, optimize
     asked = optimizer.asked[-1][0]["content"]
     assert "The hidden number was" in asked and "Correct answer" not in asked
     assert read_jsonl(game[0] / "population.jsonl")[0]["P"][0]["text"] == Guess.instruction
-
-
-def test_splits_are_disjoint_and_the_same_for_every_seed():
-    splits = {
-        s: [q.id for q in Guess(Config(seed=1)).questions(s)] for s in ("train", "valid", "test")
-    }
-    assert (
-        len({id for ids in splits.values() for id in ids})
-        == 50 * NUMBERS
-        == sum(map(len, splits.values()))
-    )
-    assert {s: [q.id for q in Guess(Config()).questions(s)] for s in splits} == splits
 
 
 def test_two_episodes_of_one_question_that_are_played_at_once_do_not_share_a_state(tiny):
@@ -279,3 +268,24 @@ def test_the_smallest_task_of_the_page_runs_as_it_stands_there(
     assert said == 0, said
     assert [summary_of(Path("run"))[name] for name in ("metrics", "tools")] == [["reward"], []]
     assert os.path.exists("run/report.html")
+
+
+# ---- the calculator
+
+
+@pytest.mark.parametrize(
+    "expression, result",
+    [
+        ("3 * (4 + 5)", "27"),
+        ("0.1 + 0.2", "0.3"),
+        ("1 +\n2", "3"),
+        ("1234567.0 * 7654321", "9.44977211401e+12"),
+        ("1\n2", "not a calculation (SyntaxError)"),
+        ("1 / 0", "not a calculation (ZeroDivisionError)"),
+        ("two plus two", "not a calculation (ValueError)"),
+        ("__import__('os')", "not a calculation (ValueError)"),
+        ("9 ** 9 ** 9 ** 9", "not a calculation (NumberTooHigh)"),
+    ],
+)
+def test_the_calculator_computes_arithmetic_and_answers_whatever_it_is_given(expression, result):
+    assert Calculator().submit(expression).result(0) == [result]

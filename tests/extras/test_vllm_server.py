@@ -148,20 +148,6 @@ def test_servers_that_did_not_take_the_weights_are_noticed(server, tiny, monkeyp
     server.load(weights(tiny[0]))
 
 
-def test_a_request_that_fails_is_sent_again(server, tiny, monkeypatch):
-    session = server.clients[server.urls[0]].session
-    request, faults = session.request, iter([requests.ConnectionError()])
-
-    def flaky(*args, **kwargs):
-        for fault in faults:
-            raise fault
-        return request(*args, **kwargs)
-
-    monkeypatch.setattr(session, "request", flaky)
-    contexts = {0: contexts_of(tiny[1])[0]}
-    assert off(tiny[0], contexts, turns(server, contexts, 5, 0.0), 0.0) < 1e-4
-
-
 @pytest.mark.parametrize(
     "part, key, value, says",
     [
