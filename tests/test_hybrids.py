@@ -2,16 +2,18 @@
 Hugging Face computes them."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from test_grpo import batch_of, eq2, logprobs, settings_of
 from test_model import EXPERTS, make_family, own_logps
+from test_ranks import CFG, alone, same, together
 from tiny_model import STOP
 from transformers import AutoModelForCausalLM
 
 from engines.torch_engine import TorchEngine
-from grpo import Learner
+from grpo import Learner, minibatches
 from models import lora
 from models.model import load_model, load_tokenizer, weights
 from plumbing.faults import Fault
@@ -135,3 +137,15 @@ def test_a_cache_that_the_torch_engine_cannot_keep_is_refused(tiny_path, tmp_pat
     engine = TorchEngine(model, load_tokenizer(path), STOP)
     with pytest.raises(Fault, match=r"^--engine torch: a mamba2 model .* take --engine vllm$"):
         [*engine.generate({0: [5, 6]}, 8, 0.0)]
+
+
+@pytest.mark.ranks
+def test_two_processes_compute_what_one_does_and_export_it(family, tmp_path):
+    path, _ = family
+    parts = minibatches(made_up(4), CFG)
+    (tmp_path / "batches").write_bytes(pickle.dumps((CFG, parts)))
+    flags = path, tmp_path / "batches", tmp_path / "out", "--recompute"
+    metrics, trained = together(2, *flags)
+    same(metrics, trained, alone(path, CFG, parts))
+    again = load_model(str(tmp_path / "out" / "policy")).state_dict()
+    assert all(torch.equal(again[name], W) for name, W in trained.items())
