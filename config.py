@@ -212,8 +212,6 @@ class ReflectionKnobs(Knobs):
     """trajectories in the replay buffer"""
     max_instruction: Count = 1500
     """tokens, 4 characters each, of a candidate instruction"""
-    max_optimizer_tokens: Natural = 0
-    """tokens to and from the optimizer after which it is not called; 0: no limit"""
 
 
 @dataclass(frozen=True)
@@ -292,6 +290,7 @@ REMOVED = {
     "mini": "counted questions: give --mini_batch, which counts trajectories (--mini x --G)",
     "dry_run": "is a program of its own (docs/gpus.md)",
     "vllm": "is an engine of its own, which --engine names (docs/gpus.md)",
+    "max_optimizer_tokens": "is gone: summary.json says what was used",
     "max_grad_norm": "is gone: gradients are clipped to a norm of 1 (MAX_GRAD_NORM in grpo.py)",
     "max_rows": "is gone: the torch engine plays 512 rows at once (TorchEngine.max_rows)",
     "offload_reference": "is gone: --lora_rank needs no second model for the reference",

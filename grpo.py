@@ -62,19 +62,6 @@ def lr_at(t: int, cfg: GRPOKnobs) -> float:
     return cfg.lr * 0.5 * (1 + math.cos(math.pi * (t - rise) / (cfg.T - rise + 1)))  # CHOICE-17
 
 
-def describe_gaps(gap: Tensor, sharded: bool) -> Row:
-    """Returns columns about the gaps (n,) between engine and trainer of this rank's tokens: the
-    99th percentile (the highest of the ranks') and the largest ratio."""
-    tail = gap.new_zeros(2)
-    if len(gap):
-        p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values
-        tail = torch.stack([p99, gap.max().clamp(max=88).exp()])  # exp(88): float32's largest
-    if sharded:
-        dist.all_reduce(tail, dist.ReduceOp.MAX)
-    p99, ratio = tail.tolist()
-    return {"logp_gap/p99": p99, "logp_gap/max_ratio": ratio}
-
-
 class Learner:
     """The policy with its optimizer; `reference` is its frozen first version, pi_ref of Eq. 2.
 
@@ -178,11 +165,10 @@ class Learner:
         # log-probs and entropies under pi_old; None: the policy still is pi_old at the first
         old_scores = [None, *map(self.logprobs, minibatches[1:])]
         total = dict.fromkeys((*SUMS, "tokens"), 0.0)
-        gaps = []
         norms = []
         self.model.train()
         for k, minibatch in enumerate(minibatches):
-            sums, token_gaps = self.backward(minibatch, old_scores[k])
+            sums = self.backward(minibatch, old_scores[k])
 
             # Before the first step engine and trainer have the same weights. `not <=` holds for
             # NaN, too; a loss that is not finite is the trainer's own fault.
@@ -199,7 +185,6 @@ class Learner:
                 continue
             self.remembered.pop("skipped", None)
             norms.append(norm)
-            gaps.append(token_gaps)
             for name in total:
                 total[name] += sums[name]
         if self.reference is not None:
@@ -217,17 +202,16 @@ class Learner:
             "clip_fraction": total["clipped"] / tokens,
             # mean |trainer - engine| of the sampled tokens' log-probs
             "logp_gap": total["gap"] / tokens,
-            **describe_gaps(torch.cat(gaps), self.sharded),
             "grad_norm": sum(norms) / len(norms),
         }
 
-    def backward(self, minibatch: Batch, old: Array | None) -> tuple[Row, Tensor]:
+    def backward(self, minibatch: Batch, old: Array | None) -> Row:
         """Adds the gradients of this rank's micro-batches to those of the parameters. The loss of a
         mini-batch has one denominator: it depends neither on how it is cut into micro-batches nor
         on the number of ranks.
 
         Returns the sums of SUMS over its action tokens, on all ranks, and how many "tokens" these
-        are; and the gaps (n,) to the engine of the n of this rank.
+        are.
 
         CPU threads share the micro-batches of a small model. The gradients are added in the same
         order, so that the sum does not depend on how many threads there are.
@@ -236,7 +220,6 @@ class Learner:
         trained = self.optimizer.param_groups[0]["params"]
         mine = list(self.take_share(minibatch))
         total = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
-        gaps = []
 
         def compute(k: int) -> tuple[Extras, Sequence[Tensor | None]]:
             batch, indices = mine[k]
@@ -259,12 +242,11 @@ class Learner:
                     elif gradient is not None:
                         p.grad += gradient
                 total += torch.stack([extras[name].sum().double() for name in SUMS])
-                gaps.append(extras["gap"].detach())
         if self.sharded:
             dist.all_reduce(total)
         sums = dict(zip(SUMS, total.tolist(), strict=True))
         sums["tokens"] = sum(sum(tau.mask) for tau in minibatch)
-        return sums, torch.cat(gaps)
+        return sums
 
     def step(self, loss: float) -> float | None:
         """Takes one optimizer step on the clipped gradients; returns their norm before clipping;

@@ -200,8 +200,7 @@ class Evolution:
             tried = [(I.text, I.w) for I in self.P.family if I.rewards]
             return history_prompt(sorted(tried, key=lambda pair: pair[1]), n)  # CHOICE-15
         failures = [(e.text, e.golds) for e in tau_fail]
-        observations = self.task.make_format().result_tags()
-        return reflection_prompt(I_parent.text, failures, n, PROMPT_BUDGET, observations)
+        return reflection_prompt(I_parent.text, failures, n, PROMPT_BUDGET)
 
     def ask(self, I_parent: Instruction, prompt: str, golds: list[str], n: int) -> list[str]:
         """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that
@@ -353,7 +352,7 @@ def train(
             run = stack.enter_context(open_run(cfg))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
-            optimizer = connect_optimizer(cfg, serve, run.rows("reflections"))
+            optimizer = connect_optimizer(cfg, serve)
             ranks.broadcast((fitted, task.address()))
             policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, task, learner)))
         log = Log(cfg, run, task, began)

@@ -16,7 +16,7 @@ from plumbing.faults import OptimizerDown, Outage
 from plumbing.files import Row
 from plumbing.outside import plain, printable, without_secrets
 from plumbing.stop import may_stop
-from plumbing.words import WORD, compose, cut_middle, split_words
+from plumbing.words import WORD, cut_middle, split_words
 
 BLOCK = re.compile(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", re.S)
 QUESTION = re.compile(r"^\W*question\s*:", re.I | re.M)
@@ -93,59 +93,28 @@ def history_prompt(scored: Sequence[tuple[str, float]], n: int) -> str:
 PROMPT_BUDGET = 16_000  # tokens of failures in a prompt
 
 
-def reflection_prompt(
-    instruction: str,
-    failures: Failures,
-    n: int,
-    budget: int,
-    observations: Sequence[str] = ("information",),
-) -> str:
+def reflection_prompt(instruction: str, failures: Failures, n: int, budget: int) -> str:
     """Returns the prompt that asks for `n` candidates after `failures`: pairs of (question and
-    response, golds).
-
-    Each failure is cut to an equal share of `budget` tokens; `observations`: tags of what can be
-    cut first.
-    """
-    shown = "\n".join(format_examples(failures, budget, observations))
+    response, golds), which get `budget` tokens together."""
+    shown = "\n".join(format_examples(failures, budget))
     return REFLECTION.format(instruction=instruction, examples=shown, n=n)
 
 
-def format_examples(failures: Failures, budget: int, observations: Sequence[str]) -> list[str]:
-    """Returns failures, (question and response, golds), as they stand in a prompt, in `budget`
-    tokens together."""
+def format_examples(failures: Failures, budget: int) -> list[str]:
+    """Returns failures, (question and response, golds), as they stand in a prompt. Each is cut to
+    an equal share of `budget` tokens: it loses its middle."""
     share = budget // max(1, len(failures))  # CHOICE-30
     examples = []
     for text, golds in failures:
         form = EXAMPLE if golds else WITHOUT_GOLD
-        response = shorten(text, share, observations)
+        response = shorten(text, share)
         examples.append(form.format(response=response, gold=" or ".join(golds)))
     return examples
 
 
-def shorten(text: str, budget: int, observations: Sequence[str] = ("information",)) -> str:
-    """Returns a failure cut to about `budget` tokens.
-
-    It cuts the middle of each observation first, whose tags are named, then the middle of the text:
-    the question, the actions and the end of the trajectory stay as long as possible.
-    """
-    for keep in (2000, 1000, 500, 250, 100, 40, 0):
-        if count_tokens(text) <= budget:
-            return text
-        text = cut_observations(text, observations, keep)
-    while count_tokens(text) > budget and len(text) > 80:
-        text = cut_middle(text, len(text) * 3 // 4)
-    return text
-
-
-def cut_observations(text: str, tags: Sequence[str], keep: int) -> str:
-    """Returns a text that has about `keep` characters of each observation in one of these tags."""
-
-    def cut(observation: re.Match[str]) -> str:
-        return cut_middle(observation[0], keep)
-
-    for tag in map(re.escape, tags):
-        text = re.sub(f"(?<=<{tag}>).*?(?=</{tag}>)", cut, text, flags=re.S)
-    return text
+def shorten(text: str, budget: int) -> str:
+    """Returns a text without so much of its middle that it is `budget` tokens."""
+    return cut_middle(text, 4 * budget - 10)  # the mark of a cut is 7 characters
 
 
 def read_blocks(reply: str) -> list[str]:
@@ -243,9 +212,7 @@ def gives_away(candidate: str, gold: str) -> bool:
     """
     if not _mentions(candidate, gold):
         return False
-    names = [
-        word for word in WORD.findall(compose(plain(gold)).replace("-", "")) if not word.islower()
-    ]
+    names = [word for word in WORD.findall(plain(gold).replace("-", "")) if not word.islower()]
     text = plain(candidate)
     if len(names) > 1 or any(_mentions(answer, gold) for answer in ANSWER.findall(text)):
         return True
@@ -286,8 +253,7 @@ class Call:
 class Optimizer:
     """Client of an OpenAI-compatible chat endpoint; plumbing/client.py says what it retries.
 
-    `url` is the base, as in OPENAI_BASE_URL. After `max_tokens`, of which earlier processes of the
-    run have spent `tokens`, no more calls are made; 0: no limit.
+    `url` is the base, as in OPENAI_BASE_URL.
     """
 
     def __init__(
@@ -298,23 +264,13 @@ class Optimizer:
         timeout: float = 300,
         retries: int = 4,
         restart: Callable[[], object] = lambda: None,
-        max_tokens: int = 0,
-        tokens: int = 0,
     ):
-        self.url, self.model, self.max_tokens, self.tokens = url, model, max_tokens, tokens
+        self.url, self.model = url, model
         self.restart = restart  # starts this run's own server again if it has died
         self._client = Client(url, timeout, retries, api_key)
 
-    def check_budget(self) -> None:
-        """Raises OptimizerDown if `max_tokens` are used up."""
-        if self.max_tokens and self.tokens >= self.max_tokens:
-            raise OptimizerDown(
-                f"--max_optimizer_tokens {self.max_tokens} is used up: {self.tokens} tokens"
-            )
-
     def ask(self, prompt: str) -> Call:
         """Returns the call with its reply; raises OptimizerDown."""
-        self.check_budget()
         began = time.perf_counter()
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
 
@@ -324,7 +280,7 @@ class Optimizer:
                 reply = self._client.ask("/chat/completions", body, read_reply)
         except Outage as e:
             raise OptimizerDown(str(e)) from None
-        call = Call(
+        return Call(
             prompt=prompt,
             reply=reply.text,
             prompt_tokens=reply.prompt_tokens or len(prompt) // 4,
@@ -332,18 +288,13 @@ class Optimizer:
             seconds=round(time.perf_counter() - began, 3),
             cut=reply.cut,
         )
-        self.tokens += call.prompt_tokens + call.completion_tokens
-        return call
 
 
-def connect_optimizer(
-    cfg: Config, serve: Callable[..., str], rows: Iterable[Row] = ()
-) -> Optimizer | None:
+def connect_optimizer(cfg: Config, serve: Callable[..., str]) -> Optimizer | None:
     """Returns the client of `find_endpoint`, or of the world's scripted optimizer; None in mode
     static.
 
-    `serve` runs a program as a server; `rows`: of reflections.jsonl, whose calls count for
-    --max_optimizer_tokens.
+    `serve` runs a program as a server.
     """
     if not evolves(cfg):
         return None
@@ -355,16 +306,8 @@ def connect_optimizer(
         control = ["--guess"] if cfg.optimizer_model == "guessing" else []
         return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *control) + "/v1"
 
-    calls = [row["call"] for row in rows if "call" in row]
     url, key = find_endpoint(cfg)  # "" of the scripted one
-    return Optimizer(
-        url or start(),
-        cfg.optimizer_model,
-        key,
-        restart=start,
-        max_tokens=cfg.max_optimizer_tokens,
-        tokens=sum(call["prompt_tokens"] + call["completion_tokens"] for call in calls),
-    )
+    return Optimizer(url or start(), cfg.optimizer_model, key, restart=start)
 
 
 def describe_optimizer(optimizer: Optimizer | None) -> str:

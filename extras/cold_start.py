@@ -93,7 +93,7 @@ def conversation(row: Any, task: Task) -> tuple[list[Message], list[Turn]]:
                 raise ValueError(
                     f"message {n} is a tool's, but message {n - 1} calls none; write the call there"
                 )
-            for tag in task.make_format().result_tags():
+            for tag in ["tool_response", *(tool.result_tag for tool in task.tools)]:
                 content = untag(content, tag)
             turns[-1].result = [content]
         else:

@@ -264,9 +264,9 @@ def mutation_prompt(
     instruction: str, tried: Sequence[tuple[Experience, Experience]], budget: int, task: Task
 ) -> str:
     """Asks for a small change after questions `tried`: a right attempt and a wrong one at each."""
-    observations, half = task.make_format().result_tags(), budget // 2
-    wrong = format_examples([(e.text, e.golds) for _, e in tried], half, observations)
-    right = [shorten(e.text, half // len(tried), observations) for e, _ in tried]
+    half = budget // 2
+    wrong = format_examples([(e.text, e.golds) for _, e in tried], half)
+    right = [shorten(e.text, half // len(tried)) for e, _ in tried]
     attempts = [f"<right>\n{a}\n</right>\n{b}" for a, b in zip(right, wrong, strict=True)]
     return MUTATION.format(instruction=instruction, attempts="\n".join(attempts), one=ONE)
 

@@ -162,8 +162,7 @@ def feedback_prompt(
     instruction: str, tau_fail: Sequence[Experience], budget: int, task: Task
 ) -> str:
     """Asks for one new instruction after failures."""
-    observations = task.make_format().result_tags()
-    shown = format_examples([(e.text, e.golds) for e in tau_fail], budget, observations)
+    shown = format_examples([(e.text, e.golds) for e in tau_fail], budget)
     return FEEDBACK.format(instruction=instruction, examples="\n".join(shown))
 
 

@@ -3,6 +3,8 @@
 import re
 import unicodedata
 
+from plumbing.outside import plain
+
 # Thai, Lao, Burmese, Khmer, Chinese and Japanese put no spaces between words: each sign counts as
 # one. Korean's, too.
 SIGNS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\ua4cf\uac00-\ud7ff\uf900-\ufaff\U00020000-\U0003ffff"
@@ -11,18 +13,9 @@ MARKS = "".join(c for c in map(chr, range(0x483, 0x1D00)) if unicodedata.categor
 WORD = re.compile(rf"[^\W{SIGNS}]+(?:[{MARKS}]+[^\W{SIGNS}]*)*|(?=\w)[{SIGNS}][{MARKS}]*")
 
 
-def compose(text: str) -> str:
-    """Returns a text in composed form (NFC), full-width and half-width characters in their usual
-    width."""
-    if text.isascii():
-        return text
-    usual = re.sub("[\uff00-\uffef]+", lambda forms: unicodedata.normalize("NFKC", forms[0]), text)
-    return unicodedata.normalize("NFC", usual)
-
-
 def split_words(text: str) -> list[str]:
     """Returns the words of a text in lower case; stop words stay, nothing is stemmed."""
-    return WORD.findall(compose(text).lower())
+    return WORD.findall(plain(text).lower())
 
 
 def cut_middle(text: str, keep: int) -> str:

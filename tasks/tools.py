@@ -192,10 +192,6 @@ class Tags:
             names += [tool.tag, tool.result_tag]
         return tuple(names)
 
-    def result_tags(self) -> list[str]:
-        """Returns the names of the tags around tools' results."""
-        return [tool.result_tag for tool in self.task.tools]
-
     def adapt_instruction(self, instruction: str) -> str:
         """Returns the first instruction of a run as it evolves. Raises Fault if the policy could
         not act under it."""

@@ -8,7 +8,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from found_search import Product
 
 import inspo
 from config import Config
@@ -296,21 +295,14 @@ def test_a_proposer_is_shown_failures_or_scores_or_the_parent_alone():
     )
 
 
-def test_long_observations_of_the_task_s_own_tools_are_cut_in_the_prompt(monkeypatch):
+def test_a_long_failure_is_cut_in_the_prompt(monkeypatch):
     monkeypatch.setattr(inspo, "PROMPT_BUDGET", 500)
-
-    class Counting(Exam):
-        tools = (Product(),)
-
-    long = f"<result>{'7 ' * 3000}</result> the middle <result>{'8 ' * 3000}</result>"
     B = replayed(*BUFFER)
-    tau = Trajectory(0, FAILED["f0"], 0, [], 0, reward=-1.0, response=long, failed=True)
+    tau = Trajectory(0, FAILED["f0"], 0, [], 0, reward=-1.0, response="7 " * 6000, failed=True)
     B.add(T_NOW, [tau], [tau.response])
-    # without tools the middle of the text goes
-    for task, kept in ((Counting, True), (Exam, False)):
-        e = Evolved({"old": 0.5}, {"old": 5}, buffer=B, task=task, failures=1, rounds=1)
-        [prompt] = e.optimizer.prompts
-        assert len(prompt) < 5000 and ("the middle" in prompt) == kept
+    e = Evolved({"old": 0.5}, {"old": 5}, buffer=B, failures=1, rounds=1)
+    [prompt] = e.optimizer.prompts
+    assert 2000 < len(prompt) < 5000 and "7 [...] 7" in " ".join(prompt.split())
 
 
 # --- verification: who joins (L21)

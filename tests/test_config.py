@@ -366,7 +366,7 @@ def test_an_unknown_abbreviated_or_mistyped_flag_is_refused(refuses, argv, said)
 REFUSED = """
 --mode evolve|--tracker mlflow|--proposer guess|--device cuda:7|--device tpu|--engine sglang|--recompute 2
 --G 1|--K_p 0|--K_e 0|--T 0|--T_e -1|--N_parent 0|--window 0|--D_B -1|--failures 0|--buffer 0
---save_every 0|--eval_n -1|--seed -1|--lr -1|--lr nan|--tau_s inf|--max_optimizer_tokens -1
+--save_every 0|--eval_n -1|--seed -1|--lr -1|--lr nan|--tau_s inf
 --temperature 0|--tau_s 0|--eps 0|--beta -0.1|--beta nan|--warmup 1|--warmup nan|--vllm_memory 1
 --vllm_memory nan|--lora_rank -1|--lora_alpha 0
 --max_observation 31|--top_n 0

@@ -17,7 +17,7 @@ from tiny_model import STOP
 
 from config import Config
 from engines.torch_engine import TorchEngine
-from grpo import Learner, describe_gaps, lr_at, minibatches
+from grpo import Learner, lr_at, minibatches
 from models import lora
 from models.packing import micro_batches
 from plumbing.faults import EngineFault
@@ -521,8 +521,8 @@ def test_a_checkpoint_is_whole_though_a_parameter_never_had_a_gradient(world, tm
         assert torch.equal(p, q)
 
 
-def test_the_gap_is_told_with_its_tail(world, sampled):
-    """Against numpy, over two micro-batches or more: small gaps, and one that stands out."""
+def test_the_gap_is_told(world, sampled):
+    """Against numpy, over two micro-batches or more."""
     taus = copy.deepcopy(sampled[1.0])
     longest = max(len(tau.ids) for tau in taus)
     for tau in taus:
@@ -533,12 +533,5 @@ def test_the_gap_is_told_with_its_tail(world, sampled):
     learner = learner_of(world[0], world[0], micro_tokens=128)
     trained = learner.logprobs(taus)[0]
     engine = np.array([lp for tau in taus for lp in compress(tau.logps, tau.mask)])
-    want, found = abs(trained - engine), learner.update(2, [taus])
-    wanted = {"logp_gap": want.mean(), "logp_gap/max_ratio": math.exp(want.max())}
-    wanted["logp_gap/p99"] = np.sort(want)[math.ceil(0.99 * len(want)) - 1]  # counted from 0
-    assert {name: x for name, x in found.items() if name.startswith("logp_gap")} == pytest.approx(
-        wanted, rel=1e-3
-    )
-    assert found["logp_gap/max_ratio"] > 7
-    huge = describe_gaps(torch.tensor([500.0]), False)
-    assert math.isfinite(huge["logp_gap/max_ratio"])  # JSON has no infinity
+    gap = abs(trained - engine).mean()
+    assert learner.update(2, [taus])["logp_gap"] == pytest.approx(gap, rel=1e-3) and gap > 0.01

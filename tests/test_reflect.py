@@ -2,18 +2,14 @@
 an endpoint stops."""
 
 import json
-import re
 from dataclasses import asdict
 from functools import partial
 
 import pytest
 
-import reflect
-from config import parse_flags
 from plumbing.faults import OptimizerDown
 from reflect import (
     Optimizer,
-    connect_optimizer,
     count_tokens,
     find_flaw,
     fold_words,
@@ -30,12 +26,6 @@ from tasks.tools import find_lost_tag
 
 def words(text):
     return len(text.split())
-
-
-@pytest.fixture
-def in_words(monkeypatch):
-    """A token is a word."""
-    monkeypatch.setattr(reflect, "count_tokens", words)
 
 
 # --- the prompts of App. E
@@ -121,44 +111,18 @@ END = "<think>Zavrazhye is in Russia</think>\n<answer>Soviet Union</answer>"
 
 
 def long_failure(passage_words):
-    observed = (
-        "<information>"
-        + "Doc 1(Title: Solaris) "
-        + "lorem ipsum " * (passage_words // 2)
-        + "</information>"
-    )
-    return "\n".join([QUESTION, ACTIONS[0], ACTIONS[1], observed, ACTIONS[2], observed, END])
+    observed = f"<information>{'lorem ipsum ' * (passage_words // 2)}</information>"
+    return "\n".join([QUESTION, ACTIONS[0], observed, ACTIONS[1], observed, ACTIONS[2], END])
 
 
-@pytest.mark.parametrize("budget", [5000, 600, 80, 40])
-def test_a_long_failure_loses_the_middle_of_its_observations_first(in_words, budget):
-    short = shorten(long_failure(2000), budget)
-    assert words(short) <= budget
-    for part in (QUESTION, *ACTIONS, END):
-        assert part in short
-    assert short.count("<information>") == short.count("</information>") == 2
-    assert (" [...] " in short) == (budget < 5000)
-    talk = QUESTION + "\n<think>" + "and so on " * 3000 + "</think>\n" + END
-    short = shorten(talk, 60)
-    assert words(short) <= 60 and short.startswith(QUESTION) and short.endswith(END)
-
-
-def test_an_observation_keeps_as_much_of_its_start_as_of_its_end_and_a_short_one_all():
-    long, short = "".join(f"{k:04d}" for k in range(2000)), "short and whole"
-    text = f"a<information>{long}</information>b<information>{short}</information>c"
-    cut = re.fullmatch(
-        rf"a<information>(\d+) \[...\] (\d+)</information>b<information>{short}</information>c",
-        shorten(text, 375),
-    )
-    start, end = cut.groups()
-    assert long.startswith(start) and long.endswith(end) and len(start) == len(end) > 400
-
-
-def test_the_observations_of_every_tool_are_cut_over_all_their_lines():
-    text = "<seen>" + "7\n" * 3000 + "</seen> the middle <result>" + "8\n" * 3000 + "</result>"
-    short = shorten(text, 250, ("result", "seen"))
-    assert "</seen> the middle <result>" in short and len(short) <= 1000
-    assert "the middle" not in shorten(text, 250, ())
+@pytest.mark.parametrize("budget", [20_000, 600, 80])
+def test_a_long_failure_loses_its_middle(budget):
+    long = long_failure(2000)
+    short = shorten(long, budget)
+    assert long == short if budget == 20_000 else budget - 4 < count_tokens(short) <= budget
+    start, _, end = short.partition(" [...] ")
+    assert long.startswith(start) and long.endswith(end)
+    assert short.startswith(QUESTION) and short.endswith(END)
 
 
 def test_a_failure_without_right_answers_has_none_in_the_prompt_and_the_only_one_has_the_whole_budget():
@@ -438,25 +402,3 @@ def test_a_reply_that_ended_at_a_limit_is_marked(serve):
     for reason, cut in (("length", True), ("stop", False), (None, False), (["length"], False)):
         answer = {"choices": [{"message": {"content": "hello"}, "finish_reason": reason}]}
         assert Optimizer(base(serve(answer)), "m").ask("p").cut is cut
-
-
-def test_after_max_tokens_no_call_is_made_and_an_earlier_process_s_count(serve):
-    """--max_optimizer_tokens: a call may go beyond it, the next one is not made."""
-    server = serve(completion(usage={"prompt_tokens": 60, "completion_tokens": 30}))
-    optimizer = Optimizer(base(server), "m", max_tokens=100)
-    calls = [optimizer.ask("p") for t in (1, 2)]
-    with pytest.raises(OptimizerDown, match="--max_optimizer_tokens 100 is used up: 180 tokens"):
-        optimizer.ask("p")
-    spent = sum(call.prompt_tokens + call.completion_tokens for call in calls)
-    with pytest.raises(OptimizerDown, match="used up: 180 tokens"):
-        Optimizer(base(server), "m", max_tokens=100, tokens=spent).ask("p")
-    assert len(server.requests) == 2
-    unlimited = Optimizer(base(server), "m", tokens=spent)
-    assert unlimited.ask("p").reply == "hello" and len(server.requests) == 3
-
-
-def test_of_a_run_that_is_resumed_the_tokens_of_its_rows_count(monkeypatch):
-    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
-    cfg = parse_flags(["--optimizer_model", "m", "--max_optimizer_tokens", "10"])
-    rows = [{"call": {"prompt_tokens": 3, "completion_tokens": 4}}, {"t": 1, "verified": []}]
-    assert connect_optimizer(cfg, None, rows * 2).tokens == 14

@@ -111,7 +111,7 @@ def test_the_world_s_optimizer_is_the_one_that_was_named_and_comes_back_when_it_
     guesses = reply_to(prompt, 3, guess=True)
     cfg = parse_flags(["--seed", "3", "--optimizer_model", "guessing"])
     with Servers(tmp_path / "log") as serve:
-        optimizer = connect_optimizer(cfg, serve, [])
+        optimizer = connect_optimizer(cfg, serve)
         assert optimizer.ask(prompt).reply == guesses != reply_to(prompt, 3)
         [child] = serve._running.values()
         child.stop()
@@ -119,6 +119,6 @@ def test_the_world_s_optimizer_is_the_one_that_was_named_and_comes_back_when_it_
         assert again.reply == guesses
     argv = []
     connect_optimizer(
-        parse_flags(["--seed", "3"]), lambda *args: argv.extend(args) or "http://127.0.0.1:9", []
+        parse_flags(["--seed", "3"]), lambda *args: argv.extend(args) or "http://127.0.0.1:9"
     )
     assert argv == ["-m", "world.optimizer", "--seed", "3"]

@@ -79,9 +79,6 @@ class Hermes(Tags):
     def reserved_tags(self) -> tuple[str, ...]:
         return "think", ANSWER, *OURS
 
-    def result_tags(self) -> list[str]:
-        return ["tool_response"]
-
     def adapt_instruction(self, instruction: str) -> str:
         """Says the paper's instruction without tags. With --format hermes_tools the tools'
         descriptions follow."""
