@@ -153,11 +153,9 @@ class Learner:
         tokens among the N; `models.model.probe` says what the row of one may hold."""
         # the tokens of trajectory k are starts[k] to starts[k + 1]
         starts = np.cumsum([0, *(sum(tau.mask) for tau in minibatch)])
-        most, rows = self.cfg.micro_tokens, self.model.rows
-        if rows != "shared":
+        most = 1 if self.model.rows == "single" else self.cfg.micro_tokens
+        if self.model.rows != "shared":
             minibatch = [replace(tau, prompt_tokens=0) for tau in minibatch]
-        if rows == "single":
-            most = 1
         batches = micro_batches(minibatch, most, self.ranks)
         for batch in batches[self.rank :: self.ranks]:
             indices = [np.arange(starts[k], starts[k + 1]) for k in batch]

@@ -147,11 +147,9 @@ class TorchEngine:
         out."""
         if not contexts:
             return
-        training = self.model.training
         self.model.eval()
         if self.model.rows != "shared":
             yield from self._generate_whole(contexts, max_new, temperature)
-            self.model.train(training)
             return
         h = self._prefill(contexts, max_new)  # (B, H)
 
@@ -201,7 +199,6 @@ class TorchEngine:
             tokens, positions = sampled.view(-1, cache.M), lengths.view(-1, cache.M)
             h = self._forward(cache, tokens, positions).flatten(0, 1)
             lengths = lengths + 1
-        self.model.train(training)
 
     def _generate_whole(self, contexts: Contexts, max_new: int, temperature: float) -> Turns:
         """Generates with transformers' cache, which takes no rows of several lengths, a row at a
@@ -211,19 +208,20 @@ class TorchEngine:
         for key, context in contexts.items():
             turn, cache = FinishedTurn(key, [], []), DynamicCache(config=self.model.config)
             ids = self._tensor([context])
-            positions = torch.arange(len(context), device=self.device)[None]
-            while len(turn.ids) < max_new and not (turn.ids and self.ended(turn.ids)):
+            positions = self._tensor([range(len(context))])
+            for _ in range(max_new):
                 out = self.model.base_model(
                     input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
                 )
                 if not cache.has_previous_state():
                     raise Fault(
-                        f"--engine torch: a {self.model.config.model_type} model leaves no states in"
-                        " transformers' cache; take --engine vllm"
+                        f"--engine torch: {self.model.config.model_type} leaves no states in its cache; take vllm"
                     )
                 sampled, logp = self._sample(out.last_hidden_state[:, -1], temperature)
                 turn.ids.append(int(sampled))
                 turn.logps.append(float(logp))
+                if self.ended(turn.ids):
+                    break
                 ids, positions = sampled[None], positions[:, -1:] + 1
             yield turn
 

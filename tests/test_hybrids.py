@@ -11,6 +11,7 @@ from test_model import EXPERTS, make_family, own_logps
 from test_ranks import CFG, alone, same, together
 from tiny_model import STOP
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from engines.torch_engine import TorchEngine
 from grpo import Learner, minibatches
@@ -135,8 +136,67 @@ def test_a_cache_that_the_torch_engine_cannot_keep_is_refused(tiny_path, tmp_pat
     model = load_model(path)
     assert model.rows == "single"
     engine = TorchEngine(model, load_tokenizer(path), STOP)
-    with pytest.raises(Fault, match=r"^--engine torch: a mamba2 model .* take --engine vllm$"):
+    with pytest.raises(
+        Fault, match="^--engine torch: mamba2 leaves no states in its cache; take vllm$"
+    ):
         [*engine.generate({0: [5, 6]}, 8, 0.0)]
+
+
+def mark(monkeypatch, taken=torch.float32):
+    """Makes Qwen 3.5's torch fallbacks honour where sequences begin, as the kernels do, and take one
+    dtype alone."""
+    module = modeling_qwen3_5
+    chunk, conv = module.torch_chunk_gated_delta_rule, module.causal_conv1d_fn
+
+    def delta_rule(query, key, value, g, beta, cu_seqlens=None, **kwargs):
+        assert query.dtype == taken
+        if cu_seqlens is None:
+            return chunk(query, key, value, g=g, beta=beta, **kwargs)
+        lengths = cu_seqlens.diff().tolist()
+        parts = zip(*(x.split(lengths, 1) for x in (query, key, value, g, beta)), strict=True)
+        outs = [chunk(q, k, v, g=d, beta=b, **kwargs)[0] for q, k, v, d, b in parts]
+        return torch.cat(outs, 1), None
+
+    def convolution(x, weight, bias=None, activation=None, seq_idx=None, **kwargs):
+        if seq_idx is None:
+            return conv(x, weight, bias, activation)
+        lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+        return torch.cat([conv(part, weight, bias, activation) for part in x.split(lengths, 2)], 2)
+
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", delta_rule)
+    monkeypatch.setattr(module, "causal_conv1d_fn", convolution)
+
+
+def test_kernels_that_are_told_where_sequences_begin_get_packed_rows(
+    tiny_path, tmp_path, monkeypatch
+):
+    settings = FAMILIES["Qwen3_5Text"]
+    path = make_family("Qwen3_5Text", settings, tiny_path, tmp_path / "q")
+    alone = load_model(path)
+    mark(monkeypatch)
+    model = load_model(path)
+    assert (alone.rows, model.rows) == ("single", "whole")
+    cfg, taus = settings_of(beta=0.0, mini_batch=6, micro_tokens=150), made_up(2)
+    packed = [len(batch) for batch, _ in Learner(model, None, cfg).take_share(taus)]
+    assert max(packed) > 1
+    for each in alone, model:
+        Learner(each, None, cfg).backward(taus, None)
+    for (name, p), q in zip(alone.named_parameters(), model.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() / p.grad.norm().clamp(min=1e-3) < 1e-5, name
+
+
+def test_kernels_that_take_no_float32_are_tried_on_the_card(tiny_path, tmp_path, monkeypatch):
+    """The card is the CPU here."""
+    path = make_family("Qwen3_5Text", FAMILIES["Qwen3_5Text"], tiny_path, tmp_path / "q")
+    mark(monkeypatch, torch.bfloat16)
+    with pytest.raises(Fault, match="no forward pass that can be trained"):
+        load_model(path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cast = lambda self, device, dtype: self.bfloat16()  # noqa: E731
+    monkeypatch.setattr(modeling_qwen3_5.Qwen3_5ForCausalLM, "to", cast)
+    model = load_model(path)
+    assert (model.rows, model.dtype) == ("whole", torch.float32)
+    assert model.config._attn_implementation == "packed" and not model.base_model._forward_hooks
 
 
 @pytest.mark.ranks
