@@ -7,12 +7,14 @@ import pickle
 import pytest
 import torch
 from test_grpo import batch_of, eq2, logprobs, settings_of
+from test_inspo import metrics, run_here
 from test_model import EXPERTS, make_family, own_logps
 from test_ranks import CFG, alone, same, together
 from tiny_model import STOP
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from config import WORLD
 from engines.torch_engine import TorchEngine
 from grpo import Learner, minibatches
 from models import lora
@@ -209,3 +211,22 @@ def test_two_processes_compute_what_one_does_and_export_it(family, tmp_path):
     same(metrics, trained, alone(path, CFG, parts))
     again = load_model(str(tmp_path / "out" / "policy")).state_dict()
     assert all(torch.equal(again[name], W) for name, W in trained.items())
+
+
+@pytest.mark.slow
+def test_a_run_trains_one_and_says_how(tiny_path, tmp_path):
+    settings = FAMILIES["Qwen3_5Text"] | {"max_position_embeddings": 2048}
+    path = make_family("Qwen3_5Text", settings, tiny_path, tmp_path / "q")
+    data = [
+        x
+        for name in ("train", "valid", "test", "corpus")
+        for x in (f"--{name}", WORLD / f"{name}.jsonl")
+    ]
+    few = "--mode static --T 2 --batch 1 --G 2 --eval_n 1".split()
+    few += "--max_prompt 1500 --max_response 60 --max_observation 60".split()
+    instruction = "--instruction", WORLD / "instruction.txt"
+    code, out, err = run_here("--model", path, *data, *instruction, *few, "--out", tmp_path / "run")
+    assert code == 0, err
+    assert "one trajectory a row" in out
+    rows = metrics(tmp_path / "run")
+    assert [row["t"] for row in rows] == [0, 1, 2] and rows[1]["logp_gap"] < 1e-4
