@@ -110,7 +110,9 @@ def test_weights_in_training_are_dithered_in_bfloat16(knobs, dtype, seed):
     assert choose_dither_seed(Config(seed=5, **knobs), SimpleNamespace(dtype=dtype)) == seed
 
 
-@pytest.mark.parametrize("rank, lr, batch", [(0, 5e-6, 6), (32, 1e-4, 24)])
+@pytest.mark.parametrize(
+    "rank, lr, batch", [(0, 5e-6, 6), pytest.param(32, 1e-4, 24, marks=pytest.mark.slow)]
+)
 def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(
     tiny_path, tmp_path, rank, lr, batch
 ):
