@@ -98,13 +98,8 @@ class TaskKnobs(Knobs):
     format: str = "tags"
     """how calls are written: tags, the paper's; hermes: JSON, in the model's chat template;
     hermes_tools: likewise, and the tools' descriptions evolve, too; or module:Class"""
-    topk: Count = 3
+    topk: Annotated[int, Field(ge=1, le=100)] = 3
     """passages a search returns"""
-
-    def find_fault(self) -> str:
-        if not self.retriever and self.topk > 100:
-            return f"--topk {self.topk}: the search server returns 100 passages at most"
-        return ""
 
 
 @dataclass(frozen=True)
@@ -291,7 +286,7 @@ class Config(
 
 
 # What config.json has besides the knobs.
-ABOUT: Settings = {"program": "inspo.py", "commit": "unknown", "id": "", "content": {}}
+ABOUT: Settings = {"program": "inspo.py", "commit": "unknown", "id": ""}
 # Knobs of earlier versions, which a run's config.json may still have, and what there is instead.
 REMOVED = {
     "mini": "counted questions: give --mini_batch, which counts trajectories (--mini x --G)",

@@ -23,7 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from config import PRESETS, Config, TaskKnobs, check_settings, read_config
+from config import PRESETS, Config, check_settings, read_config
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.files import Row, commit, write_file, writing
@@ -74,16 +74,11 @@ class Agent(contextlib.ExitStack):
         takes them.
         """
         super().__init__()
-        if temperature < 0 or seed < 0:
-            raise Fault("--temperature and --seed: give numbers of at least 0")
         cfg, self.weights, run = find_model(str(what))
         given = check_settings(Config, settings)
         if run:
             check_origin(run, vars(cfg), given)
         cfg = dataclasses.replace(cfg, **{**given, **self.knobs})
-        fault = TaskKnobs.find_fault(cfg)
-        if fault:
-            raise Fault(fault)
         self.task = load_task(cfg, settings.get("task"))
         self.instruction = choose_instruction(self.task)
         self.temperature, self.seed = temperature, seed

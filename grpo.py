@@ -61,30 +61,17 @@ def lr_at(t: int, cfg: GRPOKnobs) -> float:
     return cfg.lr * 0.5 * (1 + math.cos(math.pi * (t - rise) / (cfg.T - rise + 1)))  # CHOICE-17
 
 
-def describe_gaps(gaps: Tensor, sharded: bool) -> Row:
-    """Returns columns about the distance of engine and trainer from the gaps and depths (2, n) of
-    this rank's tokens: its mean by quarter of the depth, the 99th percentile (the highest of the
-    ranks') and the largest ratio."""
-    gap, depth = gaps
-    # sum and number of the gaps in each quarter of the depth, (2, 4)
-    in_quarter = (4 * depth).long() == torch.arange(4, device=gap.device).unsqueeze(1)
-    sums = torch.stack([torch.where(in_quarter, gap, 0.0).sum(1), in_quarter.sum(1)])
-    # the 99th percentile, and the largest ratio that float32 can hold
+def describe_gaps(gap: Tensor, sharded: bool) -> Row:
+    """Returns columns about the gaps (n,) between engine and trainer of this rank's tokens: the
+    99th percentile (the highest of the ranks') and the largest ratio."""
     tail = gap.new_zeros(2)
     if len(gap):
         p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values
-        tail = torch.stack([p99, gap.max().clamp(max=88).exp()])
+        tail = torch.stack([p99, gap.max().clamp(max=88).exp()])  # exp(88): float32's largest
     if sharded:
-        dist.all_reduce(sums)
         dist.all_reduce(tail, dist.ReduceOp.MAX)
-
-    # the host waits for the GPU once
-    *means, p99, ratio = torch.cat([sums[0] / sums[1], tail]).tolist()
-    columns = {"logp_gap/p99": p99, "logp_gap/max_ratio": ratio}
-    for k, mean in enumerate(means, 1):
-        if not math.isnan(mean):  # 0 / 0: no token is that deep
-            columns[f"logp_gap/q{k}"] = mean
-    return columns
+    p99, ratio = tail.tolist()
+    return {"logp_gap/p99": p99, "logp_gap/max_ratio": ratio}
 
 
 class Learner:
@@ -224,7 +211,7 @@ class Learner:
             "clip_fraction": total["clipped"] / tokens,
             # mean |trainer - engine| of the sampled tokens' log-probs
             "logp_gap": total["gap"] / tokens,
-            **describe_gaps(torch.cat(gaps, dim=1), self.sharded),
+            **describe_gaps(torch.cat(gaps), self.sharded),
             "grad_norm": sum(norms) / len(norms),
         }
 
@@ -234,13 +221,12 @@ class Learner:
         on the number of ranks.
 
         Returns the sums of SUMS over its action tokens, on all ranks, and how many "tokens" these
-        are; and for the n of this rank's the gaps and depths (2, n) that `describe_gaps` takes.
+        are; and the gaps (n,) to the engine of the n of this rank.
 
         CPU threads share the micro-batches of a small model. The gradients are added in the same
         order, so that the sum does not depend on how many threads there are.
         """
         terms = self.terms(minibatch, old)
-        longest = max(len(tau.ids) for tau in minibatch)
         trained = self.optimizer.param_groups[0]["params"]
         mine = list(self.take_share(minibatch))
         total = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
@@ -267,12 +253,12 @@ class Learner:
                     elif gradient is not None:
                         p.grad += gradient
                 total += torch.stack([extras[name].sum().double() for name in SUMS])
-                gaps.append(torch.stack([extras["gap"].detach(), extras["depth"] / longest]))
+                gaps.append(extras["gap"].detach())
         if self.sharded:
             dist.all_reduce(total)
         sums = dict(zip(SUMS, total.tolist(), strict=True))
         sums["tokens"] = sum(sum(tau.mask) for tau in minibatch)
-        return sums, torch.cat(gaps, dim=1)
+        return sums, torch.cat(gaps)
 
     def step(self, loss: float) -> float | None:
         """Takes one optimizer step on the clipped gradients; returns their norm before clipping;
@@ -310,9 +296,8 @@ class Learner:
         """Returns (loss, extras) of a micro-batch; `indices`: where its N action tokens stand in the
         arrays of `terms`.
 
-        Besides what `grpo_head` returns, extras have "old_logp" (N,), log-probs under pi_old, "gap"
-        (N,), their distance to the engine's, and "depth" (N,), how many tokens are before each in
-        its trajectory.
+        Besides what `grpo_head` returns, extras have "old_logp" (N,), log-probs under pi_old, and
+        "gap" (N,), their distance to the engine's.
         """
         packed, temperature = pack(batch, self.device), self.cfg.temperature
         # the terms of these tokens alone
@@ -343,12 +328,10 @@ class Learner:
         for tau in batch:
             logps += compress(tau.logps, tau.mask)
         engine = send(torch.tensor(logps, dtype=torch.float32), self.device)
-        _, packing, predicting, _ = packed
-        depth = packing.positions[predicting] + 1
         old = extras["logp"]
         if terms["old_logp"] is not None:
             old = terms["old_logp"].to(old.dtype)
-        return loss, extras | {"old_logp": old, "gap": (old - engine).abs(), "depth": depth}
+        return loss, extras | {"old_logp": old, "gap": (old - engine).abs()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns trained weights and AdamW's moments by name; what is written into these tensors

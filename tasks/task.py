@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from statistics import fmean
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,9 +26,8 @@ import numpy as np
 from config import HERE, PRESETS, Config
 from plumbing.faults import Fault, first_line
 from plumbing.files import Row
-from plumbing.outside import printable, without_secrets
-from plumbing.stop import leads, may_stop
-from tasks.tools import COLUMNS, WORDS, Failure, Function, Tags, Tool, check_words
+from plumbing.stop import may_stop
+from tasks.tools import COLUMNS, Failure, Tags, Tool, check_words
 
 RECORDED = "instruction group stop reward failed advantage prediction invalid prompt_tokens response".split()
 
@@ -211,16 +209,13 @@ def import_named(where: str, spec: str, kind: str) -> Any:
 def find_plug(word: str) -> Any:
     """Returns the plug-in that a flag's word asks for ("--format hermes"); None if there is none.
 
-    A folder `plugs` in any folder of this project lists what it has in PLUGS. A folder with a run in
-    it is passed over: it may be a stranger's.
+    A folder `plugs` in any folder of this project lists what it has in PLUGS.
     """
     for path in HERE.glob("*/plugs/__init__.py"):
-        wing = path.parent.parent
-        if not any(wing.rglob("config.json")):
-            plugs = importlib.import_module(f"{wing.name}.plugs").PLUGS
-            if word in plugs:
-                module, _, name = plugs[word].partition(":")
-                return getattr(importlib.import_module(module), name)
+        plugs = importlib.import_module(f"{path.parent.parent.name}.plugs").PLUGS
+        if word in plugs:
+            module, _, name = plugs[word].partition(":")
+            return getattr(importlib.import_module(module), name)
     return None
 
 
@@ -326,44 +321,6 @@ class Task(ABC):
         return {"reward": tau.reward}
 
 
-class Game(Task):
-    """A subclass has `questions`, `reset`, `step` and `reward`; the words of its moves are a
-    tool's.
-
-    `reset(question)` returns the state with which an episode begins. It is `tau.state`, plain data.
-    """
-
-    tag, noun, argument, plural, result_tag = "move", "a move", "move", "moves", "reply"
-
-    def __init__(self, cfg: Config):
-        super().__init__(cfg)
-        self.tools = [Move(self)]
-
-    @abstractmethod
-    def step(self, tau: Trajectory, move: str) -> str:
-        """Plays a move: changes `tau.state`, and returns what the policy reads. An exception
-        becomes a reply.
-
-        Set `tau.stop` to "over" to end the episode.
-        """
-
-
-class Move(Function):
-    """A move of a game as the call of a tool, and in an episode, `tau`, the next one of it."""
-
-    def __init__(self, game: Game, tau: Trajectory | None = None):
-        self.game, self.tau = game, tau
-        for word in WORDS:
-            setattr(self, word, getattr(game, word))
-
-    def of(self, tau: Trajectory) -> Move:
-        return Move(self.game, tau)
-
-    def run(self, argument: str) -> str:
-        assert self.tau
-        return self.game.step(self.tau, argument)
-
-
 # ---- rewards and metrics
 
 
@@ -419,7 +376,7 @@ def compute_metrics(
                 f" for all, named {', '.join(names)}"
             )
 
-    # the first part counts: `time/total` and `searches/empty` are a run's own columns
+    # the first part counts: `time/total` and `searches/failed` are a run's own columns
     taken = COLUMNS | {tool.plural for tool in task.tools}
     for name in names:
         if name.partition("/")[0] in taken:
@@ -449,16 +406,11 @@ def average_by_source(
     return {name: sum(x) / len(x) for name, x in sorted(columns.items())}
 
 
-def count_useless(turns: Sequence[Turn], tool: Tool) -> dict[str, float]:
-    """Returns the shares of a tool's results that hold nothing, and that say why a call failed, if
-    one did."""
-    mine = [turn for turn in turns if turn.tool == tool.tag]
-    results = [turn.result for turn in mine if turn.result is not None]
-    if not results:
-        return {}
-    failed = fmean(isinstance(result, Failure) for result in results)
-    row = {f"{tool.plural}/empty": fmean(not any(result) for result in results)}
-    return row | ({f"{tool.plural}/failed": failed} if failed else {})
+def count_failures(turns: Sequence[Turn], tool: Tool) -> dict[str, float]:
+    """Returns the share of a tool's results that say why a call failed, if one did."""
+    results = [turn.result for turn in turns if turn.tool == tool.tag and turn.result is not None]
+    failed = sum(isinstance(result, Failure) for result in results)
+    return {f"{tool.plural}/failed": failed / len(results)} if failed else {}
 
 
 # ---- the task that the flags name
@@ -483,11 +435,12 @@ def load_task(cfg: Config, given: Any = None) -> Task:
     if cfg.reward:
         kind = find_plug("--reward")(kind, cfg.reward)
 
-    # The task itself gets those of --tools that have no module.
-    words = cfg.tools.split(",")
-    specs = [word for word in words if ":" in word]
-    others = [word for word in words if ":" not in word]
-    cfg = replace(cfg, tools=",".join(others) or "none")
+    # The task itself gets those of --tools that are neither a module's nor a plug-in's.
+    specs, own = list[str](), list[str]()
+    for word in cfg.tools.split(","):
+        added = ":" in word or find_plug(f"--tools {word}")
+        (specs if added else own).append(word)
+    cfg = replace(cfg, tools=",".join(own) or "none")
 
     # an object of it, which reads its questions once
     if isinstance(given, Task):
@@ -505,36 +458,15 @@ def load_task(cfg: Config, given: Any = None) -> Task:
 
 def add_tools(task: Task, spec: str) -> None:
     """Adds the tools that a part of --tools names, module:function or those of a plug-in. Raises
-    Fault if none fits."""
+    Fault."""
     where, (word, _, rest) = f"--tools {spec}", spec.partition(":")
     plug = find_plug(f"--tools {word}")
     if plug:
-        found = plug(rest, where)
+        found = plug(rest, where, task.tools)
     else:
         as_tool = import_named(where, "tasks.functions:TypedFunction", "class")
         found = [as_tool(import_named(where, spec, "function"), where)]
-    task.tools = [*task.tools, *choose_fitting(where, task.tools, found)]
-
-
-def choose_fitting(where: str, others: Sequence[Tool], found: Sequence[Tool | Fault]) -> list[Tool]:
-    """Returns the tools that the policy can call beside others, and tells which are left out; a
-    Fault is one of a server that cannot be offered. Raises Fault if none fits."""
-    fitting: list[Tool] = []
-    faults = []
-    for tool in found:
-        try:
-            if isinstance(tool, Fault):
-                raise tool
-            check_words(without_secrets(where), [*others, *fitting, tool])
-            fitting.append(tool)
-        except Fault as e:
-            faults.append(e)
-    if not fitting:
-        raise faults[0]
-    if leads():
-        for fault in faults:
-            print(printable(f"note: {fault}; it is left out"), flush=True)
-    return fitting
+    task.tools = [*task.tools, *found]
 
 
 def choose_instruction(task: Task) -> str:

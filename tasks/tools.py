@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import simpleeval
-
 from plumbing.chat import apply_template
 from plumbing.faults import Fault
 from plumbing.outside import escape_markup, map_texts, match_markup
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from tasks.task import Message, Question, Task, Trajectory
 
 
-simpleeval.MAX_POWER = 1000  # largest base and exponent, so that no calculation takes long
 ANSWER = "answer"  # the tag that ends a trajectory
 WORDS = ("tag", "noun", "argument", "plural", "result_tag")
 # What metrics.jsonl has of every step, with `time/total` and the like: neither a tool's metric nor a
@@ -90,22 +87,6 @@ class Function(Tool):
         except Exception as e:
             done.set_result(Failure([f"not {self.noun} ({type(e).__name__})"]))
         return done
-
-
-class Calculator(Function):
-    """Arithmetic on numbers: `<calculate> 3 * (4 + 5) </calculate>` returns 27."""
-
-    tag, noun, argument = "calculate", "a calculation", "expression"
-    plural, result_tag = "calculations", "result"
-    description = "Computes an arithmetic expression of numbers, such as 3 * (4 + 5)."
-
-    def run(self, argument: str) -> str:
-        if not re.fullmatch(r"[\d\s.+*/%()-]{1,200}", argument):
-            raise ValueError(argument)
-        # of several lines simpleeval would compute only the first
-        one_line = " ".join(argument.split())
-        x = simpleeval.SimpleEval(names={}, functions={}).eval(one_line)
-        return str(x) if isinstance(x, int) else f"{float(x):.12g}"
 
 
 def check_words(where: str, tools: Sequence[Tool]) -> None:

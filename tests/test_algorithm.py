@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from found_search import Product
 
 import inspo
 from config import Config
@@ -19,7 +20,6 @@ from reflect import Call
 from run import Checkpoints
 from tasks import Job, Question, Task, Trajectory
 from tasks.task import draw_questions, rng_of
-from tasks.tools import Calculator
 
 T_NOW = 9  # the step after which the tests of `evolve` evolve
 # no candidate may lose one
@@ -300,7 +300,7 @@ def test_long_observations_of_the_task_s_own_tools_are_cut_in_the_prompt(monkeyp
     monkeypatch.setattr(inspo, "PROMPT_BUDGET", 500)
 
     class Counting(Exam):
-        tools = (Calculator(),)
+        tools = (Product(),)
 
     long = f"<result>{'7 ' * 3000}</result> the middle <result>{'8 ' * 3000}</result>"
     B = replayed(*BUFFER)

@@ -388,7 +388,7 @@ def test_a_value_outside_its_range_is_refused_by_name(refuses, argv):
         ("--mini_batch 121", "--mini_batch 121: a step has 120 trajectories (--batch 24 x --G)"),
         ("--batch 4 --G 2 --mini_batch 9", "--mini_batch 9: a step has 8 trajectories"),
         ("--batch 0 --mini_batch 1", "--batch 0"),
-        ("--topk 1000", "--topk 1000: the search server returns 100 passages at most"),
+        ("--topk 1000", "--topk 1000: should be less than or equal to 100"),
         ("--dry_run 8xh100", "--dry_run is a program of its own (docs/gpus.md)"),
         ("--vllm http://h:1", "--vllm is an engine of its own, which --engine names"),
         ("--resume", "--out"),

@@ -4,6 +4,7 @@ a time."""
 import copy
 import math
 import re
+from itertools import compress
 
 import numpy as np
 import pytest
@@ -520,9 +521,8 @@ def test_a_checkpoint_is_whole_though_a_parameter_never_had_a_gradient(world, tm
         assert torch.equal(p, q)
 
 
-def test_the_gap_is_told_by_quarter_of_the_depth_with_its_tail(world, sampled):
-    """Against numpy, over two micro-batches or more: gaps that grow with the depth, and one that
-    stands out."""
+def test_the_gap_is_told_with_its_tail(world, sampled):
+    """Against numpy, over two micro-batches or more: small gaps, and one that stands out."""
     taus = copy.deepcopy(sampled[1.0])
     longest = max(len(tau.ids) for tau in taus)
     for tau in taus:
@@ -532,19 +532,13 @@ def test_the_gap_is_told_by_quarter_of_the_depth_with_its_tail(world, sampled):
     taus[3].logps[last] -= 2.0
     learner = learner_of(world[0], world[0], micro_tokens=128)
     trained = learner.logprobs(taus)[0]
-    places = [(k / longest, lp) for tau in taus for k, lp in enumerate(tau.logps) if tau.mask[k]]
-    depth, engine = np.array(places).T
+    engine = np.array([lp for tau in taus for lp in compress(tau.logps, tau.mask)])
     want, found = abs(trained - engine), learner.update(2, [taus])
     wanted = {"logp_gap": want.mean(), "logp_gap/max_ratio": math.exp(want.max())}
     wanted["logp_gap/p99"] = np.sort(want)[math.ceil(0.99 * len(want)) - 1]  # counted from 0
-    for quarter in range(4):
-        inside = (depth >= quarter / 4) & (depth < (quarter + 1) / 4)
-        if inside.any():
-            wanted[f"logp_gap/q{quarter + 1}"] = want[inside].mean()
     assert {name: x for name, x in found.items() if name.startswith("logp_gap")} == pytest.approx(
         wanted, rel=1e-3
     )
     assert found["logp_gap/max_ratio"] > 7
-    assert found["logp_gap/q4"] > 2 * found["logp_gap/q1"] > 0
-    huge = describe_gaps(torch.tensor([[500.0], [0.5]]), False)
+    huge = describe_gaps(torch.tensor([500.0]), False)
     assert math.isfinite(huge["logp_gap/max_ratio"])  # JSON has no infinity

@@ -57,7 +57,7 @@ def test_the_columns_of_a_step_by_hand():
     assert (file, name, len(kept)) == ("step-000001", "metrics", 4)
     wanted = {
         "t": 1, "reward": 0.75, "reward/a": 1.0, "reward/b": 0.5, "em": 0.75, "em/a": 1.0, "em/b": 0.5,
-        "searches": 1.0, "searches/empty": 0.75, "answered": 0.75, "valid_actions": 7 / 8,
+        "searches": 1.0, "answered": 0.75, "valid_actions": 7 / 8,
         "prompt_tokens": 2, "response_tokens": 2, "context_tokens": 5, "zero_variance_groups": 0.5,
         "n": {"0": 2, "1": 2}, "loss": 0.25, "best": 1, "w_best": 1.0, "w": {"0": 0.5, "1": 1.0},
     }  # fmt: skip

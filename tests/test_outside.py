@@ -12,10 +12,11 @@ from config import Config
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, plain, printable
 from tasks import Question, Trajectory, Turn
-from tasks.search_qa import SEARCH_R1, SearchQA
+from tasks.search_qa import SEARCH_R1
+from tasks.task import load_task
 from tasks.tools import Action, encode
 
-TASK = SearchQA(Config(tools="search,calculator"))
+TASK = load_task(Config(tools="search,calculator"))
 SEARCH, TAGS = TASK.tools[0], TASK.make_format().reserved_tags()
 
 

@@ -182,19 +182,10 @@ CHAT = [{"role": "user", "content": "Question: who wrote it?"}]
     [  # verl's ground truth
         ({"reward_model": {"ground_truth": "42"}}, ("42",)),
         ({"reward_model": {"ground_truth": {"target": ["42", "x"], "style": 1}}}, ("42", "x")),
-        # JSON in a text
-        ({"golden_answers": ' ["Jane Austen", "Jos\\u00e9"]'}, ("Jane Austen", "José")),
-        ({"reward_model": {"ground_truth": {"target": '["x", "y"]'}}}, ("x", "y")),
-        ({"reward_model": '{"ground_truth": "[\\"x\\"]"}'}, ("x",)),  # twice
-        # answers that look like it
-        ({"golden_answers": '"[x] marks the spot" she said'}, ('"[x] marks the spot" she said',)),
-        ({"golden_answers": "[0, 1]"}, ("[0, 1]",)),
-        ({"golden_answers": '{"a": 1}'}, ('{"a": 1}',)),
     ],
 )
-@pytest.mark.parametrize("prompt", [CHAT, json.dumps(CHAT, indent=1)])
-def test_golds_and_prompts_are_lists_objects_texts_or_their_json(tmp_path, row, golds, prompt):
-    path = write(tmp_path / "q.jsonl", row | {"prompt": prompt, "extra_info": '{"index": 8}'})
+def test_golds_and_prompts_are_lists_objects_or_texts(tmp_path, row, golds):
+    path = write(tmp_path / "q.jsonl", row | {"prompt": CHAT, "extra_info": {"index": 8}})
     assert load_questions(path) == [Question("8", "who wrote it?", golds)]
 
 

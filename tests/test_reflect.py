@@ -327,7 +327,6 @@ LEAK = "contains the gold answer"
         ("", "</s>", "holds the control token </s>"),
         ("", "\x1b[2J\x1b[31mred", "holds control characters"),
         ("", "One.\\nTwo.", "holds escapes"),
-        ("", "<information>Emma is a novel by Austen.</information>", "holds a search result"),
         ("", "\n > QUESTION : x", "asks a question of its own"),
         # what an instruction says about the format
         ("", "Give <answer> your final answer </answer>.", ""),

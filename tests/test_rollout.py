@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from found_search import Found
+from found_search import Found, Game, Product
 
 from config import Config
 from engines import FinishedTurn
@@ -14,8 +14,7 @@ from plumbing.faults import ToolDown
 from rollout import rollout
 from tasks import Job, Question, Task, Turn
 from tasks.search_qa import SEARCH_R1
-from tasks.task import Game
-from tasks.tools import Action, Calculator, Tool, explain_invalid_action
+from tasks.tools import Action, Tool, explain_invalid_action
 
 ROOT = Path(__file__).parents[1]
 ASKED = Question("q-0", "Who designed the Sydney Opera House?", ("Jørn Utzon",), "fixture")
@@ -443,7 +442,7 @@ def test_more_jobs_than_rows_are_played_in_batches_each_with_a_seed_and_progress
 
 def test_a_call_goes_to_its_own_tool_and_its_result_comes_in_that_tool_s_tag(tokenizer):
     turns = "<calculate> 6 * 7 </calculate>", "<search>Seine</search>", "hm", ANSWER
-    tools = [Found('"Seine"\nA river.'), Calculator()]
+    tools = [Found('"Seine"\nA river.'), Product()]
     tau, _ = play(tokenizer, tools, *turns)
     assert tau.turns[:2] == [
         Turn(turns[0], "calculate", "6 * 7", ["42"]),

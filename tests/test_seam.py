@@ -7,6 +7,7 @@ import zlib
 
 import numpy as np
 import pytest
+from found_search import Product
 
 from config import PRESETS, Config, parse_flags
 from plumbing.faults import Fault
@@ -23,11 +24,10 @@ from tasks.task import (
     set_rewards,
     take_subset,
 )
-from tasks.tools import Calculator
 
 GAME = """
 from tasks import Question, Task
-from tasks.tools import Calculator
+from found_search import Product
 
 class Game(Task):
     tools = ()
@@ -45,7 +45,7 @@ class Toolless(Task):
     questions = reward = Game.reward
 
 class Twice(Game):
-    tools = (Calculator(), Calculator())
+    tools = (Product(), Product())
 
 class Instructed(Game):
     instruction = "Play."
@@ -324,12 +324,12 @@ def test_metrics_are_floats_under_the_names_that_the_task_gives():
             "loss: that is measured in every run; give it another name",
         ),
         ([{"wins": 1.0, "time/total": 1.0}] * 2, "time/total: that is measured"),
-        ([{"calculations/empty": 1.0}] * 2, "calculations/empty: that is measured"),
+        ([{"calculations/failed": 1.0}] * 2, "calculations/failed: that is measured"),
     ],
 )
 def test_metrics_that_cannot_be_averaged_are_refused_by_name(rows, says):
     task = Returning(metrics=rows)
-    task.tools = [Calculator()]
+    task.tools = [Product()]
     line = refused(compute_metrics, task, taus(2))
     assert line.startswith("--task mine:Returning: its metric") and says in line
 

@@ -102,21 +102,6 @@ def test_a_full_gpu_is_told_in_one_line_that_names_a_remedy(monkeypatch, tmp_pat
     ), line
 
 
-@pytest.mark.parametrize("url", ["", "http://localhost:8000"])
-def test_two_nodes_need_a_search_server_that_both_can_reach(monkeypatch, url):
-    cfg = parse_flags(["--mode", "static", "--retriever", url])
-    SearchQA(cfg).check()
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(
-        Fault, match="2 nodes: give --retriever with an address that all of them can reach"
-    ):
-        SearchQA(cfg).check()
-    SearchQA(replace(cfg, retriever="http://node-0:8000")).check()
-    SearchQA(replace(cfg, tools="none")).check()
-
-
 def test_the_world_s_optimizer_is_the_one_that_was_named_and_comes_back_when_it_was_killed(
     tmp_path,
 ):

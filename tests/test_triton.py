@@ -110,9 +110,7 @@ def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
         assert row["note"] or row["ms"] > 0
 
 
-@pytest.mark.parametrize(
-    "flags", [["--shapes", "2048"], ["--tokens", "0"], ["--masked", "100"], ["--peers", "nobody"]]
-)
+@pytest.mark.parametrize("flags", [["--shapes", "2048"], ["--tokens", "0"], ["--peers", "nobody"]])
 def test_what_the_benchmark_cannot_measure_is_one_line(flags, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench", *flags])
     with pytest.raises(SystemExit) as ended:

@@ -25,7 +25,7 @@ from plumbing.faults import Fault, first_line
 from plumbing.outside import without_secrets
 from tasks import Message, Question, Task, Trajectory
 from tasks.functions import TypedFunction
-from tasks.search_qa import look_up, read_rows, unpacked
+from tasks.search_qa import look_up, read_rows
 from tasks.tools import Failure, Tool
 
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods that the policy cannot call
@@ -229,9 +229,6 @@ def _asked(row: Any) -> str:
         prompt = PROMPT.validate_python(row.get("prompt") or row.get("question"))
     except (AttributeError, ValidationError):
         return ""
-    if isinstance(prompt, str):
-        with suppress(ValidationError):  # another JSON text is what is asked
-            prompt = PROMPT.validate_python(unpacked(prompt))
     if isinstance(prompt, str):
         return prompt.strip()
     return "\n\n".join(_text(message["content"]) for message in prompt).strip()

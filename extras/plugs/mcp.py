@@ -25,8 +25,9 @@ from typing import Any
 
 from plumbing.faults import Fault, ToolDown, first_line
 from plumbing.outside import printable, without_secrets
+from plumbing.stop import leads
 from tasks.functions import Failed, SchemaTool
-from tasks.tools import Tool
+from tasks.tools import Tool, check_words
 
 PATIENCE = 60.0  # seconds for a server to start and to list its tools
 PROBE = 10.0  # seconds for one that has failed to list them again
@@ -34,8 +35,35 @@ RETRIES = 6  # attempts to reach it again after the first, as of the search tool
 ROUNDS = 6  # of calls of a tool, each begun after the last went unserved, that stop the run
 
 
+def tools_of(target: str, where: str, others: Sequence[Tool]) -> list[Tool]:
+    """Returns the tools of the server at a URL or behind a command that the policy can call beside
+    others. Raises Fault if there is none."""
+    return choose_fitting(where, others, list_tools(target, where))
+
+
+def choose_fitting(where: str, others: Sequence[Tool], found: Sequence[Tool | Fault]) -> list[Tool]:
+    """Returns the tools that the policy can call beside others, and tells which are left out; a
+    Fault is one of a server that cannot be offered. Raises Fault if none fits."""
+    fitting: list[Tool] = []
+    faults = []
+    for tool in found:
+        try:
+            if isinstance(tool, Fault):
+                raise tool
+            check_words(without_secrets(where), [*others, *fitting, tool])
+            fitting.append(tool)
+        except Fault as e:
+            faults.append(e)
+    if not fitting:
+        raise faults[0]
+    if leads():
+        for fault in faults:
+            print(printable(f"note: {fault}; it is left out"), flush=True)
+    return fitting
+
+
 @functools.cache
-def tools_of(target: str, where: str) -> Sequence[Tool | Fault]:
+def list_tools(target: str, where: str) -> Sequence[Tool | Fault]:
     """Returns the tools of the server at a URL or behind a command, a Fault for each that cannot be
     offered.
 

@@ -17,14 +17,13 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from extras.plugs.environment import EnvironmentTask, close
-from extras.plugs.mcp import RETRIES, CheckedTool, back_off, make_tools
+from extras.plugs.mcp import RETRIES, CheckedTool, back_off, choose_fitting, make_tools
 from plumbing.client import Client
 from plumbing.faults import Fault, ToolDown, first_line
 from plumbing.outside import at, without_secrets
 from plumbing.stop import count_ranks
 from tasks import Question, Trajectory
 from tasks.functions import Failed
-from tasks.task import choose_fitting
 from tasks.tools import Tool
 
 PATIENCE = 60.0  # seconds for a reply

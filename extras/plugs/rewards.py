@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from plumbing.faults import Fault
 from tasks import Question, Task, Trajectory
-from tasks.search_qa import look_up, unpacked
+from tasks.search_qa import look_up
 from tasks.task import import_named, read_rewards
 
 Columns = dict[str, Any]
@@ -218,10 +218,7 @@ class Rewarded(Task):
         row = copy.deepcopy(columns_of(tau.question))
         results = sum(turn.result is not None for turn in tau.turns)
         truth = look_up(row, "reward_model", "ground_truth", default=row["golden_answers"])
-        info = {
-            **(unpacked(row.get("extra_info")) or {}),
-            "num_turns": 1 + len(tau.turns) + results,
-        }
+        info = {**(row.get("extra_info") or {}), "num_turns": 1 + len(tau.turns) + results}
         values = row["data_source"], self.plain(tau.response), truth, info
         return dict(zip(VERL, values, strict=True))
 

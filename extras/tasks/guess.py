@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import ClassVar
 
+from extras.tasks.game import Game
 from tasks import Question, Trajectory
-from tasks.task import Game, rng_of
+from tasks.task import rng_of
 
 NUMBERS = 15  # that a question leaves open
 LOWEST = range(1, 51)  # the first of them

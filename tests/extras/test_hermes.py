@@ -19,6 +19,7 @@ import inspo
 from config import Config
 from evaluate import load_agent
 from extras.plugs.hermes import IN_TEMPLATE, schema_of
+from extras.tasks.calculator import Calculator
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from reflect import read_candidates
@@ -27,7 +28,7 @@ from tasks import Job, Question, Task
 from tasks.functions import TypedFunction
 from tasks.search_qa import SEARCH_R1, SearchQA
 from tasks.task import load_task
-from tasks.tools import Calculator, encode
+from tasks.tools import encode
 
 ASKED = Question("q-0", "Who designed the Sydney Opera House?", ("Jørn Utzon",), "fixture")
 INSTRUCTION = "Answer the question.\nWrite <answer> Beijing </answer>."

@@ -27,7 +27,7 @@ pytest.importorskip(
 )
 
 from extras.plugs import mcp  # noqa: E402
-from extras.plugs.mcp import RETRIES, ROUNDS, tools_of  # noqa: E402
+from extras.plugs.mcp import RETRIES, ROUNDS, list_tools  # noqa: E402
 
 SERVER = Path(__file__).parent / "mcp_server.py"
 COMMAND = f"{sys.executable} {SERVER}"
@@ -36,7 +36,7 @@ NAMES = {"add", "shout", "fail", "sleep", "secret", "refuse", "show"}
 
 def tools(target=COMMAND):
     """The tools of a server, by name: of one for all tests, unless the target is another's."""
-    found = tools_of(target, f"--tools mcp:{target}")
+    found = list_tools(target, f"--tools mcp:{target}")
     return {tool.name: tool for tool in found if not isinstance(tool, Fault)}
 
 

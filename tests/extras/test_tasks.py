@@ -18,6 +18,7 @@ from scripted import Says
 import evaluate
 import inspo
 from config import Config, RolloutKnobs
+from extras.tasks.calculator import Calculator
 from extras.tasks.guess import Guess
 from extras.tasks.judged import JudgedQA, score_of
 from plumbing.files import read_jsonl
@@ -267,3 +268,24 @@ def test_the_smallest_task_of_the_page_runs_as_it_stands_there(
     assert said == 0, said
     assert [summary_of(Path("run"))[name] for name in ("metrics", "tools")] == [["reward"], []]
     assert os.path.exists("run/report.html")
+
+
+# ---- the calculator
+
+
+@pytest.mark.parametrize(
+    "expression, result",
+    [
+        ("3 * (4 + 5)", "27"),
+        ("0.1 + 0.2", "0.3"),
+        ("1 +\n2", "3"),
+        ("1234567.0 * 7654321", "9.44977211401e+12"),
+        ("1\n2", "not a calculation (SyntaxError)"),
+        ("1 / 0", "not a calculation (ZeroDivisionError)"),
+        ("two plus two", "not a calculation (ValueError)"),
+        ("__import__('os')", "not a calculation (ValueError)"),
+        ("9 ** 9 ** 9 ** 9", "not a calculation (NumberTooHigh)"),
+    ],
+)
+def test_the_calculator_computes_arithmetic_and_answers_whatever_it_is_given(expression, result):
+    assert Calculator().submit(expression).result(0) == [result]
