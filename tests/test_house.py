@@ -157,7 +157,7 @@ MOST = {
     "rollout.py": 1120,
     "run.py": 2152,
     "tasks": 7932,
-    "tests": 182840,
+    "tests": 167111,
     "training": 3676,
     "world": 2235,
 }
