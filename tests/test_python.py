@@ -88,6 +88,7 @@ class Unvalidated(Echo):
         return [len(tau.response) / best for tau in taus]
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_the_questions_that_there_are_resumed_too(tmp_path):
     settings = TINY | dict(T=3, T_e=3, eval_every=1, save_every=1, keep=9, out=tmp_path / "run")
     settings |= dict(mode="inspo", K_e=1, D_B=0, task=Unvalidated)
