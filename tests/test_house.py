@@ -157,7 +157,7 @@ MOST = {
     "rollout.py": 1120,
     "run.py": 2152,
     "tasks": 7932,
-    "tests": 168508,
+    "tests": 167143,
     "training": 3700,
     "world": 2235,
 }
