@@ -89,7 +89,7 @@ def recipe_of(target: str, argv: list[str]) -> list[str]:
     )
     assert done.returncode == 0, f"make {target}: {done.stderr}"
     lines = done.stdout.splitlines()
-    return [line for line in lines if re.match(r"(\w+=\S+ )?\S*python3? ", line)]
+    return [line for line in lines if re.match(r"(\w+=\S+ )?[\w./-]*python3? ", line)]
 
 
 def parsed(page: str, line: str) -> list[Shown]:
