@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import compress
 from typing import Any, ClassVar
@@ -150,10 +151,15 @@ class Learner:
 
     def take_share(self, minibatch: Batch) -> Iterator[tuple[Batch, Indices]]:
         """Yields this rank's micro-batches of a mini-batch, each with the indices of its action
-        tokens among the N."""
+        tokens among the N; `models.model.probe` says what the row of one may hold."""
         # of the N action tokens trajectory k has those from starts[k] to starts[k + 1]
         starts = np.cumsum([0, *(sum(tau.mask) for tau in minibatch)])
-        batches = micro_batches(minibatch, self.cfg.micro_tokens, self.ranks)
+        most, rows = self.cfg.micro_tokens, self.model.rows
+        if rows != "shared":
+            minibatch = [replace(tau, prompt_tokens=0) for tau in minibatch]
+        if rows == "single":
+            most = 1
+        batches = micro_batches(minibatch, most, self.ranks)
         for batch in batches[self.rank :: self.ranks]:
             indices = [np.arange(starts[k], starts[k + 1]) for k in batch]
             # a batch that only keeps the ranks in step is empty

@@ -4,6 +4,9 @@
 a finished row leaves the batch, and the keys and values of its context stay cached for its next
 turn. It can share the trainer's model, so that nothing has to be synchronized, and it is
 deterministic: the same calls return the same bits.
+
+Of a model that has other layers than attention, transformers' cache keeps the states, and a context
+is computed anew for each of its turns.
 """
 
 from typing import Any
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from engines import Contexts, FinishedTurn, Turns, watch_ends
 from models.model import Weights, make_head
+from plumbing.faults import Fault
 
 
 class RowCache:
@@ -145,6 +149,10 @@ class TorchEngine:
             return
         training = self.model.training
         self.model.eval()
+        if self.model.rows != "shared":
+            yield from self._generate_whole(contexts, max_new, temperature)
+            self.model.train(training)
+            return
         h = self._prefill(contexts, max_new)  # (B, H)
 
         # A turn for each slot of `self.cache`. While the batch shrinks, `cache` holds the rows that
@@ -194,6 +202,30 @@ class TorchEngine:
             h = self._forward(cache, tokens, positions).flatten(0, 1)
             lengths = lengths + 1
         self.model.train(training)
+
+    def _generate_whole(self, contexts: Contexts, max_new: int, temperature: float) -> Turns:
+        """Generates with transformers' cache, which takes no rows of several lengths, a row at a
+        time."""
+        from transformers import DynamicCache
+
+        for key, context in contexts.items():
+            turn, cache = FinishedTurn(key, [], []), DynamicCache(config=self.model.config)
+            ids = self._tensor([context])
+            positions = torch.arange(len(context), device=self.device)[None]
+            while len(turn.ids) < max_new and not (turn.ids and self.ended(turn.ids)):
+                out = self.model.base_model(
+                    input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
+                )
+                if not cache.has_previous_state():
+                    raise Fault(
+                        f"--engine torch: a {self.model.config.model_type} model leaves no states in"
+                        " transformers' cache; take --engine vllm"
+                    )
+                sampled, logp = self._sample(out.last_hidden_state[:, -1], temperature)
+                turn.ids.append(int(sampled))
+                turn.logps.append(float(logp))
+                ids, positions = sampled[None], positions[:, -1:] + 1
+            yield turn
 
     def _prefill(self, contexts: Contexts, room: int) -> Tensor:
         """Caches the uncached part of every context; returns the last hidden state of each row, (B,

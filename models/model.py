@@ -121,22 +121,24 @@ def load_model(path: str, longest: int = 0) -> Any:
     for p in model.parameters():
         p.data = p.data.clone()
     speed_up(model)
-    model.forward_packed = MethodType(forward_packed, model)
     longest = longest or getattr(config.get_text_config(), "max_position_embeddings", 0) or 1
-    with loading(path, "forward pass that can be packed"):
+    with loading(path, "forward pass that can be trained"):
         reason = probe(model, longest)
     if reason:
         raise Fault(f"--model {path}: {reason}")
+    model.forward_packed = MethodType(forward_packed, model)
     return model
 
 
 @torch.no_grad()
 def probe(model: Any, longest: int) -> str:
-    """Returns why `forward_packed` would be wrong for this model, "" if it is right.
+    """Finds out what a row of `forward_packed` may hold, `model.rows`: "shared" prompts; sequences,
+    each "whole", where other layers than attention are told where one begins; or a "single" one,
+    where they cannot be told. Returns why it would be wrong all the same, "" if it is right.
 
     The model's own logits of two short sequences, each alone, have to be its head's weight times its
-    hidden states; and these have to be the same in training, when both sequences are packed into
-    one row with the last token of a sequence of `longest`.
+    hidden states; and these have to be the same in training, in a row with the last token of a
+    sequence of `longest`.
     """
     head, states = model.get_output_embeddings(), list[Tensor]()
 
@@ -166,15 +168,20 @@ def probe(model: Any, longest: int) -> str:
                 " they have a constant, a bias or a soft cap, or are not finite"
             )
 
-    # packed
-    row, packing = torch.cat([*sequences, sequences[0][:1]]), Packing([*map(len, sequences), 1])
-    packing.positions[-1] = longest - 1
-    packed = hidden_states(model.train(), row, packing)[:-1]
-    model.eval()
-    if _close(packed, torch.cat(states)):
-        return ""
+    # in training: both in a row, unmarked and marked; each in a row of its own
+    alone = [sequences[:1], sequences[1:]]
+    model.train()
+    for model.rows, rows in ("shared", [sequences]), ("whole", [sequences]), ("single", alone):
+        found = []
+        for row in rows:
+            packing = Packing([*map(len, row), 1])
+            packing.positions[-1] = longest - 1
+            found.append(hidden_states(model, torch.cat([*row, row[0][:1]]), packing)[:-1])
+        if _close(torch.cat(found), torch.cat(states)):
+            model.eval()
+            return ""
     return (
-        f"packed sequences change its hidden states: {model.config.model_type} has more than causal"
+        f"training would change its hidden states: {model.config.model_type} has more than causal"
         " attention, or positions that depend on the longest sequence"
     )
 
@@ -214,6 +221,7 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
             trust_remote_code=False,
         )
     speed_up(model)
+    model.rows = "shared"  # until `fill` knows
     return model
 
 
@@ -313,6 +321,10 @@ def fill(model: Any, source: Any, seed: int | None = None) -> Any:
     Rank 0 has `source`, whole and on its CPU; the other ranks pass None. With a `seed` weights are
     dithered, on the device of `model`.
     """
+    rows = [source and source.rows]
+    if dist.is_initialized():
+        dist.broadcast_object_list(rows, 0)
+    [model.rows] = rows
     values = dict(source.named_parameters()) | dict(source.named_buffers()) if source else {}
     generator: torch.Generator | None = None
     for name, target in [*model.named_parameters(), *model.named_buffers()]:
@@ -411,7 +423,15 @@ def forward_packed(
 
 def hidden_states(model: Any, ids: Tensor, packing: Packing) -> Tensor:
     """Returns the last hidden states (T, H) of a row ids (T,)."""
+    marks = {}  # where sequences begin, for layers that are no attention
+    if model.rows == "whole":
+        sequence_of = (packing.positions == 0).cumsum(0, dtype=torch.int32)
+        marks = {"cu_seq_lens_q": packing.query_ends, "seq_idx": sequence_of[None]}
     out = model.base_model(
-        input_ids=ids[None], position_ids=packing.positions[None], use_cache=False, packing=packing
+        input_ids=ids[None],
+        position_ids=packing.positions[None],
+        use_cache=False,
+        packing=packing,
+        **marks,
     )
     return out.last_hidden_state[0]

@@ -165,14 +165,14 @@ SUPPORTED = {  # family -> settings
 }
 LOGITS, HIDDEN = (
     "its logits are not its hidden states times",
-    "packed sequences change its hidden states",
+    "training would change its hidden states",
 )
 REFUSED = {  # family -> settings, what the line says
     "Granite": ({"logits_scaling": 8.0}, LOGITS),
     "Gemma2": ({}, LOGITS),  # a soft cap
     "Phi": ({}, LOGITS),  # a bias
     "GptOss": (EXPERTS, HIDDEN),  # attention sinks
-    "Llama4Text": (EXPERTS, "no forward pass that can be packed"),
+    "Llama4Text": (EXPERTS, "no forward pass that can be trained"),
     "GPTNeo": ({"attention_types": [[["global", "local"], 1]]}, "no causal LM can be loaded"),
     "Phi3": (
         {"rope_parameters": LONG | {"rope_theta": 1e4}, "original_max_position_embeddings": 32},

@@ -59,6 +59,12 @@ R = TypeVar("R")
 
 CPU_TOKENS = 1024  # of a micro-batch on a CPU, unless --micro_tokens says otherwise
 FILES = 7  # of a rank's share in a checkpoint: safetensors makes a file's bytes in memory
+# what a row of its training holds, of a model that has more than attention
+ROWS = {
+    "shared": "",
+    "whole": "; prompts are not shared: it has layers that are no attention",
+    "single": "; one trajectory a row: its layers cannot be told where a sequence begins",
+}
 # one process saves checkpoints without a group
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 # what saves GPU memory
@@ -447,7 +453,8 @@ class Policy:
         """Returns in words what is trained, and on what."""
         model, ranks = self.learner.model, self.ranks
         words = f"{model.num_parameters() / 1e6:,.2f}M parameters, {ranks.size} x {ranks.device}"
-        return f"{words}, {ranks.dtype}, {self.cfg.engine} engine"
+        row = ROWS[model.rows]
+        return f"{words}, {ranks.dtype}, {self.cfg.engine} engine{row}"
 
     def close(self) -> None:
         """Ends all ranks, unless one is inside a collective: then torchrun ends them. A checkpoint that

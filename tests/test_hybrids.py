@@ -1,0 +1,151 @@
+"""Models whose layers are not all attention, with random weights: trained one trajectory a row, as
+Hugging Face computes them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from test_grpo import batch_of, eq2, logprobs, settings_of
+from test_model import EXPERTS, make_family, own_logps
+from test_ranks import CFG, alone, same, together
+from tiny_model import STOP
+from transformers import AutoModelForCausalLM
+
+from engines.torch_engine import TorchEngine
+from grpo import Learner, minibatches
+from models import lora
+from models.model import load_model, load_tokenizer, weights
+from plumbing.faults import Fault
+
+DELTA = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+)
+ROUTED = EXPERTS | dict(moe_intermediate_size=32, shared_expert_intermediate_size=32)
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_expand=2)
+FAMILIES = {  # family -> settings
+    "Qwen3_5Text": DELTA | {"layer_types": ["linear_attention", "full_attention"]},
+    "Qwen3Next": DELTA | ROUTED | {"layer_types": ["linear_attention", "full_attention"]},
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "GraniteMoeHybrid": MAMBA
+    | {
+        "layer_types": ["mamba", "attention"],
+        "shared_intermediate_size": 64,
+        "num_local_experts": 0,
+    },
+    "Bamba": MAMBA | {"attn_layer_indices": [1]},
+    "FalconH1": MAMBA | {"mamba_d_ssm": 128},  # both in each layer
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tiny_path, tmp_path_factory):
+    """Returns the path of a random policy, and Hugging Face's own model of it."""
+    name = request.param
+    path = make_family(name, FAMILIES[name], tiny_path, tmp_path_factory.mktemp("models") / name)
+    own = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    return path, own
+
+
+def made_up(groups):
+    """Returns groups of three random trajectories with one prompt each."""
+    taus = batch_of(groups)
+    for tau in taus:
+        tau.ids = [i % 600 for i in tau.ids]
+    return taus
+
+
+def adapted(path):
+    """Returns a policy with adapters that change what it computes."""
+    model, g = lora.add(load_model(path), 4, 8), torch.Generator().manual_seed(1)
+    for layer in lora.layers(model).values():
+        layer.lora_B.data = 0.05 * torch.randn(layer.lora_B.shape, generator=g)
+    return model
+
+
+@pytest.mark.parametrize("way", ["plain", "recomputed", "lora"])
+def test_an_update_is_eq_2_with_its_own_logits(family, way):
+    path, own = family
+    model = adapted(path) if way == "lora" else load_model(path)
+    assert model.rows == "single"
+    if way == "lora":
+        own = copy.deepcopy(own)
+        own.load_state_dict(dict(weights(model)), strict=False)
+    if way == "recomputed":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    rank = 4 if way == "lora" else 0
+    cfg = settings_of(beta=0.0, temperature=0.7, mini_batch=6, lora_rank=rank, lora_alpha=8)
+    learner, taus = Learner(model, None, cfg), made_up(2)
+
+    want = torch.cat([logprobs(own, tau, 0.7) for tau in taus])
+    assert want.std() > 0.5
+    torch.testing.assert_close(
+        torch.from_numpy(learner.score_tokens(taus)[0]).float(), want, atol=1e-5, rtol=1e-5
+    )
+
+    # one denominator: the mean over six trajectories, each in a micro-batch of its own
+    loss, *_ = eq2(own, None, taus, None, 0.7, 0.0)
+    names = [name for name, _ in own.named_parameters()]
+    dW = dict(zip(names, torch.autograd.grad(loss, list(own.parameters())), strict=True))
+    sums, _ = learner.backward(taus, None)
+    assert sums["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    layers, found = lora.layers(model), {}
+    for name, p in model.named_parameters():
+        if not lora.is_adapter(name):
+            found[name] = p.grad, dW[name]
+    if way == "lora":
+        found.clear()
+        for name, layer in layers.items():
+            A, B, scale = layer.lora_A, layer.lora_B, layer.scale
+            found[f"{name} A"] = A.grad, scale * B.T @ dW[name]
+            found[f"{name} B"] = B.grad, scale * dW[name] @ A.T
+    assert len(found) > 10
+    for name, (got, wanted) in found.items():
+        off = (got - wanted).norm() / wanted.norm().clamp(min=1e-3)
+        assert off < 1e-5, (name, off)
+
+
+def test_a_turn_is_sampled_as_a_pass_over_its_whole_context_has_it(family):
+    path, own = family
+    tokenizer = load_tokenizer(path)
+    engine, g = TorchEngine(load_model(path), tokenizer, STOP), torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 600, (n,), generator=g).tolist() for n in (3, 70, 70)]
+    contexts = {row: prompts[row // 2] for row in range(6)}
+    for temperature in (0.7, 0.0):  # a turn each
+        for row, sampled, logps, _ in [*engine.generate(contexts, 8, temperature)]:
+            ids = contexts[row] + sampled
+            turn = own_logps(own, torch.tensor(ids), temperature or 1.0)[-len(sampled) :]
+            want = turn.gather(1, torch.tensor(sampled)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(logps).double(), want, atol=2e-5, rtol=2e-5)
+            assert temperature or torch.equal(turn.max(1).values, want)
+            contexts[row] = ids + [7, 8, 9][row % 2 :]
+    engine.reset(0)
+    again = [*engine.generate(contexts, 8, 0.7)]
+    engine.reset(0)
+    assert [*engine.generate(contexts, 8, 0.7)] == again
+
+
+def test_a_cache_that_the_torch_engine_cannot_keep_is_refused(tiny_path, tmp_path):
+    path = make_family("Mamba2", {"num_heads": 8, "head_dim": 16}, tiny_path, tmp_path / "m")
+    model = load_model(path)
+    assert model.rows == "single"
+    engine = TorchEngine(model, load_tokenizer(path), STOP)
+    with pytest.raises(Fault, match=r"^--engine torch: a mamba2 model .* take --engine vllm$"):
+        [*engine.generate({0: [5, 6]}, 8, 0.0)]
+
+
+@pytest.mark.ranks
+def test_two_processes_compute_what_one_does_and_export_it(family, tmp_path):
+    path, _ = family
+    parts = minibatches(made_up(4), CFG)
+    (tmp_path / "batches").write_bytes(pickle.dumps((CFG, parts)))
+    flags = path, tmp_path / "batches", tmp_path / "out", "--recompute"
+    metrics, trained = together(2, *flags)
+    same(metrics, trained, alone(path, CFG, parts))
+    again = load_model(str(tmp_path / "out" / "policy")).state_dict()
+    assert all(torch.equal(again[name], W) for name, W in trained.items())
