@@ -18,7 +18,6 @@ from engines.torch_engine import TorchEngine
 from models import model as models
 from models.model import empty, fill, load_config, load_policy, weights
 from plumbing.files import read_jsonl
-from plumbing.servers import Child
 from training.policy import choose_dither_seed
 
 SMALL = "--mode static --dtype bfloat16 --T 2 --batch 2 --G 2 --eval_n 2 --save_every 1 --keep 9 --seed 6"
@@ -31,17 +30,9 @@ def steps(run) -> list[dict]:
     ]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """The search server of all runs."""
-    command = ["-m", "retrieval_server", "--corpus", str(WORLD / "corpus.jsonl")]
-    with Child(command, tmp_path_factory.mktemp("server") / "log") as child:
-        yield child.url
-
-
 @pytest.fixture(scope="module", params=["", pytest.param("--lora_rank 8", marks=pytest.mark.slow)])
-def flags(request, server):
-    return [*SMALL.split(), *request.param.split(), "--retriever", server]
+def flags(request, retriever):
+    return [*SMALL.split(), *request.param.split(), "--retriever", retriever]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +101,9 @@ def test_weights_in_training_are_dithered_in_bfloat16(knobs, dtype, seed):
     assert choose_dither_seed(Config(seed=5, **knobs), SimpleNamespace(dtype=dtype)) == seed
 
 
-@pytest.mark.parametrize("rank, lr, batch", [(0, 5e-6, 6), (32, 1e-4, 24)])
+@pytest.mark.parametrize(
+    "rank, lr, batch", [(0, 5e-6, 6), pytest.param(32, 1e-4, 24, marks=pytest.mark.slow)]
+)
 def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(
     tiny_path, tmp_path, rank, lr, batch
 ):

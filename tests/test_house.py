@@ -157,7 +157,7 @@ MOST = {
     "rollout.py": 1107,
     "run.py": 2152,
     "tasks": 7932,
-    "tests": 168622,
+    "tests": 168507,
     "training": 3700,
     "world": 2235,
 }

@@ -2,7 +2,7 @@
 
 `FORMULAS` says what each objective is, from a list of trajectories as dicts; it uses nothing of
 objectives.py or variants.py. What is compared is dL/dlogp of every token, by kernels/head.py on our
-side, 7 tokens at a time.
+side, 25 tokens at a time.
 """
 
 import copy
@@ -135,7 +135,7 @@ def through_the_head(terms, surrogate, now):
         tokens[name] = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
     lines = partial(eq2, surrogate=surrogate)
     loss, _ = grpo_head(
-        z, torch.eye(2, dtype=torch.float64), targets, objective=lines, chunk=7, **tokens
+        z, torch.eye(2, dtype=torch.float64), targets, objective=lines, chunk=25, **tokens
     )
     loss.backward()
     return z.grad[:, 0] / (1 - logp.exp())

@@ -200,9 +200,8 @@ SHOWS = {  # lab -> what the numbers of its run with the solution show
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "n", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in desk.NUMBERS[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("n", desk.NUMBERS)
 def test_a_lab_with_its_solution(n):
     defined = desk.run(n, solution_of(n))
     assert all(v.right for v in desk.verdicts(defined))
