@@ -71,7 +71,7 @@ def inspo(
     start = checkpoints.restore()
     if not P.family:
         evolution.fill_population()  # Alg.1 L2
-        log.write_start(policy.evaluate(0, P.family[0], "test"))
+        log.write_start(policy.evaluate(0, P.family[0], "test"), policy.seconds["rollout"])
         checkpoints.end_step(0)
     for t in range(start, cfg.T + 1):  # Alg.1 L3
         # Policy optimization with dynamic instructions                                      # Alg.1 L4
@@ -245,7 +245,7 @@ class Evolution:
         tested = []
         for k, text in enumerate(I_new, 1):
             own = rewards[k * n : (k + 1) * n]
-            tested.append(VerifiedCandidate(text, I_parent.id, own, parent_rewards=rewards[:n]))
+            tested.append(VerifiedCandidate(text, I_parent.id, own, rewards[:n]))
         # with --D_B 0 all have the mean 0 and keep the optimizer's order
         return sorted(tested, key=lambda c: -c.r)
 
@@ -388,8 +388,7 @@ def main(
 def show_page(run: Path) -> None:
     """Writes the page of a run, which is complete without it."""
     try:
-        page = importlib.import_module(PAGE)
-        print("see it:", page.write_page([run], run / "report.html"))
+        print("see it:", importlib.import_module(PAGE).write_page([run], run / "report.html"))
     except (ModuleNotFoundError, Fault) as e:
         print(f"no page: {e}")
 

@@ -452,9 +452,9 @@ class Policy:
     def describe(self) -> str:
         """Returns in words what is trained, and on what."""
         model, ranks = self.learner.model, self.ranks
-        words = f"{model.num_parameters() / 1e6:,.2f}M parameters, {ranks.size} x {ranks.device}"
-        row = ROWS[model.rows]
-        return f"{words}, {ranks.dtype}, {self.cfg.engine} engine{row}"
+        size = f"{model.num_parameters() / 1e6:,.2f}M parameters, {torch.get_num_threads()} threads"
+        on = f"{ranks.size} x {ranks.device}, {ranks.dtype}, {self.cfg.engine} engine"
+        return f"{size}, {on}{ROWS[model.rows]}"
 
     def close(self) -> None:
         """Ends all ranks, unless one is inside a collective: then torchrun ends them. A checkpoint that
