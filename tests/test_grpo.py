@@ -531,7 +531,7 @@ def test_the_gap_is_told_with_its_tail(world, sampled):
     last = max(k for k, acted in enumerate(taus[3].mask) if acted)
     taus[3].logps[last] -= 2.0
     learner = learner_of(world[0], world[0], micro_tokens=128)
-    trained = learner.logprobs(taus)[0]
+    trained = learner.score_tokens(taus)[0]
     engine = np.array([lp for tau in taus for lp in compress(tau.logps, tau.mask)])
     want, found = abs(trained - engine), learner.update(2, [taus])
     wanted = {"logp_gap": want.mean(), "logp_gap/max_ratio": math.exp(want.max())}

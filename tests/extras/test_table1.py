@@ -214,7 +214,7 @@ def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(wo
         f"<think></think><answer>{g}</answer>" for g in ("Trebak", "a b")
     ]
     learner = Demonstrated(model, None, cfg)
-    loss, _ = learner.loss(taus, slice(None), learner.terms(taus, None))
+    loss, _ = learner.loss(taus, slice(None), learner.make_loss_inputs(taus, None))
     (found,) = torch.autograd.grad(loss, model.model.layers[0].mlp.up_proj.weight)
     wide, losses = copy.deepcopy(model).double(), []
     for tau in taus:
