@@ -21,22 +21,14 @@ from config import Config, preset_of
 from plumbing.faults import Fault, first_line
 from plumbing.files import Row
 from plumbing.outside import printable
-from population import Candidate, Instruction, Population
-from run import LOGS, Run
+from population import Instruction, Population, VerifiedCandidate
+from run import Run
 from tasks import Question, Task, Trajectory
 from tasks.task import STORED, average_by_source, compute_metrics, count_failures, space_evenly
 
 Batch = Sequence[Trajectory]
-# What the last line of a run shows. Places of P that stayed empty, of all evolutions; steps in which
-# P was one instruction, up to the last evolution.
-COSTS = (
-    "training_rollouts",
-    "verification_rollouts",
-    "optimizer_tokens",
-    "empty_places",
-    "steps_of_one",
-    "seconds",
-)
+# what the last line of a run shows
+COSTS = ("training_rollouts", "verification_rollouts", "optimizer_tokens", "seconds")
 START = "first policy, first instruction"
 TABLE = (
     "trained policy, I_star",
@@ -60,17 +52,21 @@ class Log:
         first = rows[0] if rows else {}
         self.spent: float = rows[-1].get("time/total", 0.0) if rows else 0.0
         self.metrics: list[str] = first.get("metrics", [])  # the most important one first
-        named = [name for name in first if name.startswith("test/")]
-        scores = {name.removeprefix("test/"): first[name] for name in named}
+        scores = {name[5:]: x for name, x in first.items() if name.startswith("test/")}
         self.held_out: dict[str, Row] = {START: scores}  # the final table
 
         # None: no bar without a terminal. Twice a second at most: other programs need the cores.
-        self.bar = tqdm(total=cfg.T, unit="step", file=sys.stdout, disable=None, mininterval=0.5)
+        done = len(rows[1:])
+        self.bar = tqdm(
+            total=cfg.T, initial=done, unit="step", file=sys.stdout, disable=None, mininterval=0.5
+        )
+        self.printed = perf_counter()  # when the last line was
 
     # ---- what is printed
 
     def print(self, text: str) -> None:
         """Prints a text, on a terminal above the bar."""
+        self.printed = perf_counter()
         with tqdm.external_write_mode(file=sys.stdout):
             print(printable(text), flush=True)
 
@@ -85,8 +81,11 @@ class Log:
         self.print("\n".join(lines))
 
     def show_progress(self, purpose: str, done: int, total: int) -> None:
-        """Shows at the bar how far rollouts are."""
-        self.bar.set_postfix_str(f"{purpose} {done}/{total}")
+        """Shows at the bar how far rollouts are, and in a line where there was none for a minute."""
+        progress = f"{purpose} {done}/{total}"
+        self.bar.set_postfix_str(progress)
+        if perf_counter() - self.printed > 60:
+            self.print(progress)
 
     # ---- a step
 
@@ -114,7 +113,7 @@ class Log:
             "response_tokens": fmean(sum(tau.mask) for tau in taus),
             "context_tokens": fmean(len(tau.ids) for tau in taus),
             "zero_variance_groups": fmean(len(rewards) == 1 for rewards in groups),
-            "n": Counter(str(tau.instruction) for tau in taus),
+            "n": Counter(str(tau.instruction_id) for tau in taus),
         }
         self.run.write_trajectories(f"step-{t:06d}", [tau.record() for tau in taus])
 
@@ -161,8 +160,8 @@ class Log:
         t: int,
         round: int,
         D_B: Sequence[Question],
-        tested: Sequence[Candidate],
-        joining: Sequence[Candidate],
+        tested: Sequence[VerifiedCandidate],
+        joining: Sequence[VerifiedCandidate],
     ) -> None:
         """Writes down the rewards of revisions and of their parent on D_B, and who joins."""
         verified = []
@@ -193,9 +192,17 @@ class Log:
             rows.append(taus[k].record() | {"setting": setting, "metrics": scores[k]})
         self.run.write_trajectories(f"test-{setting.replace(', ', '-').replace(' ', '_')}", rows)
 
-    def write_start(self, taus: Batch) -> None:
-        """Writes what the first policy can do under the first instruction."""
+    def write_start(self, taus: Batch, seconds: float = 0.0) -> None:
+        """Writes what the first policy can do under the first instruction. `seconds`: of these
+        rollouts, by which a step that will take long is announced."""
         self.add_result(START, taus)
+        # an update takes about as long as its rollouts
+        minutes = 2 * seconds / len(taus) * self.cfg.batch * self.cfg.G / 60
+        if minutes > 1:
+            self.print(
+                f"a step will take some {minutes:.0f} minutes, all {self.cfg.T} {minutes * self.cfg.T / 60:.1f} hours;"
+                " faster: a GPU, or more of them; fewer and shorter rollouts (--batch, --G, --max_response)"
+            )
         row = {f"test/{name}": x for name, x in self.held_out[START].items()}
         self.row |= {"metrics": self.metrics, "tools": self.tools} | row
         self.end_step(0)
@@ -204,10 +211,8 @@ class Log:
         """Writes, prints and returns the result: I_star, and the metrics of both policies under
         both instructions."""
         cfg, run = self.cfg, self.run
-        steps, events, reflections = map(run.rows, LOGS)
+        steps, reflections = run.rows("metrics"), run.rows("reflections")
         calls = [row["call"] for row in reflections if "call" in row]
-        evolved = [row for row in events if row["event"] == "evolve"]
-        last = evolved[-1]["t"] if evolved else 0
         rows = {name: self.held_out[name] for name in TABLE if name in self.held_out}
         line, parent = [I_star.id], I_star.parent
         while parent is not None:
@@ -227,8 +232,6 @@ class Log:
             "training_rollouts": sum(sum(row.get("n", {}).values()) for row in steps),
             "verification_rollouts": sum(row.get("rollouts", 0) for row in reflections),
             "optimizer_tokens": sum(x["prompt_tokens"] + x["completion_tokens"] for x in calls),
-            "empty_places": sum(cfg.N_P - len(row["P"]) for row in evolved),
-            "steps_of_one": sum(len(row.get("w", ())) == 1 for row in steps[: last + 1]),
             "generations": line,
             "I_star": I_star.text,
             "commit": run.config["commit"],
