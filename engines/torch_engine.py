@@ -79,8 +79,8 @@ class RowCache:
 
         With `shared` M contexts that begin with these tokens will share each row.
         """
-        # where the n slots' tokens at positions 0, 1, ... stand here: rows (n, 1, 1), columns (n, 1,
-        # capacity), and heads (heads, 1) in `gather`, so that x[...] is (n, heads, capacity, dim)
+        # where the n slots' tokens at positions 0, 1, ... stand here: rows (n, 1, 1) and columns (n,
+        # 1, capacity)
         rows = (slots // self.M)[:, None, None]
         columns = self.place(slots, torch.arange(capacity, device=slots.device))[:, None]
 

@@ -51,6 +51,7 @@ class TablePolicy:
     def __init__(self, right: dict[str, int]):
         self.right, self.rollouts, self.updates, self.evaluations = right, [], [], []
         self.learner = object.__new__(Learner)  # for its rule of the advantages
+        self.seconds = {"rollout": 0.0}
 
     def rollout(self, t, purpose, jobs, temperature=None):
         self.rollouts.append((t, purpose, jobs, temperature))
