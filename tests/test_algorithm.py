@@ -49,7 +49,10 @@ class TablePolicy:
     other."""
 
     def __init__(self, right: dict[str, int]):
-        self.right, self.rollouts, self.updates, self.evaluations = right, [], [], []
+        self.right = right
+        self.rollouts = []
+        self.updates = []
+        self.evaluations = []
         self.learner = object.__new__(Learner)  # for its rule of the advantages
         self.seconds = {"rollout": 0.0}
 

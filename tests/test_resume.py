@@ -103,7 +103,8 @@ class Policy:
     """One number; what it answers depends on it, on the question, the instruction and the purpose.
     It saves itself as the real one does."""
 
-    tokenizer, ranks_ready, shared, synced = TOKENIZER, True, True, True
+    tokenizer = TOKENIZER
+    ranks_ready = shared = synced = True
     sleep, evaluate, load = lambda self: None, policy.Policy.evaluate, policy.Policy.load
 
     def __init__(self, calls: Calls, task: Judged):
