@@ -259,7 +259,7 @@ def test_the_gradient_does_not_depend_on_micro_batches_nor_on_the_order(model, r
         assert metrics == pytest.approx(results[0][1], rel=1e-6)
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_threads_that_share_micro_batches_compute_the_same_bits(world, monkeypatch, rank):
     """With LoRA one thread alone computes: adapters are switched off for the reference."""
     policy, results = lora.add(copy.deepcopy(world[0]), rank, 8), []

@@ -157,7 +157,7 @@ MOST = {
     "rollout.py": 1107,
     "run.py": 2152,
     "tasks": 7932,
-    "tests": 168423,
+    "tests": 167058,
     "training": 3694,
     "world": 2235,
 }

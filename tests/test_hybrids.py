@@ -41,7 +41,13 @@ FAMILIES = {  # family -> settings
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(x, marks=[] if x in ("Qwen3_5Text", "Lfm2") else pytest.mark.slow)
+        for x in FAMILIES
+    ],
+)
 def family(request, tiny_path, tmp_path_factory):
     """Returns the path of a random policy, and Hugging Face's own model of it."""
     name = request.param

@@ -182,8 +182,8 @@ def test_where_an_answer_is_looked_for(text, answer):
     assert answer_of(text) == answer
 
 
-def test_a_method_is_measured_by_evaluate_and_plays_search_qa_alone(tmp_path, capsys):
-    flags = ["world", "--n", "4", "--method"]
+def test_a_method_is_measured_by_evaluate_and_plays_search_qa_alone(tmp_path, capsys, retriever):
+    flags = ["world", "--n", "4", "--retriever", retriever, "--method"]
     table1.main([*flags, "rag", "--out", str(tmp_path / "rag")])
     golds = {q.id: q.golds for q in load_questions(WORLD / "test.jsonl")}
     rows = read_jsonl(tmp_path / "rag" / "results.jsonl")
