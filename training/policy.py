@@ -456,14 +456,9 @@ class Policy:
     def describe(self) -> str:
         """Returns in words what is trained, and on what."""
         model, ranks = self.learner.model, self.ranks
-<<<<<<< HEAD
-        words = f"{model.num_parameters() / 1e6:,.2f}M parameters, {ranks.size} x {ranks.device}"
-        return f"{words}, {ranks.dtype}, {self.cfg.engine} engine{ROWS[model.rows]}"
-=======
         size = f"{model.num_parameters() / 1e6:,.2f}M parameters, {torch.get_num_threads()} threads"
         on = f"{ranks.size} x {ranks.device}, {ranks.dtype}, {self.cfg.engine} engine"
         return f"{size}, {on}{ROWS[model.rows]}"
->>>>>>> main
 
     def close(self) -> None:
         """Ends all ranks, unless one is inside a collective: then torchrun ends them. A checkpoint that
