@@ -21,7 +21,7 @@ from config import Config, preset_of
 from plumbing.faults import Fault, first_line
 from plumbing.files import Row
 from plumbing.outside import printable
-from population import Candidate, Instruction, Population
+from population import Instruction, Population, VerifiedCandidate
 from run import Run
 from tasks import Question, Task, Trajectory
 from tasks.task import STORED, average_by_source, compute_metrics, count_failures, space_evenly
@@ -113,7 +113,7 @@ class Log:
             "response_tokens": fmean(sum(tau.mask) for tau in taus),
             "context_tokens": fmean(len(tau.ids) for tau in taus),
             "zero_variance_groups": fmean(len(rewards) == 1 for rewards in groups),
-            "n": Counter(str(tau.instruction) for tau in taus),
+            "n": Counter(str(tau.instruction_id) for tau in taus),
         }
         self.run.write_trajectories(f"step-{t:06d}", [tau.record() for tau in taus])
 
@@ -160,8 +160,8 @@ class Log:
         t: int,
         round: int,
         D_B: Sequence[Question],
-        tested: Sequence[Candidate],
-        joining: Sequence[Candidate],
+        tested: Sequence[VerifiedCandidate],
+        joining: Sequence[VerifiedCandidate],
     ) -> None:
         """Writes down the rewards of revisions and of their parent on D_B, and who joins."""
         verified = []

@@ -219,7 +219,8 @@ def find_flaw(
         return "holds control characters"
     if ESCAPED.search(candidate) and not ESCAPED.search(parent):
         return "holds escapes, as JSON has them"
-    text, old = plain(candidate), plain(parent)
+    text = plain(candidate)
+    old = plain(parent)
     added = set(CONTROL.findall(text)) - set(CONTROL.findall(old))
     if added:
         return f"holds the control token {min(added)}"

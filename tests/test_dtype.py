@@ -119,9 +119,9 @@ def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(
         learner, taus = policy.learner, made_up(batch, seed=3)
         learner.max_gap = float("inf")
         A = torch.tensor([tau.advantage for tau in taus for m in tau.mask if m])
-        before = learner.logprobs(taus)[0]
+        before = learner.score_tokens(taus)[0]
         policy.update(1, taus)
-        gained[dtype] = float(A.numpy() @ (learner.logprobs(taus)[0] - before))
+        gained[dtype] = float(A.numpy() @ (learner.score_tokens(taus)[0] - before))
         policy.close()
     assert gained["float32"] > 0
     assert gained["bfloat16"] == pytest.approx(gained["float32"], rel=0.15 if rank else 0.3), gained
@@ -142,7 +142,7 @@ def test_a_forward_pass_leaves_the_weights_as_they_are_trained(tiny_path):
     """FSDP keeps the root gathered after it, in bfloat16."""
     policy = policy_of(tiny_path, "bfloat16")
     before = {name: w.clone() for name, w in weights(policy.learner.model)}
-    policy.learner.logprobs(made_up(2))
+    policy.learner.score_tokens(made_up(2))
     after = dict(weights(policy.learner.model))
     policy.close()
     assert {w.dtype for w in after.values()} == {torch.float32}

@@ -92,7 +92,10 @@ def family(name, tiny_path, path):
 
 @pytest.mark.parametrize(
     "name, recompute",
-    [("Qwen2", True), pytest.param("Mistral", False, marks=pytest.mark.slow), ("Gemma3", False)],
+    [
+        ("Qwen2", True),
+        *(pytest.param(x, False, marks=pytest.mark.slow) for x in ("Mistral", "Gemma3")),
+    ],
 )
 def test_fused_layers_compute_as_transformers_in_float64(name, recompute, tiny_path, tmp_path):
     """As close to float64 as transformers' own layers in float32, with or without recomputed

@@ -188,6 +188,7 @@ LEFT_OUT = [  # changes of a copy of `add`, and what a note says
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_tool_that_cannot_be_offered_is_left_out_with_a_note_and_the_rest_serves(
     tmp_path, capsys
 ):

@@ -132,7 +132,7 @@ MISTAKES = {
         "queries alone",
     ),
     (6, "propose"): (lambda instruction, counts, n: [instruction], "instruction in use"),
-    (6, "select_top"): (lambda verified, room: [c for c in verified if c.r >= c.r_parent], "room"),
+    (6, "choose_joining"): (lambda tested, room: [c for c in tested if c.r >= c.r_parent], "room"),
     (7, "flags"): (
         lambda: {"frozen policy": ["--mode", "static"], "frozen instruction": ["--lr", "0"]},
         "wrong way round",
