@@ -205,7 +205,7 @@ class Learner:
             for name in total:
                 total[name] += sums[name]
         if self.reference is not None:
-            reshard(self.reference)
+            reshard(self.reference)  # no backward pass has freed what FSDP gathered
 
         metrics = {"lr": lr, "skipped_updates": len(minibatches) - len(norms)}
         if not norms:

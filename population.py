@@ -68,7 +68,8 @@ class Population:
     def probabilities(self) -> Array:
         """Returns p(. | W; P), (|P|,), in the order of `active`."""
         z = np.array([I.w for I in self.active]) / self.cfg.tau_s
-        z = np.exp(z - z.max())  # the same quotient, and exp cannot overflow
+        # less the maximum: the same quotient, and exp cannot overflow
+        z = np.exp(z - z.max())
         p: Array = z / z.sum()  # Eq.4
         return p
 

@@ -322,6 +322,7 @@ class Optimizer:
         try:
             with may_stop():
                 self.restart()
+                # a POST, repeated while the endpoint does not answer
                 reply = self._client.ask("/chat/completions", body, read_reply)
         except Outage as e:
             raise OptimizerDown(str(e)) from None

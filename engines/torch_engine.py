@@ -70,6 +70,7 @@ class RowCache:
         """Returns the columns (n, T) of tokens at positions, (n, T) or (T,), of n slots."""
         shared = self.shared[slots // self.M, None]
         past = positions - shared
+        # behind the prompt each round of M columns has the next token of each of the row's contexts
         return torch.where(past < 0, positions, shared + past * self.M + slots[:, None] % self.M)
 
     def copy(
@@ -79,6 +80,8 @@ class RowCache:
 
         With `shared` M contexts that begin with these tokens will share each row.
         """
+        # where the n slots' tokens at positions 0, 1, ... stand here: rows (n, 1, 1) and columns (n,
+        # 1, capacity)
         rows = (slots // self.M)[:, None, None]
         columns = self.place(slots, torch.arange(capacity, device=slots.device))[:, None]
 
@@ -114,9 +117,9 @@ class TorchEngine:
 
     def __init__(self, model: Any, tokenizer: Any, stop: tuple[str, ...]):
         self.model = model
-        self.ended = watch_ends(tokenizer, stop)
+        self.ended = watch_ends(tokenizer, stop)  # a turn's ids -> whether the last one ends it
         self.device = next(model.parameters()).device
-        self.head = make_head(model)
+        self.head = make_head(model)  # hidden states (B, H) -> float32 logits (B, V)
         self.reset(0)
 
     @torch.no_grad()
@@ -183,8 +186,8 @@ class TorchEngine:
                 else:
                     unfinished.append(row)
 
-            # Once half of the rows have finished, the batch goes on without them: their keys and
-            # values return to `self.cache`, for the next turn.
+            # Once half of the rows have finished, the batch goes on without them, in a cache of its
+            # own: all keys and values that are new return to `self.cache`, for the next turn.
             if 2 * len(unfinished) <= len(lengths):
                 if cache is not self.cache:
                     longest = max(len(turn.ids) for turn in turns)
@@ -198,6 +201,7 @@ class TorchEngine:
                 lengths = lengths[keep]
                 sampled = sampled[keep]
 
+            # one new token of each context: M of a row
             tokens, positions = sampled.view(-1, cache.M), lengths.view(-1, cache.M)
             h = self._forward(cache, tokens, positions).flatten(0, 1)
             lengths = lengths + 1
@@ -273,6 +277,7 @@ class TorchEngine:
     def _forward(self, cache: RowCache, ids: Tensor, positions: Tensor) -> Tensor:
         """Returns hidden states (B, T, H) of ids (B, T) at positions (B, T); attention is causal
         within a context."""
+        # where `cache.update` writes these tokens
         cache.rows = torch.arange(len(ids), device=self.device)[:, None]
         slots = torch.arange(len(ids) * cache.M, device=self.device)
         cache.columns = cache.place(slots, positions.view(len(slots), -1)).view_as(positions)

@@ -85,6 +85,7 @@ def on_all_ranks(
     def mark(method: Callable[Concatenate[Policy, S], A]) -> Callable[Concatenate[Policy, S], R]:
         @functools.wraps(method)
         def run(self: Policy, /, *args: S.args, **kwargs: S.kwargs) -> R:
+            # every rank comes through here: rank 0 by its own call, the others by `follow`
             began = time.perf_counter()
             self.ranks_ready = self.ranks.size == 1  # and again once all have answered
             # on the other ranks `follow` receives this and calls it
@@ -119,7 +120,8 @@ def of_rank_0(answers: list[A]) -> A:
 
 
 def in_order(shares: list[dict[int, A]]) -> list[A]:
-    """Returns the values by their keys, 0, 1, ..., which the ranks share."""
+    """Returns the values of all ranks in the order of their keys: 0, 1, ..., of which each rank has
+    some."""
     values = {k: x for share in shares for k, x in share.items()}
     return [values[k] for k in range(len(values))]
 
@@ -300,6 +302,7 @@ class Policy:
         seed = int(rng_of(cfg.seed, t, purpose).integers(2**31))
 
         def show(done: int) -> None:
+            # rank 0 shows its own count times the ranks, as if all were equally fast
             self.progress(purpose, min(done * size, len(jobs)), len(jobs))
 
         # the jobs of every size-th group
@@ -365,7 +368,8 @@ class Policy:
         that rank 0 has taken so far: of its GPU, less what vLLM gives back asleep, or without one
         of its process. Columns of time/ are what a resumed run does not repeat.
         """
-        rollout, update = self.seconds["rollout"], self.seconds["update"]
+        rollout = self.seconds["rollout"]
+        update = self.seconds["update"]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS has bytes, Linux KiB
         peak *= 1 if sys.platform == "darwin" else 1024
         if self.ranks.device == "cuda":
