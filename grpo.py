@@ -28,14 +28,14 @@ from tasks import Trajectory
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 Batch = list[Trajectory]
-Extras = dict[str, Tensor]  # of a micro-batch's action tokens, (N,) each
+TokenStats = dict[str, Tensor]  # of a micro-batch's action tokens, (N,) each
 # parameters of a model whose operations are too short for several threads to share one
 SMALL = 10**7
 MAX_GRAD_NORM = 1.0  # CHOICE-17
 MAX_SKIPPED = 5  # optimizer steps in a row without a finite gradient, after which a run stops
-# arguments of kernels.grpo_head by name: arrays (N,) over action tokens, numbers, or None
-Terms = dict[str, Any]
-# what is added up over the action tokens of a mini-batch: the loss, and extras of `Learner.loss`
+# what kernels.grpo_head is told, by name: arrays (N,) over action tokens, numbers, or None
+LossInputs = dict[str, Any]
+# what is added up over the action tokens of a mini-batch: the loss, and stats of `Learner.loss`
 SUMS = ("loss", "kl", "entropy", "clipped", "gap")
 
 
@@ -71,7 +71,7 @@ class Learner:
     calls `update` with the same trajectories and computes its share of the micro-batches. The
     result equals that of one process.
 
-    A subclass trains towards another objective with its own `set_advantages`, `terms` or
+    A subclass trains towards another objective with its own `set_advantages`, `make_loss_inputs` or
     `surrogate`.
     """
 
@@ -85,7 +85,8 @@ class Learner:
         # what rank 0 remembers from step to step, in subclasses too: plain data
         self.remembered: dict[str, Any] = {}
         first = next(model.parameters())
-        self.device, self.sharded = first.device, isinstance(first, DTensor)
+        self.device = first.device
+        self.sharded = isinstance(first, DTensor)
         self.rank: int = dist.get_rank() if self.sharded else 0
         self.ranks: int = dist.get_world_size() if self.sharded else 1
         self.reference = None
@@ -117,7 +118,7 @@ class Learner:
             for tau, a in zip(group, A.tolist(), strict=True):
                 tau.advantage = a
 
-    def terms(self, minibatch: Batch, old: Array | None) -> Terms:
+    def make_loss_inputs(self, minibatch: Batch, old: Array | None) -> LossInputs:
         """Returns what Eq. 2 needs to know of the N action tokens of a mini-batch, by the names of
         `grpo_head`.
 
@@ -138,16 +139,15 @@ class Learner:
     def take_share(self, minibatch: Batch) -> Iterator[tuple[Batch, Indices]]:
         """Yields this rank's micro-batches of a mini-batch, each with the indices of its action
         tokens among the N; `models.model.probe` says what the row of one may hold."""
-        # the tokens of trajectory k are starts[k] to starts[k + 1]
+        # of the N action tokens trajectory k has those from starts[k] to starts[k + 1]
         starts = np.cumsum([0, *(sum(tau.mask) for tau in minibatch)])
-        most, rows = self.cfg.micro_tokens, self.model.rows
-        if rows != "shared":
+        most = 1 if self.model.rows == "single" else self.cfg.micro_tokens
+        if self.model.rows != "shared":
             minibatch = [replace(tau, prompt_tokens=0) for tau in minibatch]
-        if rows == "single":
-            most = 1
         batches = micro_batches(minibatch, most, self.ranks)
         for batch in batches[self.rank :: self.ranks]:
             indices = [np.arange(starts[k], starts[k + 1]) for k in batch]
+            # a batch that only keeps the ranks in step is empty
             yield [minibatch[k] for k in batch], np.concatenate(indices or [np.arange(0)])
 
     def update(self, t: int, minibatches: list[Batch]) -> Row:
@@ -162,8 +162,8 @@ class Learner:
         lr = lr_at(t, self.cfg)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # log-probs and entropies under pi_old; None: the policy still is pi_old at the first
-        old_scores = [None, *map(self.logprobs, minibatches[1:])]
+        # of each mini-batch under pi_old; None: at the first the policy still is pi_old
+        old_scores = [None, *map(self.score_tokens, minibatches[1:])]
         total = dict.fromkeys((*SUMS, "tokens"), 0.0)
         norms = []
         self.model.train()
@@ -188,7 +188,7 @@ class Learner:
             for name in total:
                 total[name] += sums[name]
         if self.reference is not None:
-            reshard(self.reference)
+            reshard(self.reference)  # no backward pass has freed what FSDP gathered
 
         metrics = {"lr": lr, "skipped_updates": len(minibatches) - len(norms)}
         if not norms:
@@ -216,32 +216,35 @@ class Learner:
         CPU threads share the micro-batches of a small model. The gradients are added in the same
         order, so that the sum does not depend on how many threads there are.
         """
-        terms = self.terms(minibatch, old)
+        inputs = self.make_loss_inputs(minibatch, old)
         trained = self.optimizer.param_groups[0]["params"]
         mine = list(self.take_share(minibatch))
         total = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
 
-        def compute(k: int) -> tuple[Extras, Sequence[Tensor | None]]:
+        def compute(k: int) -> tuple[TokenStats, Sequence[Tensor | None]]:
+            """Returns the statistics and the gradients of micro-batch k; none where `loss.backward`
+            has added them already."""
             batch, indices = mine[k]
             if self.sharded and self.cfg.gather == 1:
-                hold(self.model, k + 1 < len(mine))  # the last pass reduces the sum
-            loss, extras = self.loss(batch, indices, terms)
-            extras["loss"] = loss.detach()
+                # each rank sums its gradients, and the last pass sums over the ranks
+                hold(self.model, k + 1 < len(mine))
+            loss, stats = self.loss(batch, indices, inputs)
+            stats["loss"] = loss.detach()
             if self.threads > 1:
-                return extras, torch.autograd.grad(loss, trained, allow_unused=True)
+                return stats, torch.autograd.grad(loss, trained, allow_unused=True)
             loss.backward()
-            return extras, ()
+            return stats, ()
 
+        # threads compute micro-batches, each with one core; this one adds them up in their order
         with ThreadPoolExecutor(self.threads, initializer=compute_alone) as pool:
             map_batches = pool.map if self.threads > 1 else map
-            for extras, gradients in map_batches(compute, range(len(mine))):
-                # no gradients: `loss.backward` has added them
+            for stats, gradients in map_batches(compute, range(len(mine))):
                 for p, gradient in zip(trained, gradients, strict=False):
                     if p.grad is None:
                         p.grad = gradient
                     elif gradient is not None:
                         p.grad += gradient
-                total += torch.stack([extras[name].sum().double() for name in SUMS])
+                total += torch.stack([stats[name].sum().double() for name in SUMS])
         if self.sharded:
             dist.all_reduce(total)
         sums = dict(zip(SUMS, total.tolist(), strict=True))
@@ -262,17 +265,18 @@ class Learner:
         return size if finite else None
 
     @torch.no_grad()
-    def logprobs(self, minibatch: Batch) -> Array:
+    def score_tokens(self, minibatch: Batch) -> Array:
         """Returns log-probs and entropies (2, N) of a mini-batch's action tokens under the present
         policy.
 
-        Every rank scores its share and gets the others' from them: `terms` sees the whole
+        Every rank scores its share and gets the others' from them: `make_loss_inputs` sees the whole
         mini-batch.
         """
         N = sum(sum(tau.mask) for tau in minibatch)
         scores = torch.zeros(2, N, dtype=torch.float64, device=self.device)
         for batch, indices in self.take_share(minibatch):
             packed = pack(batch, self.device)
+            # without an objective it returns log-probs and entropies
             both = torch.stack(self.model.forward_packed(*packed, self.cfg.temperature))
             scores[:, send(torch.from_numpy(indices), self.device)] = both.double()
         if self.sharded:
@@ -280,46 +284,50 @@ class Learner:
         out: Array = scores.cpu().numpy()
         return out
 
-    def loss(self, batch: Batch, indices: Indices | slice, terms: Terms) -> tuple[Tensor, Extras]:
-        """Returns (loss, extras) of a micro-batch; `indices`: where its N action tokens stand in the
-        arrays of `terms`.
+    def loss(
+        self, batch: Batch, indices: Indices | slice, inputs: LossInputs
+    ) -> tuple[Tensor, TokenStats]:
+        """Returns (loss, stats) of a micro-batch; `indices`: where its N action tokens stand in the
+        arrays of `inputs`.
 
-        Besides what `grpo_head` returns, extras have "old_logp" (N,), log-probs under pi_old, and
+        Besides what `grpo_head` returns, stats have "old_logp" (N,), log-probs under pi_old, and
         "gap" (N,), their distance to the engine's.
         """
-        packed, temperature = pack(batch, self.device), self.cfg.temperature
-        # the terms of these tokens alone
-        terms = dict(terms)
-        for name, x in terms.items():
+        packed = pack(batch, self.device)
+        temperature = self.cfg.temperature
+        # of each array the entries of these tokens, on the device
+        inputs = dict(inputs)
+        for name, x in inputs.items():
             if isinstance(x, np.ndarray):
-                terms[name] = send(torch.from_numpy(x[indices]), self.device)
+                inputs[name] = send(torch.from_numpy(x[indices]), self.device)
 
-        # pi_ref, then the loss
+        # log-probs under pi_ref, then the loss
         ref_logp = None
         if self.reference is not None:
             with torch.no_grad(), lora.off(self.reference):
                 ref_logp, _ = self.reference.forward_packed(*packed, temperature)
-        objective = None  # Eq. 2's
+        objective = None  # Eq. 2 itself
         if self.surrogate is not clipped_surrogate:
             objective = partial(eq2, surrogate=self.surrogate)
-        loss, extras = self.model.forward_packed(
+        loss, stats = self.model.forward_packed(
             *packed,
             temperature,
             objective=objective,
             ref_logp=ref_logp,
             beta=self.cfg.beta,
-            **terms,
+            **inputs,
         )
 
-        # what the engine said of the same tokens
+        # the engine's log-probs of the same tokens
         logps = list[float]()
         for tau in batch:
             logps += compress(tau.logps, tau.mask)
         engine = send(torch.tensor(logps, dtype=torch.float32), self.device)
-        old = extras["logp"]
-        if terms["old_logp"] is not None:
-            old = terms["old_logp"].to(old.dtype)
-        return loss, extras | {"old_logp": old, "gap": (old - engine).abs()}
+        # without pi_old's log-probs the policy in training still is pi_old
+        old = stats["logp"]
+        if inputs["old_logp"] is not None:
+            old = inputs["old_logp"].to(old.dtype)
+        return loss, stats | {"old_logp": old, "gap": (old - engine).abs()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns trained weights and AdamW's moments by name; what is written into these tensors

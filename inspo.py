@@ -25,7 +25,7 @@ from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown, one_line
 from plumbing.hub import check_model
 from plumbing.servers import Servers
-from population import Candidate, Experience, Instruction, Population, ReplayBuffer
+from population import Experience, Instruction, Population, ReplayBuffer, VerifiedCandidate
 from reflect import (
     PROMPT_BUDGET,
     Optimizer,
@@ -71,7 +71,7 @@ def inspo(
     start = checkpoints.restore()
     if not P.family:
         evolution.fill_population()  # Alg.1 L2
-        log.write_start(policy.evaluate(0, P.family[0], "test"))
+        log.write_start(policy.evaluate(0, P.family[0], "test"), policy.seconds["rollout"])
         checkpoints.end_step(0)
     for t in range(start, cfg.T + 1):  # Alg.1 L3
         # Policy optimization with dynamic instructions                                      # Alg.1 L4
@@ -120,7 +120,8 @@ class Evolution:
     ):
         self.cfg, self.task, self.P, self.log = cfg, task, P, log
         self.optimizer: Any = optimizer  # None: nothing evolves
-        self.B, self.D = ReplayBuffer(cfg.buffer), {q.id: q for q in task.questions("train")}
+        self.B = ReplayBuffer(cfg.buffer)  # that many trajectories
+        self.D = {q.id: q for q in task.questions("train")}
         self.t = self.round = 0  # the evolution under way; 0: of the first population
         self.used = set[str]()  # the texts used in it, normalized: none is proposed again
 
@@ -149,27 +150,30 @@ class Evolution:
         as they are."""
         cfg, P, B = self.cfg, self.P, self.B
         P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
-        P_new = list[Candidate]()
-        n = cfg.N_P - cfg.N_parent  # CHOICE-24
+        P_new = list[VerifiedCandidate]()
+        # how many revisions a call asks for: CHOICE-24
+        n = cfg.N_P - cfg.N_parent
         self.t = t
         self.used = {fold_words(I.text) for I in P_parent}
         reason = ""  # why it ended before all rounds were played
         for round in range(cfg.rounds):  # Alg.1 L18 CHOICE-6
+            # how many more may join
             room = cfg.N_P - len(P_parent) - len(P_new)
             if not room:
                 break
             self.round = round
 
-            # a parent, failures, and questions that these do not ask
+            # A parent, failures, and questions that these do not ask. Of cfg, `failures` and `D_B`
+            # say how many; without a D_B nothing is verified.
             rng = rng_of(cfg.seed, t, f"evolve {round}")
             I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
-            tau_fail = B.failures(rng, cfg.failures, I_parent.id)
-            D_B = [self.D[id] for id in B.question_ids(rng, cfg.D_B, tau_fail)]
+            tau_fail = B.draw_failures(rng, cfg.failures, I_parent.id)
+            D_B = [self.D[id] for id in B.draw_question_ids(rng, cfg.D_B, tau_fail)]
             if not tau_fail or (cfg.D_B and not D_B):
                 reason = "no failure to learn from, or no question left to verify on"
                 break
 
-            # revisions of the parent, of which the best join
+            # texts of revisions of the parent, of which the best join
             try:
                 I_new = self.propose(I_parent, tau_fail, n)  # Alg.1 L20
             except OptimizerDown as e:
@@ -177,7 +181,7 @@ class Evolution:
                 break
             if I_new:
                 tested = self.verify(policy, I_parent, I_new, D_B)  # Alg.1 L21
-                joining = P.select_top(tested, min(room, cfg.top_n))
+                joining = P.choose_joining(tested, min(room, cfg.top_n))
                 P_new += joining
                 self.log.add_verification(t, round, D_B, tested, joining)
 
@@ -225,21 +229,22 @@ class Evolution:
 
     def verify(
         self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
-    ) -> list[Candidate]:
+    ) -> list[VerifiedCandidate]:
         """Returns the revisions, the highest mean reward on D_B first, each with its parent's
         rewards on the same questions."""
         # an instruction's id (None: it is not in P) and its text
         trials = [(I_parent.id, I_parent.text), *((None, text) for text in I_new)]
+        # |D_B| trajectories of the parent, then as many of each revision
         taus = self.play(policy, f"verify {self.round}", trials, D_B)
         n = len(D_B)
         self.log.keep_verification(self.t, self.round, I_parent.id, taus, n)
 
-        # n rewards of the parent, then n of each revision
+        # the parent is trial 0, so the revisions count from 1
         rewards = [tau.reward for tau in taus]
         tested = []
         for k, text in enumerate(I_new, 1):
             own = rewards[k * n : (k + 1) * n]
-            tested.append(Candidate(text, I_parent.id, own, parent_rewards=rewards[:n]))
+            tested.append(VerifiedCandidate(text, I_parent.id, own, rewards[:n]))
         # with --D_B 0 all have the mean 0 and keep the optimizer's order
         return sorted(tested, key=lambda c: -c.r)
 
@@ -382,8 +387,7 @@ def main(
 def show_page(run: Path) -> None:
     """Writes the page of a run, which is complete without it."""
     try:
-        page = importlib.import_module(PAGE)
-        print("see it:", page.write_page([run], run / "report.html"))
+        print("see it:", importlib.import_module(PAGE).write_page([run], run / "report.html"))
     except (ModuleNotFoundError, Fault) as e:
         print(f"no page: {e}")
 

@@ -21,7 +21,7 @@ from config import Config, preset_of
 from plumbing.faults import Fault, first_line
 from plumbing.files import Row
 from plumbing.outside import printable
-from population import Candidate, Instruction, Population
+from population import Instruction, Population, VerifiedCandidate
 from run import LOGS, Run
 from tasks import Question, Task, Trajectory
 from tasks.task import STORED, average_by_source, compute_metrics, count_failures, space_evenly
@@ -60,17 +60,21 @@ class Log:
         first = rows[0] if rows else {}
         self.spent: float = rows[-1].get("time/total", 0.0) if rows else 0.0
         self.metrics: list[str] = first.get("metrics", [])  # the most important one first
-        named = [name for name in first if name.startswith("test/")]
-        scores = {name.removeprefix("test/"): first[name] for name in named}
+        scores = {name[5:]: x for name, x in first.items() if name.startswith("test/")}
         self.held_out: dict[str, Row] = {START: scores}  # the final table
 
         # None: no bar without a terminal. Twice a second at most: other programs need the cores.
-        self.bar = tqdm(total=cfg.T, unit="step", file=sys.stdout, disable=None, mininterval=0.5)
+        done = len(rows[1:])
+        self.bar = tqdm(
+            total=cfg.T, initial=done, unit="step", file=sys.stdout, disable=None, mininterval=0.5
+        )
+        self.printed = perf_counter()  # when the last line was
 
     # ---- what is printed
 
     def print(self, text: str) -> None:
         """Prints a text, on a terminal above the bar."""
+        self.printed = perf_counter()
         with tqdm.external_write_mode(file=sys.stdout):
             print(printable(text), flush=True)
 
@@ -85,8 +89,11 @@ class Log:
         self.print("\n".join(lines))
 
     def show_progress(self, purpose: str, done: int, total: int) -> None:
-        """Shows at the bar how far rollouts are."""
-        self.bar.set_postfix_str(f"{purpose} {done}/{total}")
+        """Shows at the bar how far rollouts are, and in a line where there was none for a minute."""
+        progress = f"{purpose} {done}/{total}"
+        self.bar.set_postfix_str(progress)
+        if perf_counter() - self.printed > 60:
+            self.print(progress)
 
     # ---- a step
 
@@ -114,7 +121,7 @@ class Log:
             "response_tokens": fmean(sum(tau.mask) for tau in taus),
             "context_tokens": fmean(len(tau.ids) for tau in taus),
             "zero_variance_groups": fmean(len(rewards) == 1 for rewards in groups),
-            "n": Counter(str(tau.instruction) for tau in taus),
+            "n": Counter(str(tau.instruction_id) for tau in taus),
         }
         self.run.write_trajectories(f"step-{t:06d}", [tau.record() for tau in taus])
 
@@ -161,8 +168,8 @@ class Log:
         t: int,
         round: int,
         D_B: Sequence[Question],
-        tested: Sequence[Candidate],
-        joining: Sequence[Candidate],
+        tested: Sequence[VerifiedCandidate],
+        joining: Sequence[VerifiedCandidate],
     ) -> None:
         """Writes down the rewards of revisions and of their parent on D_B, and who joins."""
         verified = []
@@ -193,9 +200,17 @@ class Log:
             rows.append(taus[k].record() | {"setting": setting, "metrics": scores[k]})
         self.run.write_trajectories(f"test-{setting.replace(', ', '-').replace(' ', '_')}", rows)
 
-    def write_start(self, taus: Batch) -> None:
-        """Writes what the first policy can do under the first instruction."""
+    def write_start(self, taus: Batch, seconds: float = 0.0) -> None:
+        """Writes what the first policy can do under the first instruction. `seconds`: of these
+        rollouts, by which a step that will take long is announced."""
         self.add_result(START, taus)
+        # an update takes about as long as its rollouts
+        minutes = 2 * seconds / len(taus) * self.cfg.batch * self.cfg.G / 60
+        if minutes > 1:
+            self.print(
+                f"a step will take some {minutes:.0f} minutes, all {self.cfg.T} {minutes * self.cfg.T / 60:.1f} hours;"
+                " faster: a GPU, or more of them; fewer and shorter rollouts (--batch, --G, --max_response)"
+            )
         row = {f"test/{name}": x for name, x in self.held_out[START].items()}
         self.row |= {"metrics": self.metrics, "tools": self.tools} | row
         self.end_step(0)

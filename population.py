@@ -68,6 +68,7 @@ class Population:
     def probabilities(self) -> Array:
         """Returns p(. | W; P), (|P|,), in the order of `active`."""
         z = np.array([I.w for I in self.active]) / self.cfg.tau_s
+        # less the maximum: the same quotient, and exp cannot overflow
         z = np.exp(z - z.max())
         p: Array = z / z.sum()  # Eq.4
         return p
@@ -106,12 +107,17 @@ class Population:
         kept = max(N_parent, len(ranked) - len(ranked) // 2)  # CHOICE-3
         return self._drop(ranked[kept:], t)
 
-    def select_top(self, tested: Sequence[Candidate], n: int) -> list[Candidate]:
+    def choose_joining(
+        self, tested: Sequence[VerifiedCandidate], n: int
+    ) -> list[VerifiedCandidate]:
         """Returns which of a round's candidates, best first, join: at most `n`, with --gate 1 none
         below its parent."""
+        # without the gate all pass
         return [c for c in tested if c.r >= c.r_parent or not self.cfg.gate][:n]  # CHOICE-12
 
-    def replace_by(self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int) -> None:
+    def replace_by(
+        self, parents: Sequence[Instruction], new: Sequence[VerifiedCandidate], t: int
+    ) -> None:
         """Replaces P by the parents, with weight 0, and the new ones. Without new ones P and W
         stay."""
         if not new:  # CHOICE-26
@@ -146,15 +152,15 @@ def mean_rewards(taus: Iterable[Trajectory | Experience]) -> dict[int, float]:
     """Returns r_bar by instruction id, over all trajectories of that instruction."""
     rewards: dict[int, list[float]] = {}
     for tau in taus:
-        if tau.instruction is not None:
-            rewards.setdefault(tau.instruction, []).append(tau.reward)
+        if tau.instruction_id is not None:
+            rewards.setdefault(tau.instruction_id, []).append(tau.reward)
     return {j: mean(r) for j, r in rewards.items()}
 
 
 @dataclass
-class Candidate:
-    """A revision of an instruction, verified on D_B: rewards (|D_B|,) of both on the same
-    questions."""
+class VerifiedCandidate:
+    """An I_new of line 20 after line 21: the rewards (|D_B|,) of it and of its parent, on the same
+    questions of D_B."""
 
     text: str
     parent: int  # id of the instruction it revises
@@ -176,7 +182,7 @@ class Experience:
     """One tuple (I, q, tau, r) in the buffer; tau as the text that the optimizer reads."""
 
     t: int
-    instruction: int  # id
+    instruction_id: int
     question_id: str
     text: str  # question and response
     golds: tuple[str, ...]
@@ -195,35 +201,37 @@ class ReplayBuffer:
         """Adds the trajectories of step t, as these texts tell them; the oldest leave."""
         for tau, text in zip(taus, texts, strict=True):
             q = tau.question
-            assert tau.instruction is not None
+            assert tau.instruction_id is not None
             self.items.append(
-                Experience(t, tau.instruction, q.id, text, q.golds, tau.reward, tau.failed)
+                Experience(t, tau.instruction_id, q.id, text, q.golds, tau.reward, tau.failed)
             )
         self.items = self.items[-self.capacity :]  # CHOICE-29
 
-    def failures(self, rng: np.random.Generator, n: int, parent: int) -> list[Experience]:
+    def draw_failures(self, rng: np.random.Generator, n: int, parent: int) -> list[Experience]:
         """Returns up to `n` failures, one per question, for the optimizer to learn from.
 
         Those under the parent, which the optimizer is asked to revise, come before all others;
         then the latest step comes first, and within a step the lowest reward.
         """  # CHOICE-14
-        order = rng.permutation(len(self.items))
+        order = rng.permutation(len(self.items))  # ties stand in a random order
         failed = [self.items[k] for k in order if self.items[k].failed]
-        failed.sort(key=lambda e: (e.instruction != parent, -e.t, e.reward))
-        first: dict[str, Experience] = {}  # of each question
+        # False, for the parent's own, sorts before True
+        failed.sort(key=lambda e: (e.instruction_id != parent, -e.t, e.reward))
+        first: dict[str, Experience] = {}  # question id -> the first in this order
         for e in failed:
             first.setdefault(e.question_id, e)
         return list(first.values())[:n]
 
-    def question_ids(
+    def draw_question_ids(
         self, rng: np.random.Generator, n: int, shown: Iterable[Experience]
     ) -> list[str]:
         """Returns the ids of up to `n` questions for D_B, latest step first, none of them `shown`."""  # CHOICE-7
         excluded = {e.question_id for e in shown}
+        # latest step first, within a step in a random order: `sort` keeps the order of ties
         items = [self.items[k] for k in rng.permutation(len(self.items))]
         items.sort(key=lambda e: -e.t)
-        questions = dict.fromkeys(e.question_id for e in items)
-        return [q for q in questions if q not in excluded][:n]
+        ids = dict.fromkeys(e.question_id for e in items)  # each once, in this order
+        return [id for id in ids if id not in excluded][:n]
 
     def state_dict(self) -> Row:
         return {"items": [vars(e) for e in self.items]}  # not copied: they are frozen

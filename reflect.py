@@ -188,7 +188,8 @@ def find_flaw(
         return "holds control characters"
     if ESCAPED.search(candidate) and not ESCAPED.search(parent):
         return "holds escapes, as JSON has them"
-    text, old = plain(candidate), plain(parent)
+    text = plain(candidate)
+    old = plain(parent)
     added = set(CONTROL.findall(text)) - set(CONTROL.findall(old))
     if added:
         return f"holds the control token {min(added)}"
@@ -277,6 +278,7 @@ class Optimizer:
         try:
             with may_stop():
                 self.restart()
+                # a POST, repeated while the endpoint does not answer
                 reply = self._client.ask("/chat/completions", body, read_reply)
         except Outage as e:
             raise OptimizerDown(str(e)) from None

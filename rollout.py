@@ -15,7 +15,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from config import RolloutKnobs
@@ -36,7 +36,8 @@ class Episode:
     last_turn = False  # the context has room for one more turn alone
 
     def __init__(self, task: Task, form: Tags, job: Job, prompt: list[int], cfg: RolloutKnobs):
-        self.form, self.cfg = form, cfg
+        self.form = form
+        self.cfg = cfg
         self.calling_turns = cfg.max_turns if task.tools else 0  # one more, to answer, follows them
         self.tau = Trajectory(
             job.instruction_id,
@@ -44,7 +45,7 @@ class Episode:
             job.group,
             [],
             len(prompt),
-            # a copy, which an episode may change
+            # of a copy of the question, which an episode may change
             state=task.reset(copy.deepcopy(job.question)),
         )
         self.observe(prompt)
@@ -71,7 +72,8 @@ class Episode:
             return
 
         if action.tool:
-            turn.tool, turn.argument = action.tool.tag, action.argument
+            turn.tool = action.tool.tag
+            turn.argument = action.argument
         if stop or self.last_turn or len(tau.turns) > self.calling_turns:  # CHOICE-1 CHOICE-21
             tau.stop = stop or ("length" if self.last_turn else "turns")
         elif action.tool:
@@ -82,18 +84,21 @@ class Episode:
     def receive(self) -> None:
         """Adds the result of the call. Raises ToolDown."""
         assert self.call
-        result = self.tau.turns[-1].result = self.call.result()
+        result = self.call.result()
+        self.tau.turns[-1].result = result
         self.call = None
-        ids = self.form.encode_result(self.action, result, self.cfg.max_observation)
+        encode = partial(self.form.encode_result, self.action)
+        ids = encode(result, self.cfg.max_observation)
         room = self.cfg.max_prompt - len(self.tau.ids)
+        # a result that does not fit is cut to the room that is left, unless not even its tags fit
         if len(ids) > room and not self.tau.stop:  # CHOICE-20
-            empty = self.form.encode_result(self.action, [], self.cfg.max_observation)
-            if len(empty) <= room:
-                ids, self.last_turn = self.form.encode_result(self.action, result, room), True
+            if len(encode([], self.cfg.max_observation)) <= room:
+                ids = encode(result, room)
+                self.last_turn = True
         self.observe(ids)
 
     def observe(self, ids: list[int]) -> None:
-        """Adds what the policy reads before its next turn, for which it may leave no room."""
+        """Adds what the policy reads before its next turn; an episode without room for one ends."""
         self.tau.observe(ids)
         if len(self.tau.ids) > self.cfg.max_prompt:  # CHOICE-20
             self.tau.stop = self.tau.stop or "length"
@@ -142,13 +147,14 @@ def play(
     engine: Engine, task: Task, episodes: list[Episode], max_response: int, temperature: float
 ) -> Iterator[Episode]:
     """Plays episodes at the same time; yields each when it ends."""
+    # an engine knows an episode by its place k in the list
     playing = dict(enumerate(episodes))  # those that have not ended
-    generating: set[int] = set()
+    generating: set[int] = set()  # those whose turn has begun and not ended
     for k, e in enumerate(episodes):
         if e.ended:  # its prompt is too long
             yield playing.pop(k)
     while playing:
-        # the turns that begin now
+        # the turns that begin now: of who neither generates nor waits for a result
         contexts = {}
         for k, e in playing.items():
             if k not in generating and not e.call:

@@ -37,7 +37,7 @@ class RowCache:
         capacity: how many columns they will need.
         """
         # layer -> keys and values (B, heads, width, dim)
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.layers: dict[int, tuple[Tensor, ...]] = {}
         # where the layers of the next forward pass write: rows (B, 1) and columns (B, T)
         self.rows = self.columns = torch.empty(0)
         self.width = 0  # columns in use
@@ -55,8 +55,9 @@ class RowCache:
         dim)."""
         if layer not in self.layers:
             B, heads, *_ = key.shape
-            keys, values = (x.new_zeros(B, heads, self.width, x.shape[-1]) for x in (key, value))
-            self.layers[layer] = keys, values
+            self.layers[layer] = tuple(
+                x.new_zeros(B, heads, self.width, x.shape[-1]) for x in (key, value)
+            )
         keys, values = self.layers[layer]
         keys[self.rows, :, self.columns] = key.transpose(1, 2)
         values[self.rows, :, self.columns] = value.transpose(1, 2)
@@ -69,6 +70,7 @@ class RowCache:
         """Returns the columns (n, T) of tokens at positions, (n, T) or (T,), of n slots."""
         shared = self.shared[slots // self.M, None]
         past = positions - shared
+        # behind the prompt each round of M columns has the next token of each of the row's contexts
         return torch.where(past < 0, positions, shared + past * self.M + slots[:, None] % self.M)
 
     def copy(
@@ -78,19 +80,20 @@ class RowCache:
 
         With `shared` M contexts that begin with these tokens will share each row.
         """
+        # where the n slots' tokens at positions 0, 1, ... stand here: rows (n, 1, 1) and columns (n,
+        # 1, capacity)
         rows = (slots // self.M)[:, None, None]
         columns = self.place(slots, torch.arange(capacity, device=slots.device))[:, None]
 
         def gather(x: Tensor) -> Tensor:
-            heads = torch.arange(x.shape[1], device=x.device)[:, None]
+            _, H, width, _ = x.shape
+            heads = rows * H + torch.arange(H, device=x.device)[:, None]
             # Columns that x does not have are written before they are read: until then they hold
-            # its last, which is finite.
-            return x[rows, heads, columns.clamp(max=x.shape[2] - 1)]
+            # its last, which is finite. x[rows, heads, columns] would take three times as long.
+            return F.embedding(heads * width + columns.clamp(max=width - 1), x.flatten(0, 2))
 
         other = RowCache(torch.zeros_like(slots) if shared is None else shared, M, capacity)
-        other.layers = {
-            i: (gather(keys), gather(values)) for i, (keys, values) in self.layers.items()
-        }
+        other.layers = {i: tuple(map(gather, pair)) for i, pair in self.layers.items()}
         return other
 
     def write(self, slots: Tensor, other: "RowCache", positions: Tensor) -> None:
@@ -114,9 +117,9 @@ class TorchEngine:
 
     def __init__(self, model: Any, tokenizer: Any, stop: tuple[str, ...]):
         self.model = model
-        self.ended = watch_ends(tokenizer, stop)
+        self.ended = watch_ends(tokenizer, stop)  # a turn's ids -> whether the last one ends it
         self.device = next(model.parameters()).device
-        self.head = make_head(model)
+        self.head = make_head(model)  # hidden states (B, H) -> float32 logits (B, V)
         self.reset(0)
 
     @torch.no_grad()
@@ -147,11 +150,9 @@ class TorchEngine:
         out."""
         if not contexts:
             return
-        training = self.model.training
         self.model.eval()
         if self.model.rows != "shared":
             yield from self._generate_whole(contexts, max_new, temperature)
-            self.model.train(training)
             return
         h = self._prefill(contexts, max_new)  # (B, H)
 
@@ -183,8 +184,8 @@ class TorchEngine:
                 else:
                     unfinished.append(row)
 
-            # Once half of the rows have finished, the batch goes on without them: their keys and
-            # values return to `self.cache`, for the next turn.
+            # Once half of the rows have finished, the batch goes on without them, in a cache of its
+            # own: all keys and values that are new return to `self.cache`, for the next turn.
             if 2 * len(unfinished) <= len(lengths):
                 if cache is not self.cache:
                     longest = max(len(turn.ids) for turn in turns)
@@ -198,10 +199,10 @@ class TorchEngine:
                 lengths = lengths[keep]
                 sampled = sampled[keep]
 
+            # one new token of each context: M of a row
             tokens, positions = sampled.view(-1, cache.M), lengths.view(-1, cache.M)
             h = self._forward(cache, tokens, positions).flatten(0, 1)
             lengths = lengths + 1
-        self.model.train(training)
 
     def _generate_whole(self, contexts: Contexts, max_new: int, temperature: float) -> Turns:
         """Generates with transformers' cache, which takes no rows of several lengths, a row at a
@@ -211,19 +212,20 @@ class TorchEngine:
         for key, context in contexts.items():
             turn, cache = FinishedTurn(key, [], []), DynamicCache(config=self.model.config)
             ids = self._tensor([context])
-            positions = torch.arange(len(context), device=self.device)[None]
-            while len(turn.ids) < max_new and not (turn.ids and self.ended(turn.ids)):
+            positions = self._tensor([range(len(context))])
+            for _ in range(max_new):
                 out = self.model.base_model(
                     input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
                 )
                 if not cache.has_previous_state():
                     raise Fault(
-                        f"--engine torch: a {self.model.config.model_type} model leaves no states in"
-                        " transformers' cache; take --engine vllm"
+                        f"--engine torch: {self.model.config.model_type} leaves no states in its cache; take vllm"
                     )
                 sampled, logp = self._sample(out.last_hidden_state[:, -1], temperature)
                 turn.ids.append(int(sampled))
                 turn.logps.append(float(logp))
+                if self.ended(turn.ids):
+                    break
                 ids, positions = sampled[None], positions[:, -1:] + 1
             yield turn
 
@@ -273,21 +275,21 @@ class TorchEngine:
     def _forward(self, cache: RowCache, ids: Tensor, positions: Tensor) -> Tensor:
         """Returns hidden states (B, T, H) of ids (B, T) at positions (B, T); attention is causal
         within a context."""
+        # where `cache.update` writes these tokens
         cache.rows = torch.arange(len(ids), device=self.device)[:, None]
         slots = torch.arange(len(ids) * cache.M, device=self.device)
         cache.columns = cache.place(slots, positions.view(len(slots), -1)).view_as(positions)
         cache.width = int(cache.columns.max()) + 1
         # a token attends to the columns up to its own that are its context's: (B, T, width)
         causal = torch.arange(cache.width, device=self.device) <= cache.columns[:, :, None]
-        mask = causal & cache.readable[:, :, : cache.width]
-        out = self.model.base_model(
+        mask = causal & cache.readable[..., : cache.width]
+        return self.model.base_model(
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask[:, None],
             past_key_values=cache,
             use_cache=True,
-        )
-        return out.last_hidden_state
+        ).last_hidden_state
 
     def _sample(self, h: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Returns next tokens (B,) and their log-probabilities (B,) from hidden states (B, H)."""

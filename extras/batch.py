@@ -52,7 +52,7 @@ class Batch:
         self.step = step or taus
         self.reward: Array = np.array([tau.reward for tau in taus], float)
         self.group = numbers(tau.group for tau in taus)
-        self.instruction = numbers(tau.instruction for tau in taus)
+        self.instruction = numbers(tau.instruction_id for tau in taus)
         self.question = numbers(tau.question.id for tau in taus)
         self.correct: Mask = np.array([not tau.failed for tau in taus], bool)
         self.length: Ints = np.array([sum(tau.mask) for tau in taus], int)

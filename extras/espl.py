@@ -153,7 +153,7 @@ class Pool(Population):
         them played."""
         taus = list(taus)
         super().update_weights(taus)
-        common = played_by_all((tau.instruction, tau.question.id) for tau in taus)
+        common = played_by_all((tau.instruction_id, tau.question.id) for tau in taus)
         self.rate(mean_rewards(tau for tau in taus if tau.question.id in common))
 
     def rate(self, means: dict[int, float]) -> None:
@@ -228,7 +228,7 @@ class ESPL(FromOne):
         best = max(means, key=lambda j: (means[j], j))
         self.t, self.used = t, {fold_words(I.text) for I in P.active}
         children: list[tuple[str, list[int]]] = []
-        tried = mixed([e for e in step if e.instruction == best])[: cfg.failures]
+        tried = mixed([e for e in step if e.instruction_id == best])[: cfg.failures]
         shortfall = (
             "no well-formed candidate"
             if tried
@@ -293,8 +293,8 @@ def mate(step: Sequence[Experience], best: int) -> tuple[int, dict[int, list[str
 
     The one with most such questions; None unless both have some.
     """
-    wins: dict[int, list[str]] = {e.instruction: [] for e in step}
-    for q in sorted(played_by_all((e.instruction, e.question_id) for e in step)):
+    wins: dict[int, list[str]] = {e.instruction_id: [] for e in step}
+    for q in sorted(played_by_all((e.instruction_id, e.question_id) for e in step)):
         means = mean_rewards(e for e in step if e.question_id == q)
         winners = [j for j, r in means.items() if max(means.values()) - r < TIE]
         if len(winners) == 1:

@@ -26,7 +26,7 @@ import inspo
 from config import Config
 from extras import variants as v
 from extras.batch import Array, Batch, Mask, turn_lengths
-from grpo import Learner, Terms
+from grpo import Learner, LossInputs
 from kernels import clipped_surrogate
 from plumbing.files import Row
 from tasks import Trajectory
@@ -118,7 +118,8 @@ class ObjectiveLearner(Learner):
 
     def set_advantages(self, taus: Sequence[Trajectory]) -> None:
         """Sets `advantage`, and an attribute `credit` where turns differ; rewards stay as they are."""
-        o, b = OBJECTIVES[self.cfg.objective], Batch(taus, self.limit, self.remembered)
+        o = OBJECTIVES[self.cfg.objective]
+        b = Batch(taus, self.limit, self.remembered)
         b.reward = o.reward(b)
         A = o.advantage(b)
         credit = o.credit(b, A).tolist() if o.credit else [[]] * b.n
@@ -130,14 +131,19 @@ class ObjectiveLearner(Learner):
         self.whole_step = [tau for minibatch in minibatches for tau in minibatch]
         return super().update(t, minibatches)
 
-    def terms(self, minibatch: list[Trajectory], old: Array | None) -> Terms:
-        o, score = OBJECTIVES[self.cfg.objective], partial(self.logprobs, minibatch)
+    def make_loss_inputs(self, minibatch: list[Trajectory], old: Array | None) -> LossInputs:
+        o = OBJECTIVES[self.cfg.objective]
+        score = partial(self.score_tokens, minibatch)
         b = Batch(minibatch, self.limit, old=old, score=score, step=self.whole_step)
         w = o.weight(b, o.select(b))
-        terms = super().terms(minibatch, old) | {"adv": b.A, "token_weight": w} | o.columns(b, w)
+        inputs = (
+            super().make_loss_inputs(minibatch, old)
+            | {"adv": b.A, "token_weight": w}
+            | o.columns(b, w)
+        )
         if o.clip:
-            terms["eps_low"], terms["eps_high"] = o.clip
-        return terms
+            inputs["eps_low"], inputs["eps_high"] = o.clip
+        return inputs
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from config import Config
 from extras.prompts import wording
-from grpo import Array, Learner, Terms
+from grpo import Array, Learner, LossInputs
 from inspo import Evolution
 from log import Log
 from plumbing.chat import turn_ends
@@ -42,10 +42,10 @@ class Demonstrated(Learner):
 
     MAX_GAP: ClassVar[dict[str, float]] = dict.fromkeys(Learner.MAX_GAP, math.inf)
 
-    def terms(self, minibatch: list[Trajectory], old: Array | None) -> Terms:
-        terms = super().terms(minibatch, old)
-        n = len(terms["token_weight"])
-        return terms | {"token_weight": np.full(n, 1 / max(1, n))}
+    def make_loss_inputs(self, minibatch: list[Trajectory], old: Array | None) -> LossInputs:
+        inputs = super().make_loss_inputs(minibatch, old)
+        n = len(inputs["token_weight"])
+        return inputs | {"token_weight": np.full(n, 1 / max(1, n))}
 
 
 def supervised(
@@ -165,7 +165,7 @@ def mean_logp(policy: Policy, taus: list[Trajectory]) -> float:
     """Averages the log-probability of the demonstrations' learned tokens under the present policy,
     in nats."""
     policy.sleep()  # as for an update
-    return float(policy.learner.logprobs(taus)[0].mean())
+    return float(policy.learner.score_tokens(taus)[0].mean())
 
 
 # ---- the cold start (extras/cold_start.py)

@@ -71,7 +71,7 @@ def grpo_head(
     if columns and objective is None:
         raise TypeError(f"Eq. 2 does not read {', '.join(columns)}: give an objective")
 
-    # how a chunk of rows becomes a loss, and what it reads of each token
+    # the function from a chunk's logits to its J and dL/dz, and the columns that it reads
     loss_rows = partial(
         _choose_loss_rows(hidden.device, objective), temperature=temperature, beta=beta
     )
@@ -81,17 +81,18 @@ def grpo_head(
 
     # Under autocast the products would be bf16, and logp off by up to 0.1, half of eps.
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        loss, dX, dW, extras = _run_chunks(
+        loss, dX, dW, stats = _run_chunks(
             hidden, weight, targets, loss_rows, columns, need_grad, chunk
         )
-    return _Attach.apply(loss, hidden, weight, dX, dW), extras
+    return _Attach.apply(loss, hidden, weight, dX, dW), stats
 
 
 def _run_chunks(hidden, weight, targets, loss_rows, columns, need_grad, chunk):
     """Returns L, its gradients dX (N, D) and dW (V, D), None where nobody needs them, and the (N,)
     tensors of `grpo_head` by name."""
-    N, like = len(hidden), {"dtype": _wide(hidden.dtype), "device": hidden.device}
-    columns = {name: _each(x, N, like) for name, x in columns.items() if x is not None}
+    N = len(hidden)
+    like = {"dtype": _at_least_float32(hidden.dtype), "device": hidden.device}
+    columns = {name: _as_column(x, N, like) for name, x in columns.items() if x is not None}
     W = weight.to(_dtype_of_factors(hidden))
     need_dW = need_grad and weight.requires_grad
     grad_dtype = W.dtype if need_grad else None
@@ -99,14 +100,15 @@ def _run_chunks(hidden, weight, targets, loss_rows, columns, need_grad, chunk):
     dW = None
     J, logp, entropy, kl = torch.empty(4, N, **like)
     clipped = torch.empty(N, dtype=torch.bool, device=hidden.device)
+    # rows: the slice of a chunk's n tokens; h (n, D): their hidden states; z (n, V): their logits
     for rows, h, z in _chunks(hidden, W, chunk):
-        # the loss of these rows, and dL/dz
+        # J of these tokens, and dz = dL/dz (n, V), which takes the place of z
         tokens = {name: column[rows] for name, column in columns.items()}
         J[rows], logp[rows], entropy[rows], kl[rows], clipped[rows], dz = loss_rows(
             z, targets[rows], grad_dtype, **tokens
         )
 
-        # from dz to the gradients of both factors
+        # step 7: dX has a row for each token, dW is a sum over all chunks
         if need_grad:
             dX[rows] = _product_over_vocabulary(dz, W)
         if need_dW:
@@ -120,7 +122,7 @@ def _run_chunks(hidden, weight, targets, loss_rows, columns, need_grad, chunk):
 
 
 def _choose_loss_rows(device, objective):
-    passes = _choose_rows(device)
+    passes = _choose_passes(device)
     if objective is None and hasattr(passes, "loss_rows"):
         return passes.loss_rows
     return partial(_two_passes, passes, objective or eq2)
@@ -139,20 +141,24 @@ def _two_passes(
     w = tokens["token_weight"]
     logp, entropy, kept = passes.logp_rows(z, targets, temperature)
     # constants: where old is None, rho is 1 and still has a gradient
-    least, most = logp - 40, logp + 40
+    least = logp - 40
+    most = logp + 40
     old = logp if old is None else old.clamp(least, most)
     ref = logp if ref is None else ref.clamp(least, most)
     with torch.enable_grad():
-        logp_n, H_n = logp.detach().requires_grad_(), entropy.detach().requires_grad_()
-        value, S, kl = objective(logp=logp_n, entropy=H_n, old=old, ref=ref, **tokens)
+        logp_n = logp.detach().requires_grad_()
+        H_n = entropy.detach().requires_grad_()
+        J_w, S, kl = objective(logp=logp_n, entropy=H_n, old=old, ref=ref, **tokens)
+        # a token's J depends on its own logp and H alone: gradients of sums are those of each
         (dS,) = torch.autograd.grad(S.sum(), logp_n, retain_graph=True, materialize_grads=True)
-        c, a = torch.autograd.grad(value.sum(), (logp_n, H_n), allow_unused=True)
+        c, a = torch.autograd.grad(J_w.sum(), (logp_n, H_n), allow_unused=True)
     clipped = (dS == 0) & (tokens["adv"] != 0)
     dz = None
     if grad_dtype is not None:
+        # an objective that does not read the entropy has no a
         a = None if a is None else w * a
         dz = passes.grad_rows(kept, targets, logp, entropy, w * c, a, temperature, grad_dtype)
-    return w * value.detach(), logp, entropy, kl.detach(), clipped, dz
+    return w * J_w.detach(), logp, entropy, kl.detach(), clipped, dz
 
 
 def clipped_surrogate(
@@ -206,9 +212,11 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, chunk=4096):
     grpo_head.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        logp_rows = _choose_rows(hidden.device).logp_rows
+        logp_rows = _choose_passes(hidden.device).logp_rows
         W = weight.to(_dtype_of_factors(hidden))
-        logp, entropy = torch.empty(2, len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
+        logp, entropy = torch.empty(
+            2, len(hidden), dtype=_at_least_float32(hidden.dtype), device=hidden.device
+        )
         for rows, _, z in _chunks(hidden, W, chunk):
             logp[rows], entropy[rows] = logp_rows(z, targets[rows], temperature)[:2]
             del z  # before the next chunk allocates its logits
@@ -223,22 +231,22 @@ def head_logits(hidden, weight):
     return _product(hidden.to(W.dtype), W.T)
 
 
-def _choose_rows(device):
-    """Returns the module that processes rows of logits on this device."""
+def _choose_passes(device):
+    """Returns the module whose functions pass over rows of logits on this device."""
     if device.type == "cuda":
-        from kernels import rows_triton as rows  # here: machines without CUDA may lack Triton
+        from kernels import rows_triton as passes  # here: machines without CUDA may lack Triton
     else:
-        from kernels import rows_torch as rows
-    return rows
+        from kernels import rows_torch as passes
+    return passes
 
 
-def _each(value, N, like):
+def _as_column(value, N, like):
     """Returns a scalar or an (N,) tensor as an (N,) tensor; filling one with a scalar does not wait
     for the GPU."""
     return value.to(**like).expand(N) if torch.is_tensor(value) else torch.full((N,), value, **like)
 
 
-def _wide(dtype):
+def _at_least_float32(dtype):
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -246,7 +254,7 @@ def _dtype_of_factors(hidden):
     """Returns the dtype to multiply in. CUDA multiplies bf16 into float32; float16 cannot represent
     dL/dz."""
     in_bf16 = hidden.is_cuda and hidden.dtype == torch.bfloat16
-    return hidden.dtype if in_bf16 else _wide(hidden.dtype)
+    return hidden.dtype if in_bf16 else _at_least_float32(hidden.dtype)
 
 
 def _chunks(hidden, W, chunk):
@@ -259,7 +267,9 @@ def _chunks(hidden, W, chunk):
 
 def _product(a, b):
     """Returns a @ b in float32, or float64."""
-    return a @ b if a.dtype == _wide(a.dtype) else torch.mm(a, b, out_dtype=torch.float32)
+    return (
+        a @ b if a.dtype == _at_least_float32(a.dtype) else torch.mm(a, b, out_dtype=torch.float32)
+    )
 
 
 def _product_over_vocabulary(dz, W, block=16384):

@@ -31,7 +31,11 @@ TOKENS = [
 @triton.jit
 def read_row(Z, Y, row, V, inv_t, BLOCK: tl.constexpr):
     """Returns y, log p[y], the entropy H, and M, log_total, with which log p[j] = (x[j] - M) -
-    log_total."""
+    log_total.
+
+    Z + row * V is the address of the row's first logit, and V the number of its logits: the loop
+    reads BLOCK of them at a time, and the last block is masked where it goes beyond the row.
+    """
     cols = tl.arange(0, BLOCK)
     # Each lane for itself: m = max x, s = sum exp(x - m), t = sum exp(x - m) * (x - m)
     m = tl.full((BLOCK,), LOW, tl.float32)
@@ -41,8 +45,10 @@ def read_row(Z, Y, row, V, inv_t, BLOCK: tl.constexpr):
         j = start + cols
         x = tl.load(Z + row * V + j, mask=j < V, other=0.0).to(tl.float32) * inv_t
         x = tl.where(j < V, x, LOW)
+        # the sums so far are brought from the old maximum to the new one, `top`
         top = tl.maximum(m, x)
-        old_scale, e = tl.exp(m - top), tl.exp(x - top)
+        old_scale = tl.exp(m - top)
+        e = tl.exp(x - top)
         t = old_scale * (t + s * (m - top)) + e * (x - top)
         s = old_scale * s + e
         m = top
@@ -61,7 +67,8 @@ def read_row(Z, Y, row, V, inv_t, BLOCK: tl.constexpr):
 
 @triton.jit
 def write_row(Z, DZ, row, y, M, log_total, entropy, c, a, V, dz_stride, inv_t, BLOCK: tl.constexpr):
-    """Writes dL/dz over the row, for c and a that include its 1/T."""
+    """Writes dL/dz (step 6) over the row, a block at a time, for c and a that include its 1/T. Rows
+    of DZ are dz_stride entries apart."""
     cols = tl.arange(0, BLOCK)
     for start in range(0, V, BLOCK):
         j = start + cols
@@ -75,9 +82,10 @@ def write_row(Z, DZ, row, y, M, log_total, entropy, c, a, V, dz_stride, inv_t, B
 
 @triton.jit(do_not_specialize_on_alignment=TOKENS)
 def loss_kernel(
+    # pointers in capitals, of which a program reads and writes entry or row `row`
     Z,  # (n, V) logits, any float
     Y,  # (n,) int64
-    DZ,  # (n, V), rows dz_stride apart, in Z's memory (see _over); None: no gradient
+    DZ,  # (n, V), rows dz_stride apart, in Z's memory (see _in_memory_of); None: no gradient
     ADV,
     TOKEN_WEIGHT,
     OLD,
@@ -101,14 +109,16 @@ def loss_kernel(
     tl.store(LOGP + row, logp)
     tl.store(ENTROPY + row, entropy)
 
-    adv, w = tl.load(ADV + row), tl.load(TOKEN_WEIGHT + row)
+    adv = tl.load(ADV + row)
+    w = tl.load(TOKEN_WEIGHT + row)
     rho = 1.0 + 0.0 * adv
     if OLD is not None:
         rho = tl.exp(tl.clamp(logp - tl.load(OLD + row), -40.0, 40.0))  # Eq.3
     clip = tl.minimum(tl.maximum(rho, 1.0 - tl.load(EPS_LOW + row)), 1.0 + tl.load(EPS_HIGH + row))
-    S = tl.minimum(rho * adv, clip * adv)  # Eq.2
-    clipped = S != rho * adv  # at a tie, in particular rho = 1, the gradient is the unclipped one
-    dS = tl.where(clipped, 0.0, rho * adv)
+    # J / w and its derivative by logp, which are S and dS until the KL is subtracted
+    J_w = tl.minimum(rho * adv, clip * adv)  # Eq.2
+    clipped = J_w != rho * adv  # at a tie, in particular rho = 1, the gradient is the unclipped one
+    dJ_w = tl.where(clipped, 0.0, rho * adv)
     kl = 0.0 * adv
     if REF is not None:
         d = tl.clamp(tl.load(REF + row) - logp, -40.0, 40.0)
@@ -116,14 +126,14 @@ def loss_kernel(
         series = d * d * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d / 120)))
         kl = tl.where(tl.abs(d) < 0.1, series, tl.exp(d) - d - 1.0)
         if WITH_KL:  # with beta = 0 the KL is only reported, and may be infinite
-            S -= beta * kl
-            dS += beta * (kl + d)
-    tl.store(J + row, w * S + 0.0 * logp)  # min and max would hide a NaN
+            J_w -= beta * kl
+            dJ_w += beta * (kl + d)  # dKL/dlogp = 1 - exp(d) = -(kl + d)
+    tl.store(J + row, w * J_w + 0.0 * logp)  # min and max would hide a NaN
     tl.store(KL + row, kl)
     tl.store(CLIPPED + row, clipped)
     if DZ is not None:
         write_row(
-            Z, DZ, row, y, M, log_total, entropy, w * dS * inv_t, 0.0, V, dz_stride, inv_t, BLOCK
+            Z, DZ, row, y, M, log_total, entropy, w * dJ_w * inv_t, 0.0, V, dz_stride, inv_t, BLOCK
         )
 
 
@@ -140,8 +150,10 @@ def grad_kernel(Z, Y, DZ, LOGP, ENTROPY, C, A, V, dz_stride, inv_t, BLOCK: tl.co
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(Y + row)
     z_y = tl.load(Z + row * V + y, mask=(y >= 0) & (y < V), other=float("nan"))
-    M = z_y.to(tl.float32) * inv_t - tl.load(LOGP + row)  # log p[j] = x[j] - M
-    c, a = tl.load(C + row) * inv_t, tl.load(A + row) * inv_t
+    # log p[y] = x[y] - M for an M that holds the log_total, too, which is 0 below
+    M = z_y.to(tl.float32) * inv_t - tl.load(LOGP + row)
+    c = tl.load(C + row) * inv_t
+    a = tl.load(A + row) * inv_t
     write_row(Z, DZ, row, y, M, 0.0, tl.load(ENTROPY + row), c, a, V, dz_stride, inv_t, BLOCK)
 
 
@@ -168,7 +180,7 @@ def loss_rows(
     n = len(z)
     J, logp, entropy, kl = torch.empty(4, n, device=z.device)
     clipped = torch.empty(n, dtype=torch.bool, device=z.device)
-    dz = None if grad_dtype is None else _over(z, grad_dtype)
+    dz = None if grad_dtype is None else _in_memory_of(z, grad_dtype)
     tokens = adv, token_weight, old, ref, eps_low, eps_high
     tokens = [x if x is None else x.contiguous() for x in tokens]
     loss_kernel[(n,)](
@@ -205,7 +217,8 @@ def logp_rows(z, targets, temperature):
 
 def grad_rows(z, targets, logp, entropy, c, a, temperature, grad_dtype):
     """Returns the same as rows_torch.grad_rows; dL/dz overwrites z (n, V)."""
-    dz, a = _over(z, grad_dtype), torch.zeros_like(c) if a is None else a
+    dz = _in_memory_of(z, grad_dtype)
+    a = torch.zeros_like(c) if a is None else a
     grad_kernel[(len(z),)](
         z,
         targets.contiguous(),
@@ -223,7 +236,7 @@ def grad_rows(z, targets, logp, entropy, c, a, temperature, grad_dtype):
     return dz
 
 
-def _over(z, dtype):
+def _in_memory_of(z, dtype):
     """Returns (n, V) of a dtype in the memory of z, row over row: bf16 fills the first half of a
     row of float32.
 

@@ -28,7 +28,7 @@ def _():
     \quad \text{(Eq. 2)}$$
 
     The mask $I$ is 1 on tokens that the policy sampled and 0 on what it was given. In the project the averages are
-    in `grpo.py`, `Learner.terms`, and $S$, KL and the gradient in `kernels/head.py`.
+    in `grpo.py`, `Learner.make_loss_inputs`, and $S$, KL and the gradient in `kernels/head.py`.
 
     ## Before anything else: predict
 

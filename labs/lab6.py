@@ -14,7 +14,7 @@ with app.setup:
     from config import Config
     from inspo import Evolution
     from labs import desk, play
-    from population import Candidate, Population, ReplayBuffer
+    from population import Population, ReplayBuffer, VerifiedCandidate
     from reflect import fold_words, read_candidates
     from tasks.task import rng_of
     from world.clauses import CLAUSES, FRAMES, read_clauses
@@ -62,7 +62,7 @@ def _():
     _taus = player.play(1, "rollout", first, list(D.values())[:48])
     P.update_weights(_taus)
     B.add(1, _taus, [task.show(_tau) for _tau in _taus])
-    failures = B.failures(rng_of(0, 1, "lab 6"), 12, 0)
+    failures = B.draw_failures(rng_of(0, 1, "lab 6"), 12, 0)
     first_reward = P.family[0].w
     return B, D, P, cfg, failures, first, first_reward, player, task
 
@@ -200,19 +200,19 @@ def _():
 
 
 @app.function
-def select_top(verified, room):
+def choose_joining(verified, room):
     """Returns those of the candidates, best first, that join."""
     ...
 
 
 @app.function(hide_code=True)
-def check_select_top(select_top):
+def check_choose_joining(choose_joining):
     def named(*r, parent=0.2):
-        return [Candidate(str(x), 0, [x], [parent]) for x in r]
+        return [VerifiedCandidate(str(x), 0, [x], [parent]) for x in r]
 
     cases = [(named(0.5, 0.2, 0.1), 3), (named(0.5, 0.4, 0.3), 2), (named(0.1, 0.0), 2), (named(0.0, parent=0.0), 1)]
     for verified, room in cases:
-        got, want = select_top(verified, room), Population(Config()).select_top(verified, room)
+        got, want = choose_joining(verified, room), Population(Config()).choose_joining(verified, room)
         if [c.text for c in got] == [c.text for c in want]:
             continue
         if len(got) > room:
@@ -227,7 +227,7 @@ def check_select_top(select_top):
 
 @app.cell(hide_code=True)
 def _():
-    right_select_top = desk.verdict(check_select_top, select_top)
+    right_choose_joining = desk.verdict(check_choose_joining, choose_joining)
     desk.say(r"""
     ## The run
 
@@ -235,7 +235,7 @@ def _():
     world's own optimizer gets the same failures in the paper's prompt, and its proposals are verified alongside yours.
     Finally the best of each and the parent are played on the test questions, which have decided nothing so far.
     """)
-    return (right_select_top,)
+    return (right_choose_joining,)
 
 
 @app.cell
@@ -247,12 +247,12 @@ def _(
     failures,
     first,
     player,
+    right_choose_joining,
     right_diagnose,
     right_propose,
-    right_select_top,
     task,
 ):
-    desk.need("The run", right_diagnose, right_propose, right_select_top)
+    desk.need("The run", right_diagnose, right_propose, right_choose_joining)
     counts = Counter(name for e in failures for name in diagnose(e.text))
     room = cfg.N_P - cfg.N_parent
     # a run would keep its trajectories
@@ -266,14 +266,14 @@ def _(
         "the world's": reply_to(_prompt, seed=0),
     }
     _golds = [gold for e in failures for gold in e.golds]
-    D_B = [D[q] for q in B.question_ids(rng_of(0, 1, "D_B"), cfg.D_B, failures)]
+    D_B = [D[q] for q in B.draw_question_ids(rng_of(0, 1, "D_B"), cfg.D_B, failures)]
     verified, joined = {}, {}
     for _name, _reply in _replies.items():
         _used = {fold_words(first)}
         _unfit = task.make_format().find_unfit
         _texts, _ = read_candidates(_reply, first, _used, _golds, cfg.max_instruction, room, _unfit)
         verified[_name] = _evolution.verify(player, P.family[0], list(_texts.values()), D_B)
-        joined[_name] = select_top(verified[_name], room)
+        joined[_name] = choose_joining(verified[_name], room)
 
     on_test = {"the parent": player.measure(first, task.questions("test"))}
     for _name, _some in joined.items():

@@ -29,7 +29,7 @@ def config(**knobs: Any) -> Config:
 def score(learner: Learner, taus: Sequence[Trajectory]) -> list[Any]:
     """Returns the log-probs of each trajectory's tokens with mask 1, under the policy now."""
     ends = np.cumsum([sum(tau.mask) for tau in taus])
-    return np.split(learner.logprobs(taus)[0], ends[:-1])
+    return np.split(learner.score_tokens(taus)[0], ends[:-1])
 
 
 class Library(Search):

@@ -50,12 +50,14 @@ class Packing:
     ):
         self.lengths = list(lengths)
         self.parents = list(parents) or [-1] * len(self.lengths)
-        # tokens of the parent
+        # of each piece: the tokens of its parent, and what it sees, these and its own
         self.before = [0 if parent < 0 else self.lengths[parent] for parent in self.parents]
         seen = [before + n for before, n in zip(self.before, self.lengths, strict=True)]
         self.longest = max(self.lengths), max(seen)  # queries, keys
+        # a piece's tokens stand behind its parent's, wherever they are in the row
         spans = [torch.arange(before, n) for before, n in zip(self.before, seen, strict=True)]
         self.positions = send(torch.cat(spans), device)  # (T,)
+        # where each piece ends among the queries, and among the keys: cumulative, from 0
         ends = torch.tensor([[0, *self.lengths], [0, *seen]]).cumsum(1, dtype=torch.int32)
         self.query_ends, self.key_ends = send(ends, device)  # (pieces + 1,) each
         self.masks: dict[tuple, Tensor] = {}
@@ -92,7 +94,7 @@ class Packing:
         nth = np.arange(K) - np.searchsorted(token, token)
         keys_of = np.full((token[-1] + 1, nth.max() + 1), K)
         keys_of[token, nth] = order
-        shared = np.flatnonzero(keys_of[:, 1] < K)
+        shared = np.flatnonzero(keys_of[:, 1] < K)  # tokens that have a second key
         indices = token_of, keys_of[:, 0], shared, keys_of[shared]
         return tuple(send(torch.from_numpy(x), self.positions.device) for x in indices)
 
@@ -125,7 +127,8 @@ class KeysOfPieces(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         first, shared, several = ctx.back
-        both = F.pad(torch.cat(grads, 1), (0, 0, 0, 0, 0, 1))  # a row of zeros at K
+        both = F.pad(torch.cat(grads, 1), (0, 0, 0, 0, 0, 1))  # a row of zeros at K, the filling
+        # a token with one key takes that key's gradient; one with several, the sum of theirs
         sums = both[first].index_copy_(0, shared, both[several].sum(1))
         return *sums.split(ctx.heads, 1), None, None, None, None
 
@@ -186,7 +189,7 @@ def attend(
     """Causal attention of a packed row, q, k, v (T, heads, dim) -> (T, heads, dim), in which a token
     sees at most `window` tokens."""
     max_q, max_k = packing.longest
-    window = window or max_k
+    window = window or max_k  # all that there is
     # FlashAttention-2, whose causal mask ends at a piece's last query and last key
     if q.dtype == torch.bfloat16 and q.is_cuda:
         if any(packing.before):
@@ -222,6 +225,7 @@ def attend(
     parts = []
     for before, queries, keys, values in of_pieces:
         n = keys.shape[2]
+        # plain causal attention, unless the piece has a parent or a window narrower than it
         if before or window < n:
             mask = packing.mask(before, n, window, queries)
             part = grouped_attention(queries, keys, values, mask, scaling)
@@ -422,7 +426,8 @@ def pack(batch: Sequence[Any], device: torch.device) -> tuple[Tensor, Packing, T
             parents.append(-1)
             ids += prefix
 
-        # what the trajectory adds is the next piece: its token k stands at offset + k
+        # What the trajectory adds is the next piece. Its first token, k = shared, is at len(ids), so
+        # its token k is at offset + k in the row.
         offset = len(ids) - shared
         lengths.append(len(tau.ids) - shared)
         parents.append(begun.get(prefix, -1))

@@ -59,7 +59,8 @@ class Client:
 
         Raises RequestFailed, also for an answer that `read` cannot read.
         """
-        url, method = at(self.url, path), "GET" if body is None else "POST"
+        url = at(self.url, path)
+        method = "GET" if body is None else "POST"
         said = without_secrets(url)
         try:
             reply = self.session.request(
@@ -93,7 +94,8 @@ class Reply(NamedTuple):
 
 def read_reply(answer: Any) -> Reply:
     """Returns the reply that a chat completion holds."""
-    choice, usage = answer["choices"][0], answer.get("usage") or {}
+    choice = answer["choices"][0]
+    usage = answer.get("usage") or {}
     text = choice["message"].get("content") or ""  # null: all of it is thoughts
     if not isinstance(text, str):
         raise TypeError("content is not text")

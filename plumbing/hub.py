@@ -37,7 +37,8 @@ def fetch_file(path: str) -> Path:
 
     A fetched file stays and is not asked for again, even if the hub has another version by then.
     """
-    name, on_disk = NAMED.fullmatch(path), find_on_disk(path)
+    name = NAMED.fullmatch(path)
+    on_disk = find_on_disk(path)
     if on_disk or not name:
         return on_disk or Path(path)
     from huggingface_hub import hf_hub_download

@@ -85,11 +85,17 @@ def escape_markup(text: str, pattern: re.Pattern[str]) -> str:
 
     Any other text is returned unchanged, so its tokens are those it always had.
     """
+
+    def escape(found: re.Match[str]) -> str:
+        markup = found[0]
+        return f"{markup[0]} {markup[1:]}" if len(markup) > 1 else ""
+
     folded = plain(text)
     if pattern.search(folded):
         text = folded  # a tokenizer may fold it likewise before it looks for its tokens
+    # what is left may spell another
     while pattern.search(text):
-        text = pattern.sub(lambda m: f"{m[0][0]} {m[0][1:]}" if len(m[0]) > 1 else "", text)
+        text = pattern.sub(escape, text)
     return text
 
 

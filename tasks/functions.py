@@ -79,7 +79,8 @@ class SchemaTool(Tool):
         return f"{self.name} failed: {kind}: {why}"
 
     def usage(self) -> str:
-        about, parameters = self.schema["description"], dict(self.schema["parameters"])
+        about = self.schema["description"]
+        parameters = dict(self.schema["parameters"])
         lines = [f"<{self.tag}> {self.argument} </{self.tag}>: {' '.join(about.split())}"]
         for name, p in parameters.pop("properties", {}).items():
             lines.append(f"  {name}: {json.dumps(p, ensure_ascii=False)}")

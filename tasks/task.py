@@ -29,7 +29,7 @@ from plumbing.files import Row
 from plumbing.stop import may_stop
 from tasks.tools import COLUMNS, Failure, Tags, Tool, check_words
 
-RECORDED = "instruction group stop reward failed advantage prediction invalid prompt_tokens response".split()
+RECORDED = "group stop reward failed advantage prediction invalid prompt_tokens response".split()
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Trajectory:
     """One rollout tau = (I, q, a_0, o_0, ..., a_k) (§2.1). The lists ids, mask and logps have one
     length."""
 
-    instruction: int | None  # its id in the population; None for a text that is in none
+    instruction_id: int | None  # in the population; None for one that is in none
     question: Question
     group: int
     ids: list[int]  # prompt, actions and observations
@@ -131,6 +131,7 @@ class Trajectory:
             "question_text": q.text,
             "source": q.source,
             "golds": q.golds,
+            "instruction": self.instruction_id,
             **{name: getattr(self, name) for name in RECORDED},
             "action_tokens": sum(self.mask),
             "turns": [asdict(turn) for turn in self.turns],
@@ -164,7 +165,8 @@ def draw_questions(D: Mapping[Any, Any], n: int, seed: int, t: int) -> list[Any]
     while len(drawn) < n:
         order = rng_of(seed, epoch, "epoch").permutation(len(questions))
         drawn += [questions[k] for k in order[place : place + n - len(drawn)]]
-        epoch, place = epoch + 1, 0
+        epoch += 1
+        place = 0
     return drawn
 
 
@@ -249,7 +251,8 @@ class Task(ABC):
     def make_format(self, tokenizer: Any = None) -> Tags:
         """Returns how calls, answers and results are written (--format); what reads or writes ids
         needs the policy's tokenizer. Raises Fault."""
-        name, kind = self.cfg.format, Tags
+        name = self.cfg.format
+        kind = Tags
         if name != "tags":
             flag = f"--format {name}"
             kind = find_plug(flag) or import_named(flag, name, "class")
@@ -436,16 +439,21 @@ def load_task(cfg: Config, given: Any = None) -> Task:
         kind = find_plug("--reward")(kind, cfg.reward)
 
     # The task itself gets those of --tools that are neither a module's nor a plug-in's.
-    specs, own = list[str](), list[str]()
+    specs = list[str]()
+    own = list[str]()
     for word in cfg.tools.split(","):
         added = ":" in word or find_plug(f"--tools {word}")
-        (specs if added else own).append(word)
+        if added:
+            specs.append(word)
+        else:
+            own.append(word)
     cfg = replace(cfg, tools=",".join(own) or "none")
 
     # an object of it, which reads its questions once
     if isinstance(given, Task):
         task = copy.copy(given)
-        task.__class__, task.cfg = kind, cfg  # `kind` may have the reward of --reward
+        task.__class__ = kind  # which may have the reward of --reward
+        task.cfg = cfg
     else:
         task = kind(cfg)
     questions = task.questions  # asked once a split: it may draw them
@@ -472,7 +480,8 @@ def add_tools(task: Task, spec: str) -> None:
 def choose_instruction(task: Task) -> str:
     """Returns the instruction with which a run begins: that of --instruction, else the task's.
     Raises Fault."""
-    text, file = task.instruction, task.cfg.instruction
+    text = task.instruction
+    file = task.cfg.instruction
     presets = [preset.get("instruction") for preset in PRESETS.values()]
     if file and (task.takes_preset or file not in presets):
         text = read_instruction(file)
@@ -498,7 +507,8 @@ def check_questions(task: Task) -> None:
 
 
 def _check_split(task: Task, split: str) -> None:
-    where, questions = f"--task {task.cfg.task}: of {split}", task.questions(split)
+    where = f"--task {task.cfg.task}: of {split}"
+    questions = task.questions(split)
     for q in questions:
         if not all(isinstance(gold, str) for gold in q.golds):
             raise Fault(f"{where} question {q.id} has the golds {q.golds}; give a list of texts")

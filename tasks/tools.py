@@ -223,11 +223,13 @@ class Tags:
     def parse_turn(self, text: str) -> Action:
         """Returns what the text of a turn says: the first call that is complete, and the answer,
         which counts before a call."""
-        action, first = Action(text, find_answer(text)), len(text)
+        action = Action(text, find_answer(text))
+        first = len(text)  # where the first call begins
         for tool in self.task.tools:
             call = re.search(rf"<{tool.tag}>((?:(?!<{tool.tag}>).)*?)</{tool.tag}>", text, re.S)
             if call and call.start() < first:
-                action, first = replace(action, tool=tool, argument=call[1].strip()), call.start()
+                first = call.start()
+                action = replace(action, tool=tool, argument=call[1].strip())
         return action
 
     # ---- ids
@@ -257,9 +259,12 @@ class Tags:
         """
         tool = action.tool
         assert tool
+        # the text as the policy may see it
         pattern = match_markup(self.tokenizer, (tool.result_tag, *self.reserved_tags()))
         shown = tool.show([escape_markup(text, pattern) for text in result])
         shown = shown[: limit * TOKEN_CHARACTERS]
+
+        # its ids, cut so that the closing tag fits behind them
         head = encode(self.tokenizer, f"\n\n<{tool.result_tag}>{shown}")
         end = encode(self.tokenizer, f"</{tool.result_tag}>\n\n")
         return head[: max(0, limit - len(end))] + end

@@ -11,6 +11,7 @@ import pytest
 from json_server import json_servers
 
 from config import WORLD
+from plumbing.servers import Child
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 gc.disable()  # until all that stays is imported
@@ -65,6 +66,14 @@ def serve():
     """Starts HTTP servers with a script each (json_server.py); they stop with the test."""
     with json_servers() as start:
         yield start
+
+
+@pytest.fixture(scope="session")
+def retriever(tmp_path_factory):
+    """The address of a search server with the world's passages."""
+    log, corpus = tmp_path_factory.mktemp("server") / "log", str(WORLD / "corpus.jsonl")
+    with Child(["-m", "retrieval_server", "--corpus", corpus], log) as child:
+        yield child.url
 
 
 @pytest.fixture

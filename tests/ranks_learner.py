@@ -86,7 +86,7 @@ def main() -> None:
     final = {name: tensor.clone() for name, tensor in weights(model)}
     for name, layer in lora.layers(model).items():
         layer.register_forward_pre_hook(partial(compare, final[name]))
-    learner.logprobs(minibatches[0][:1])
+    learner.score_tokens(minibatches[0][:1])
     export(
         config,
         model,

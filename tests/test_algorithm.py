@@ -48,8 +48,12 @@ class TablePolicy:
     other."""
 
     def __init__(self, right: dict[str, int]):
-        self.right, self.rollouts, self.updates, self.evaluations = right, [], [], []
+        self.right = right
+        self.rollouts = []
+        self.updates = []
+        self.evaluations = []
         self.learner = object.__new__(Learner)  # for its rule of the advantages
+        self.seconds = {"rollout": 0.0}
 
     def rollout(self, t, purpose, jobs, temperature=None):
         self.rollouts.append((t, purpose, jobs, temperature))

@@ -18,7 +18,6 @@ from engines.torch_engine import TorchEngine
 from models import model as models
 from models.model import empty, fill, load_config, load_policy, weights
 from plumbing.files import read_jsonl
-from plumbing.servers import Child
 from training.policy import choose_dither_seed
 
 SMALL = "--mode static --dtype bfloat16 --T 2 --batch 2 --G 2 --eval_n 2 --save_every 1 --keep 9 --seed 6"
@@ -31,17 +30,9 @@ def steps(run) -> list[dict]:
     ]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """The search server of all runs."""
-    command = ["-m", "retrieval_server", "--corpus", str(WORLD / "corpus.jsonl")]
-    with Child(command, tmp_path_factory.mktemp("server") / "log") as child:
-        yield child.url
-
-
 @pytest.fixture(scope="module", params=["", pytest.param("--lora_rank 8", marks=pytest.mark.slow)])
-def flags(request, server):
-    return [*SMALL.split(), *request.param.split(), "--retriever", server]
+def flags(request, retriever):
+    return [*SMALL.split(), *request.param.split(), "--retriever", retriever]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +101,9 @@ def test_weights_in_training_are_dithered_in_bfloat16(knobs, dtype, seed):
     assert choose_dither_seed(Config(seed=5, **knobs), SimpleNamespace(dtype=dtype)) == seed
 
 
-@pytest.mark.parametrize("rank, lr, batch", [(0, 5e-6, 6), (32, 1e-4, 24)])
+@pytest.mark.parametrize(
+    "rank, lr, batch", [(0, 5e-6, 6), pytest.param(32, 1e-4, 24, marks=pytest.mark.slow)]
+)
 def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(
     tiny_path, tmp_path, rank, lr, batch
 ):
@@ -126,9 +119,9 @@ def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(
         learner, taus = policy.learner, made_up(batch, seed=3)
         learner.max_gap = float("inf")
         A = torch.tensor([tau.advantage for tau in taus for m in tau.mask if m])
-        before = learner.logprobs(taus)[0]
+        before = learner.score_tokens(taus)[0]
         policy.update(1, taus)
-        gained[dtype] = float(A.numpy() @ (learner.logprobs(taus)[0] - before))
+        gained[dtype] = float(A.numpy() @ (learner.score_tokens(taus)[0] - before))
         policy.close()
     assert gained["float32"] > 0
     assert gained["bfloat16"] == pytest.approx(gained["float32"], rel=0.15 if rank else 0.3), gained
@@ -149,7 +142,7 @@ def test_a_forward_pass_leaves_the_weights_as_they_are_trained(tiny_path):
     """FSDP keeps the root gathered after it, in bfloat16."""
     policy = policy_of(tiny_path, "bfloat16")
     before = {name: w.clone() for name, w in weights(policy.learner.model)}
-    policy.learner.logprobs(made_up(2))
+    policy.learner.score_tokens(made_up(2))
     after = dict(weights(policy.learner.model))
     policy.close()
     assert {w.dtype for w in after.values()} == {torch.float32}

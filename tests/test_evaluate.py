@@ -17,23 +17,10 @@ from config import HERE, PRESETS, Config
 from evaluate import estimate_mean
 from plumbing.faults import Outage
 from plumbing.files import read_jsonl
-from plumbing.servers import Child
 from tasks import Question
 from tasks.search_qa import Search, em, f1, load_questions
 
 WORLD = HERE / "world" / "files"
-
-
-@pytest.fixture(scope="module")
-def retriever(tmp_path_factory):
-    log = tmp_path_factory.mktemp("server") / "log"
-    with Child(["-m", "retrieval_server", "--corpus", str(WORLD / "corpus.jsonl")], log) as child:
-        yield child.url
-
-
-@pytest.fixture
-def servers(serve):
-    return serve
 
 
 def run(*flags, main=evaluate.main):

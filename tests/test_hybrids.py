@@ -7,11 +7,14 @@ import pickle
 import pytest
 import torch
 from test_grpo import batch_of, eq2, logprobs, settings_of
+from test_inspo import metrics, run_here
 from test_model import EXPERTS, make_family, own_logps
 from test_ranks import CFG, alone, same, together
 from tiny_model import STOP
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from config import WORLD
 from engines.torch_engine import TorchEngine
 from grpo import Learner, minibatches
 from models import lora
@@ -41,7 +44,13 @@ FAMILIES = {  # family -> settings
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(x, marks=[] if x in ("Qwen3_5Text", "Lfm2") else pytest.mark.slow)
+        for x in FAMILIES
+    ],
+)
 def family(request, tiny_path, tmp_path_factory):
     """Returns the path of a random policy, and Hugging Face's own model of it."""
     name = request.param
@@ -85,7 +94,7 @@ def test_an_update_is_eq_2_with_its_own_logits(family, way):
     want = torch.cat([logprobs(own, tau, 0.7) for tau in taus])
     assert want.std() > 0.5
     torch.testing.assert_close(
-        torch.from_numpy(learner.logprobs(taus)[0]).float(), want, atol=1e-5, rtol=1e-5
+        torch.from_numpy(learner.score_tokens(taus)[0]).float(), want, atol=1e-5, rtol=1e-5
     )
 
     # one denominator: the mean over six trajectories, each in a micro-batch of its own
@@ -135,8 +144,67 @@ def test_a_cache_that_the_torch_engine_cannot_keep_is_refused(tiny_path, tmp_pat
     model = load_model(path)
     assert model.rows == "single"
     engine = TorchEngine(model, load_tokenizer(path), STOP)
-    with pytest.raises(Fault, match=r"^--engine torch: a mamba2 model .* take --engine vllm$"):
+    with pytest.raises(
+        Fault, match="^--engine torch: mamba2 leaves no states in its cache; take vllm$"
+    ):
         [*engine.generate({0: [5, 6]}, 8, 0.0)]
+
+
+def mark(monkeypatch, taken=torch.float32):
+    """Makes Qwen 3.5's torch fallbacks honour where sequences begin, as the kernels do, and take one
+    dtype alone."""
+    module = modeling_qwen3_5
+    chunk, conv = module.torch_chunk_gated_delta_rule, module.causal_conv1d_fn
+
+    def delta_rule(query, key, value, g, beta, cu_seqlens=None, **kwargs):
+        assert query.dtype == taken
+        if cu_seqlens is None:
+            return chunk(query, key, value, g=g, beta=beta, **kwargs)
+        lengths = cu_seqlens.diff().tolist()
+        parts = zip(*(x.split(lengths, 1) for x in (query, key, value, g, beta)), strict=True)
+        outs = [chunk(q, k, v, g=d, beta=b, **kwargs)[0] for q, k, v, d, b in parts]
+        return torch.cat(outs, 1), None
+
+    def convolution(x, weight, bias=None, activation=None, seq_idx=None, **kwargs):
+        if seq_idx is None:
+            return conv(x, weight, bias, activation)
+        lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+        return torch.cat([conv(part, weight, bias, activation) for part in x.split(lengths, 2)], 2)
+
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", delta_rule)
+    monkeypatch.setattr(module, "causal_conv1d_fn", convolution)
+
+
+def test_kernels_that_are_told_where_sequences_begin_get_packed_rows(
+    tiny_path, tmp_path, monkeypatch
+):
+    settings = FAMILIES["Qwen3_5Text"]
+    path = make_family("Qwen3_5Text", settings, tiny_path, tmp_path / "q")
+    alone = load_model(path)
+    mark(monkeypatch)
+    model = load_model(path)
+    assert (alone.rows, model.rows) == ("single", "whole")
+    cfg, taus = settings_of(beta=0.0, mini_batch=6, micro_tokens=150), made_up(2)
+    packed = [len(batch) for batch, _ in Learner(model, None, cfg).take_share(taus)]
+    assert max(packed) > 1
+    for each in alone, model:
+        Learner(each, None, cfg).backward(taus, None)
+    for (name, p), q in zip(alone.named_parameters(), model.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() / p.grad.norm().clamp(min=1e-3) < 1e-5, name
+
+
+def test_kernels_that_take_no_float32_are_tried_on_the_card(tiny_path, tmp_path, monkeypatch):
+    """The card is the CPU here."""
+    path = make_family("Qwen3_5Text", FAMILIES["Qwen3_5Text"], tiny_path, tmp_path / "q")
+    mark(monkeypatch, torch.bfloat16)
+    with pytest.raises(Fault, match="no forward pass that can be trained"):
+        load_model(path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cast = lambda self, device, dtype: self.bfloat16()  # noqa: E731
+    monkeypatch.setattr(modeling_qwen3_5.Qwen3_5ForCausalLM, "to", cast)
+    model = load_model(path)
+    assert (model.rows, model.dtype) == ("whole", torch.float32)
+    assert model.config._attn_implementation == "packed" and not model.base_model._forward_hooks
 
 
 @pytest.mark.ranks
@@ -149,3 +217,22 @@ def test_two_processes_compute_what_one_does_and_export_it(family, tmp_path):
     same(metrics, trained, alone(path, CFG, parts))
     again = load_model(str(tmp_path / "out" / "policy")).state_dict()
     assert all(torch.equal(again[name], W) for name, W in trained.items())
+
+
+@pytest.mark.slow
+def test_a_run_trains_one_and_says_how(tiny_path, tmp_path):
+    settings = FAMILIES["Qwen3_5Text"] | {"max_position_embeddings": 2048}
+    path = make_family("Qwen3_5Text", settings, tiny_path, tmp_path / "q")
+    data = [
+        x
+        for name in ("train", "valid", "test", "corpus")
+        for x in (f"--{name}", WORLD / f"{name}.jsonl")
+    ]
+    few = "--mode static --T 2 --batch 1 --G 2 --eval_n 1".split()
+    few += "--max_prompt 1500 --max_response 60 --max_observation 60".split()
+    instruction = "--instruction", WORLD / "instruction.txt"
+    code, out, err = run_here("--model", path, *data, *instruction, *few, "--out", tmp_path / "run")
+    assert code == 0, err
+    assert "one trajectory a row" in out
+    rows = metrics(tmp_path / "run")
+    assert [row["t"] for row in rows] == [0, 1, 2] and rows[1]["logp_gap"] < 1e-4

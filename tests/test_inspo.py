@@ -127,6 +127,7 @@ def test_a_run_leaves_what_it_promises(short):
     assert next(iter(rows.values())) == summary["end"]
     assert summary["I_star"] == (out / "I_star.txt").read_text().strip()
     assert summary["I_star"] in stdout
+    assert re.search(r"\d threads, 1 x cpu, float32, torch engine", stdout.splitlines()[0])
     assert summary["training_rollouts"] == 4 * 2 * 2
     verified = [r for r in read_jsonl(out / "reflections.jsonl") if "verified" in r]
     counted = sum((1 + len(r["verified"])) * len(r["D_B"]) for r in verified)

@@ -27,10 +27,10 @@ def rows(request, monkeypatch):
     from kernels import rows_triton
 
     if request.param == "torch":
-        monkeypatch.setattr(kernels.head, "_choose_rows", lambda device: rows_torch)
+        monkeypatch.setattr(kernels.head, "_choose_passes", lambda device: rows_torch)
         return rows_torch
     if not torch.cuda.is_available():
-        monkeypatch.setattr(kernels.head, "_choose_rows", lambda device: rows_triton)
+        monkeypatch.setattr(kernels.head, "_choose_passes", lambda device: rows_triton)
     for function in (grpo_head, token_logprobs):
         if torch.cuda.is_available():
             monkeypatch.setattr(sys.modules[__name__], function.__name__, there_and_back(function))
@@ -63,6 +63,8 @@ def entropy_bonus(entropy, entropy_coef, **tokens):
 
 
 SURROGATES = {f.__name__: f for f in (clip, entropy_bonus)}
+# Eq. 2 in one launch, and in two passes, which test_settings has, too
+KINDS = [None, pytest.param("clip", marks=pytest.mark.slow)]
 
 
 def head(*args, kind=None, **kw):
@@ -196,7 +198,7 @@ def test_shapes(N, H, V):
     check(*args, beta=0.04, **kw)
 
 
-@pytest.mark.parametrize("kind", [None, "clip"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("logits", ["negative", "+-60", "-60 but one"])
 def test_logits(logits, kind):
     """With hidden = identity, weight.T is the matrix of logits."""
@@ -212,7 +214,7 @@ def test_logits(logits, kind):
     check(*args, beta=0.04, kind=kind, **per_token(*args, g))
 
 
-@pytest.mark.parametrize("kind", [None, "clip"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_both_sides_of_the_clip(kind):
     """Gradient where rho * adv is the smaller one: below 1 + eps for adv > 0, above 1 - eps for adv
     < 0."""
@@ -228,7 +230,7 @@ def test_both_sides_of_the_clip(kind):
     assert torch.equal(got["dX"].abs().sum(1) > 0, ~got["clipped"] & (adv != 0))
 
 
-@pytest.mark.parametrize("kind", [None, "clip"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_tie_keeps_the_whole_gradient(kind):
     """On-policy, rho = 1: both terms of min are equal and the gradient is adv * dlogp, even with
     eps = 0."""
@@ -241,7 +243,7 @@ def test_a_tie_keeps_the_whole_gradient(kind):
     assert error(got["dX"], dX) < 1e-5 and error(got["dW"], dW) < 1e-5
 
 
-@pytest.mark.parametrize("kind", [None, "clip"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adv", [0.0, 1.0, -1.0])
 def test_far_from_old_and_reference_all_stays_finite(adv, kind):
     """Log-ratios are kept within +-40, as some surrogates square rho; with w = 0 all is 0."""
@@ -261,7 +263,7 @@ def test_far_from_old_and_reference_all_stays_finite(adv, kind):
         assert w.any() or not (got["loss"] or got["dX"].any() or got["dW"].any())
 
 
-@pytest.mark.parametrize("kind", [None, "clip"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_nan_propagates(kind):
     (hidden, weight, targets), kw = batch(N=5)
     hidden[2] = math.nan
@@ -286,7 +288,7 @@ def test_a_target_that_is_no_token_is_an_error_or_nan(rows, target):
 # ---- chunks
 
 
-@pytest.mark.parametrize("kind", [None, "clip"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_chunk_does_not_matter(kind):
     args, kw = batch()
     kw |= {"beta": 0.04, "kind": kind}
@@ -300,7 +302,7 @@ def test_chunk_does_not_matter(kind):
             assert same(b, a, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [None, "clip"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_rows(kind):
     args, kw = batch(N=0)
     got = differentiate(head, *args, kind=kind, **kw)
@@ -309,7 +311,7 @@ def test_no_rows(kind):
     assert [v.shape for v in token_logprobs(*args)] == [(0,), (0,)]
 
 
-@pytest.mark.parametrize("kind", [None, "clip"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_repeats_bit_for_bit(kind):
     args, kw = batch(N=11, H=64)
     a, b = (differentiate(head, *args, beta=0.04, chunk=4, kind=kind, **kw) for _ in range(2))
@@ -357,7 +359,7 @@ class Watch(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("kind", [None, "clip"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_three_products_and_none_without_need(kind):
     (hidden, weight, targets), kw = batch()
 
@@ -377,7 +379,7 @@ def test_three_products_and_none_without_need(kind):
         assert products(True, True) == 1
 
 
-@pytest.mark.parametrize("kind", [None, "clip"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_logits_matrix_is_never_whole(kind):
     args, kw = batch(N=9, H=2)
     with Watch() as seen:
@@ -399,7 +401,7 @@ def test_token_logprobs():
     assert same(entropy, -(want.exp() * want).sum(1))
 
 
-@pytest.mark.parametrize("kind", [None, "clip"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_autocast_changes_nothing(kind):
     args, kw = batch()
     plain = differentiate(head, *args, kind=kind, **kw)
@@ -410,7 +412,7 @@ def test_autocast_changes_nothing(kind):
     assert torch.equal(logp, plain["logp"]) and torch.equal(entropy, plain["entropy"])
 
 
-@pytest.mark.parametrize("kind", [None, "clip"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 def test_bf16_inputs_are_computed_in_float32(weight_dtype, kind, rows):
     """With bf16 hidden states, as under autocast, only the returned gradients are rounded; on a GPU

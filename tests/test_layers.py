@@ -91,7 +91,11 @@ def family(name, tiny_path, path):
 
 
 @pytest.mark.parametrize(
-    "name, recompute", [("Qwen2", True), ("Mistral", False), ("Gemma3", False)]
+    "name, recompute",
+    [
+        ("Qwen2", True),
+        *(pytest.param(x, False, marks=pytest.mark.slow) for x in ("Mistral", "Gemma3")),
+    ],
 )
 def test_fused_layers_compute_as_transformers_in_float64(name, recompute, tiny_path, tmp_path):
     """As close to float64 as transformers' own layers in float32, with or without recomputed

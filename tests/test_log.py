@@ -8,6 +8,7 @@ import pty
 import struct
 import sys
 import termios
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import ANY, Mock, call
@@ -84,6 +85,23 @@ def test_what_stayed_empty_is_counted(tmp_path):
     summary = log.finish(P, P.join("Search.", None, 0))
     assert summary["empty_places"] == 2 + 1
     assert summary["steps_of_one"] == 4  # not step 7: no evolution follows
+
+
+@pytest.mark.parametrize("seconds, told", [(4.0, False), (200.0, True)])
+def test_a_step_that_will_take_long_is_announced_with_what_would_be_faster(capsys, seconds, told):
+    """By the seconds of two rollouts, of which a step has ten, and its update."""
+    log = log_of(batch=5, G=2, T=30)
+    log.write_start([Trajectory(0, Question("q", "?", ("x",)), 0, [1], 1)] * 2, seconds)
+    out = capsys.readouterr().out
+    assert ("33 minutes, all 30 16.7 hours" in out and "--batch" in out) is told
+
+
+def test_after_a_minute_without_a_line_there_is_one(capsys, monkeypatch):
+    log, now = log_of(), time.perf_counter()
+    for seconds, lines in ((50, 0), (70, 1), (120, 0), (140, 1)):
+        monkeypatch.setattr("log.perf_counter", lambda s=seconds: now + s)
+        log.show_progress("rollout", seconds, 150)
+        assert capsys.readouterr().out == f"rollout {seconds}/150\n" * lines
 
 
 def test_without_a_terminal_lines_are_plain(capsys):

@@ -58,13 +58,13 @@ def learner_of(model, **settings):
 
 def loss_of(learner, taus):
     """Returns (loss, extras) of one on-policy mini-batch."""
-    return learner.loss(taus, slice(None), learner.terms(taus, None))
+    return learner.loss(taus, slice(None), learner.make_loss_inputs(taus, None))
 
 
 def logps_of(model, taus):
     """Returns the log-probs of all action tokens."""
     learner = Learner(model, None, settings_of(beta=0.0))
-    return torch.from_numpy(np.concatenate([learner.logprobs([tau])[0] for tau in taus]))
+    return torch.from_numpy(np.concatenate([learner.score_tokens([tau])[0] for tau in taus]))
 
 
 # ---- the weights
@@ -334,7 +334,7 @@ def test_the_workers_of_a_run_do_so_too(path, batches, tmp_path):
     cfg, taus = replace(cfg, model=path, max_prompt=480, max_response=48), sum(parts, [])
     first = Learner(load_policy(path)[0], None, replace(cfg, beta=0.0, lora_rank=0))
     for tau in taus:  # an engine that agrees with the trainer, or the workers refuse the update
-        logps = iter(first.logprobs([tau])[0].tolist())
+        logps = iter(first.score_tokens([tau])[0].tolist())
         tau.logps = [next(logps) if sampled else 0.0 for sampled in tau.mask]
     (tmp_path / "taus.pkl").write_bytes(pickle.dumps((cfg, taus)))
     workers = torchrun(2, "tests/ranks_policy.py", tmp_path / "taus.pkl", tmp_path)

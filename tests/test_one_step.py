@@ -71,17 +71,18 @@ def test_the_numbers_are_those_of_the_run(page, tmp_path):
                 g for g in groups[cfg.mini_batch // cfg.G :] if len({tau.reward for tau in g}) > 1
             )
             seen["tau"] = tau = max(seen["group"], key=lambda tau: tau.reward)
-            seen["before"], seen["logps"] = copy.deepcopy(P), [learner.logprobs([tau])[0].tolist()]
+            seen["before"] = copy.deepcopy(P)
+            seen["logps"] = [learner.score_tokens([tau])[0].tolist()]
             seen["update"] = update(t, taus)
             first = copy.copy(learner)
             first.model = load_policy(cfg.model)[0]
-            seen["ref"] = first.logprobs([tau])[0].tolist()
+            seen["ref"] = first.score_tokens([tau])[0].tolist()
             return seen["update"]
 
         def stepped(*args):
             norm = optimize(*args)
             if "logps" in seen:
-                seen["logps"].append(learner.logprobs([seen["tau"]])[0].tolist())
+                seen["logps"].append(learner.score_tokens([seen["tau"]])[0].tolist())
             return norm
 
         policy.update, learner.step = follow, stepped
@@ -93,7 +94,7 @@ def test_the_numbers_are_those_of_the_run(page, tmp_path):
         inspo.train(parse_flags(flags.split()), algorithm=watched)
     group, tau, before, P = (seen[name] for name in ("group", "tau", "before", "P"))
     told = []  # (on the page, of the run)
-    assert tau.question.text in page and f"drew **number {tau.instruction}**" in page
+    assert tau.question.text in page and f"drew **number {tau.instruction_id}**" in page
     for row, p in zip(rows(section(page, 1)), before.probabilities(), strict=True):
         told += [(row["w"], before.family[int(row["instruction"])].w), (row["p"], p)]
     advantages = {row["reward"]: row["A"] for row in rows(section(page, 4))}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from config import Config
-from population import Candidate, Experience, Population, ReplayBuffer, mean_rewards
+from population import Experience, Population, ReplayBuffer, VerifiedCandidate, mean_rewards
 from tasks import Question, Trajectory
 
 
@@ -163,7 +163,7 @@ def test_pruning_goes_by_the_ranking_it_is_given():
 
 
 def revision(text, parent=0, r=(0.5,), r_parent=(0.5,)):
-    return Candidate(text, parent, list(r), list(r_parent))
+    return VerifiedCandidate(text, parent, list(r), list(r_parent))
 
 
 def test_none_below_its_parent_is_admitted_and_no_more_than_there_is_room_for():
@@ -174,8 +174,8 @@ def test_none_below_its_parent_is_admitted_and_no_more_than_there_is_room_for():
     of_another = revision("d", 1, [0.125], [0.0])
     verified = [above, equal, below, of_another]
     P = population(0.9, 0.1)
-    assert P.select_top(verified, 4) == [above, equal, of_another]
-    assert P.select_top(verified, 2) == [above, equal] and P.select_top([below], 4) == []
+    assert P.choose_joining(verified, 4) == [above, equal, of_another]
+    assert P.choose_joining(verified, 2) == [above, equal] and P.choose_joining([below], 4) == []
 
 
 def test_after_an_evolution_the_parents_stay_and_all_weights_are_zero():
@@ -256,48 +256,48 @@ def test_failures_under_the_parent_come_first_then_the_latest_step_s_then_the_lo
     both = [tau("own0", 1.0, 4, "right"), tau("own0", 0.0, 5, "theirs")]
     B = buffer(older, newer, both)
     for seed in range(10):
-        shown = B.failures(rng(seed), 4, 4)
+        shown = B.draw_failures(rng(seed), 4, 4)
         assert {*named(shown[:2])} == {"own0", "own1"} and named(shown[2:]) == ["r0.0", "r0.5"]
         assert "own0? response" in [e.text for e in shown]
-        shown = B.failures(rng(seed), 9, 5)
+        shown = B.draw_failures(rng(seed), 9, 5)
         assert named(shown) == ["own0", "r0.0", "r0.5", "r0.75", "own1"]
         assert shown[0] == Experience(
             3, 5, "own0", "own0? theirs", ("gold", "or this"), 0.0, failed=True
         )
-        assert named(B.failures(rng(seed), 2, 99)) == ["own0", "r0.0"]  # the parent has none
+        assert named(B.draw_failures(rng(seed), 2, 99)) == ["own0", "r0.0"]  # the parent has none
 
 
 def test_no_question_is_shown_twice_among_the_failures():
     B = buffer([tau("s")], [], [tau("q", response=str(k)) for k in range(50)] + [tau("r")])
-    shown = [B.failures(rng(seed), 4, 0) for seed in range(20)]
+    shown = [B.draw_failures(rng(seed), 4, 0) for seed in range(20)]
     assert all(sorted(named(three)) == ["q", "r", "s"] for three in shown)
     # which one is drawn
     assert len({e.text for three in shown for e in three if e.question_id == "q"}) > 5
-    assert B.failures(rng(3), 4, 0) == shown[3]
+    assert B.draw_failures(rng(3), 4, 0) == shown[3]
 
 
 def test_a_success_is_never_shown_as_a_failure():
     judged = [tau("poor", 3.0), tau("good", -1.0)]  # what a failure is, the task says
     judged[0].failed, judged[1].failed = True, False
-    assert named(buffer(judged).failures(rng(), 4, 0)) == ["poor"]
-    assert ReplayBuffer(10).failures(rng(), 4, 0) == []
+    assert named(buffer(judged).draw_failures(rng(), 4, 0)) == ["poor"]
+    assert ReplayBuffer(10).draw_failures(rng(), 4, 0) == []
 
 
 def test_verification_questions_are_distinct_latest_first_and_at_most_n():
     B = buffer(
         *[[tau(f"q{t}-{k % 4}", reward=float(k % 3 == 0)) for k in range(12)] for t in (1, 2, 3)]
     )
-    D_B = B.question_ids(rng(), 6, shown=[])
+    D_B = B.draw_question_ids(rng(), 6, shown=[])
     assert len(D_B) == len(set(D_B)) == 6
     assert {q[:2] for q in D_B[:4]} == {"q3"}  # successes and failures alike
     assert {q[:2] for q in D_B[4:]} == {"q2"}
-    assert len(B.question_ids(rng(), 100, shown=[])) == 12
-    assert B.question_ids(rng(), 6, shown=[]) == D_B
-    shown = B.failures(rng(), 4, 0)
-    assert {*B.question_ids(rng(), 100, shown)} == {e.question_id for e in B.items} - {
+    assert len(B.draw_question_ids(rng(), 100, shown=[])) == 12
+    assert B.draw_question_ids(rng(), 6, shown=[]) == D_B
+    shown = B.draw_failures(rng(), 4, 0)
+    assert {*B.draw_question_ids(rng(), 100, shown)} == {e.question_id for e in B.items} - {
         *named(shown)
     }
-    assert any(B.question_ids(rng(seed), 6, shown=[]) != D_B for seed in range(1, 5))
+    assert any(B.draw_question_ids(rng(seed), 6, shown=[]) != D_B for seed in range(1, 5))
 
 
 def test_a_buffer_restored_from_a_mark_gives_the_same_failures_and_questions():
@@ -307,5 +307,5 @@ def test_a_buffer_restored_from_a_mark_gives_the_same_failures_and_questions():
     mark.seek(0)
     C.load_state_dict(torch.load(mark, weights_only=True))
     assert C.items == B.items
-    assert C.failures(rng(3), 4, 2) == B.failures(rng(3), 4, 2)
-    assert C.question_ids(rng(3), 4, []) == B.question_ids(rng(3), 4, [])
+    assert C.draw_failures(rng(3), 4, 2) == B.draw_failures(rng(3), 4, 2)
+    assert C.draw_question_ids(rng(3), 4, []) == B.draw_question_ids(rng(3), 4, [])

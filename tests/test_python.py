@@ -88,6 +88,7 @@ class Unvalidated(Echo):
         return [len(tau.response) / best for tau in taus]
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_the_questions_that_there_are_resumed_too(tmp_path):
     settings = TINY | dict(T=3, T_e=3, eval_every=1, save_every=1, keep=9, out=tmp_path / "run")
     settings |= dict(mode="inspo", K_e=1, D_B=0, task=Unvalidated)
@@ -104,23 +105,6 @@ def test_a_run_evaluates_the_questions_that_there_are_resumed_too(tmp_path):
         shutil.rmtree(run / f"checkpoints/step-{t:06d}")
     inspo.train(**settings, resume=True)
     assert metrics(run) == rows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "few", [{"train": 4, "test": 2}, {"train": 1, "test": 1, "valid": 1}], ids=str
-)
-def test_files_with_few_questions_are_enough(tmp_path, few):
-    settings = TINY | dict(T=2, eval_every=1, max_response=16, valid="", out=tmp_path / "run")
-    settings |= dict(corpus=WORLD / "corpus.jsonl", instruction=WORLD / "instruction.txt")
-    for split, n in few.items():
-        lines = (WORLD / f"{split}.jsonl").read_text().splitlines(keepends=True)
-        (tmp_path / f"{split}.jsonl").write_text("".join(lines[:n]))
-        settings[split] = tmp_path / f"{split}.jsonl"
-    run, _, summary = inspo.train(**settings)
-    _, row, last = metrics(run)
-    assert "test/em" in row and ("valid/em" in row) == ("valid/em" in last) == ("valid" in few)
-    assert summary["questions"] == few["test"]
 
 
 README = (ROOT / "README.md").read_text()

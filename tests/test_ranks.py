@@ -160,7 +160,7 @@ def test_policy_update_gives_every_trajectory_its_advantage_on_every_rank(
     learner = Learner(load_policy(path)[0], None, replace(cfg, beta=0.0))
     # an engine that agrees with the trainer, or the workers refuse the update
     for tau in (taus := sum(parts, [])):
-        logps = iter(learner.logprobs([tau])[0].tolist())
+        logps = iter(learner.score_tokens([tau])[0].tolist())
         tau.logps = [next(logps) if sampled else 0.0 for sampled in tau.mask]
     (tmp_path / "taus.pkl").write_bytes(pickle.dumps((cfg, taus)))
     code, _, stderr = finish(

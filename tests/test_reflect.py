@@ -127,7 +127,7 @@ def test_a_long_failure_loses_its_middle(budget):
 
 def test_a_failure_without_right_answers_has_none_in_the_prompt_and_the_only_one_has_the_whole_budget():
     text = long_failure(400)
-    prompt = reflection_prompt("Do it.", [(text, ())], 6, count_tokens(text))
+    prompt = reflection_prompt("Do it.", [(text, ())], 6, count_tokens(text) + 3)
     assert f"<example>\nResponse: {text}\n</example>" in prompt and "Correct answer" not in prompt
 
 

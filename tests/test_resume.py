@@ -103,12 +103,17 @@ class Policy:
     """One number; what it answers depends on it, on the question, the instruction and the purpose.
     It saves itself as the real one does."""
 
-    tokenizer, ranks_ready, shared, synced = TOKENIZER, True, True, True
+    tokenizer = TOKENIZER
+    ranks_ready = shared = synced = True
     sleep, evaluate, load = lambda self: None, policy.Policy.evaluate, policy.Policy.load
 
     def __init__(self, calls: Calls, task: Judged):
-        self.calls, self.task, self.cfg, self.t = calls, task, task.cfg, 0
-        self.ranks, self.seconds = Ranks("cpu", 1), {}
+        self.calls = calls
+        self.task = task
+        self.cfg = task.cfg
+        self.t = 0
+        self.ranks = Ranks("cpu", 1)
+        self.seconds = {"rollout": 0.0}
         self.w = torch.ones((), dtype=torch.float64)
         self.learner = SimpleNamespace(
             remembered={},

@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoTokenizer
 import retrieval_server
 from retrieval_server import BM25, ENCODE, FAMILIES, Corpus, Dense, infer_family, load_encoder
 
-N, D = 300, 384  # passages, numbers of a vector
+N, D = 160, 384  # passages, numbers of a vector
 
 
 def publish(folder, pooling="mean", **prompts):

@@ -188,7 +188,7 @@ def test_rows_end_at_different_times_and_each_has_its_own_instruction_and_questi
         assert tau.ids[: tau.prompt_tokens] == Plain(Found()).make_format(tokenizer).encode_prompt(
             job.instruction, job.question
         )
-        assert (tau.instruction, tau.question, tau.group) == (
+        assert (tau.instruction_id, tau.question, tau.group) == (
             job.instruction_id,
             job.question,
             job.group,
@@ -429,7 +429,7 @@ def test_more_jobs_than_rows_are_played_in_batches_each_with_a_seed_and_progress
     taus = roll(
         engine, tokenizer, Found("A\nb"), several, seed=5, progress=counts.append, max_prompt=300
     )
-    assert [(tau.instruction, tau.group) for tau in taus] == [(k, 10 + k) for k in range(5)]
+    assert [(tau.instruction_id, tau.group) for tau in taus] == [(k, 10 + k) for k in range(5)]
     assert [tau.stop for tau in taus] == ["answer", "answer", "answer", "length", "answer"]
     # the one whose prompt is too long ends without a turn, before the third
     assert counts == [1, 2, 3, 4, 5]

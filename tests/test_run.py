@@ -33,7 +33,10 @@ class Fixed:
     sleep, load = Policy.sleep, Policy.load
 
     def __init__(self):
-        self.t, self.wait, self.seconds, self.ranks = 0, lambda: None, {}, Ranks("cpu", 1)
+        self.t = 0
+        self.wait = lambda: None
+        self.seconds = {}
+        self.ranks = Ranks("cpu", 1)
         self.tensors = {"model.w": torch.zeros(64, 64), "model.b": torch.zeros(3)}
         self.tensors |= {"optimizer.w.exp_avg": torch.zeros(64, 64)}
         self.tensors |= {"optimizer.w.step": torch.tensor(0.0)}

@@ -102,6 +102,7 @@ def test_a_full_gpu_is_told_in_one_line_that_names_a_remedy(monkeypatch, tmp_pat
     ), line
 
 
+@pytest.mark.slow
 def test_the_world_s_optimizer_is_the_one_that_was_named_and_comes_back_when_it_was_killed(
     tmp_path,
 ):

@@ -37,14 +37,7 @@ def cores(monkeypatch, *busy):
 
 @pytest.mark.parametrize(
     ("busy", "most", "number"),
-    [
-        ((2, 9), 0, 2),
-        ((2, 9), 2, 2),
-        ((97, 9), 2, 1),
-        ((97, 99), 2, 1),
-        ((1,) * 16, 2, 2),
-        ((1,) * 15 + (80,), 0, 15),
-    ],
+    [((2, 9), 0, 2), ((97, 99), 2, 1), ((1,) * 16, 2, 2), ((1,) * 15 + (80,), 0, 15)],
 )
 def test_a_thread_per_idle_core(monkeypatch, busy, most, number):
     cores(monkeypatch, *busy)

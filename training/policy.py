@@ -84,6 +84,7 @@ def on_all_ranks(
     def mark(method: Callable[Concatenate[Policy, S], A]) -> Callable[Concatenate[Policy, S], R]:
         @functools.wraps(method)
         def run(self: Policy, /, *args: S.args, **kwargs: S.kwargs) -> R:
+            # every rank comes through here: rank 0 by its own call, the others by `follow`
             began = time.perf_counter()
             self.ranks_ready = self.ranks.size == 1  # and again once all have answered
             # on the other ranks `follow` receives this and calls it
@@ -118,7 +119,8 @@ def of_rank_0(answers: list[A]) -> A:
 
 
 def in_order(shares: list[dict[int, A]]) -> list[A]:
-    """Returns the values by their keys, 0, 1, ..., which the ranks share."""
+    """Returns the values of all ranks in the order of their keys: 0, 1, ..., of which each rank has
+    some."""
     values = {k: x for share in shares for k, x in share.items()}
     return [values[k] for k in range(len(values))]
 
@@ -301,6 +303,7 @@ class Policy:
         seed = int(rng_of(cfg.seed, t, purpose).integers(2**31))
 
         def show(done: int) -> None:
+            # rank 0 shows its own count times the ranks, as if all were equally fast
             self.progress(purpose, min(done * size, len(jobs)), len(jobs))
 
         # the jobs of every size-th group
@@ -366,7 +369,8 @@ class Policy:
         that rank 0 has taken so far: of its GPU, less what vLLM gives back asleep, or without one
         of its process. Columns of time/ are what a resumed run does not repeat.
         """
-        rollout, update = self.seconds["rollout"], self.seconds["update"]
+        rollout = self.seconds["rollout"]
+        update = self.seconds["update"]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS has bytes, Linux KiB
         peak *= 1 if sys.platform == "darwin" else 1024
         if self.ranks.device == "cuda":
@@ -453,9 +457,9 @@ class Policy:
     def describe(self) -> str:
         """Returns in words what is trained, and on what."""
         model, ranks = self.learner.model, self.ranks
-        words = f"{model.num_parameters() / 1e6:,.2f}M parameters, {ranks.size} x {ranks.device}"
-        row = ROWS[model.rows]
-        return f"{words}, {ranks.dtype}, {self.cfg.engine} engine{row}"
+        size = f"{model.num_parameters() / 1e6:,.2f}M parameters, {torch.get_num_threads()} threads"
+        on = f"{ranks.size} x {ranks.device}, {ranks.dtype}, {self.cfg.engine} engine"
+        return f"{size}, {on}{ROWS[model.rows]}"
 
     def close(self) -> None:
         """Ends all ranks, unless one is inside a collective: then torchrun ends them. A checkpoint that

@@ -331,7 +331,7 @@ def count_nodes(loss: torch.Tensor) -> int:
 def count_operations(learner: Learner, taus: list[Trajectory]) -> dict:
     """Returns the operations of a micro-batch and its nodes, per layer, head and all."""
     with Operations() as mode, torch.autograd.set_multithreading_enabled(False):
-        loss, _ = learner.loss(taus, slice(None), learner.terms(taus, None))
+        loss, _ = learner.loss(taus, slice(None), learner.make_loss_inputs(taus, None))
         nodes = count_nodes(loss)
         loss.backward()
     layers = learner.model.config.num_hidden_layers
@@ -346,7 +346,7 @@ def measure_row(learner: Learner, row: dict, vocab: int) -> None:
     row |= {"trajectories": len(taus), "tokens": tokens}
 
     def work() -> None:  # what Learner.update does with a micro-batch
-        loss, _ = learner.loss(taus, slice(None), learner.terms(taus, None))
+        loss, _ = learner.loss(taus, slice(None), learner.make_loss_inputs(taus, None))
         loss.backward()
 
     # warm up

@@ -8,7 +8,7 @@ from grpo import Learner
 
 
 class DAPO(Learner):
-    def terms(self, *args):
-        terms = super().terms(*args)
-        every_token = 0 * terms["token_weight"] + 1 / max(1, len(terms["token_weight"]))
-        return terms | {"token_weight": every_token, "eps_high": 0.28}
+    def make_loss_inputs(self, *args):
+        inputs = super().make_loss_inputs(*args)
+        every_token = 0 * inputs["token_weight"] + 1 / max(1, len(inputs["token_weight"]))
+        return inputs | {"token_weight": every_token, "eps_high": 0.28}

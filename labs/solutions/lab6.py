@@ -3,7 +3,7 @@ from itertools import combinations
 
 from labs.lab6 import advised
 
-__all__ = ["diagnose", "predicted", "propose", "select_top"]
+__all__ = ["diagnose", "predicted", "propose", "choose_joining"]
 
 predicted = 0.1  # a guess
 
@@ -34,6 +34,6 @@ def propose(instruction, counts, n):
     return list(dict.fromkeys(texts))[:n]
 
 
-def select_top(verified, room):
+def choose_joining(verified, room):
     """Equals join: on few questions a tie says little, and a revision brings variety."""
     return [c for c in verified if c.r >= c.r_parent][:room]

@@ -11,7 +11,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 QWEN_2_5 = ["<tool_call>", "</tool_call>"]  # tokens of their own, and no special ones
 QWEN_3 = [*QWEN_2_5, "<tool_response>", "</tool_response>", "<think>", "</think>"]
 LLAMA = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-TOKENS = {"qwen2_5": QWEN_2_5, "qwen3": QWEN_3}
+TOKENS = {"qwen2_5": QWEN_2_5, "qwen3": QWEN_3, "qwen3_5": QWEN_3}
 
 
 def template(name):

@@ -4,19 +4,15 @@ from rows."""
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from scipy import stats
 
 from config import HERE, Config, parse_flags
 from extras import campaign
 from extras.campaign import CAMPAIGNS, table
-from extras.fork import ForkConfig, load_parts
-from grpo import Learner
-from inspo import Evolution
+from extras.fork import ForkConfig
 from plumbing.files import read_jsonl
 
 SIZES = "--T 4 --batch 2 --G 2 --K_p 1 --K_e 2 --T_e 4 --D_B 4 --eval_n 4 --rounds 1 --save_every 4"
@@ -38,26 +34,6 @@ def test_every_arm_is_a_configuration_and_its_own_flags_win(name):
         arm: 0 if arm == "frozen" else 0.5 for arm in arms
     }
     assert arms["inspo"].T == 4
-
-
-def test_staged_trains_for_half_the_steps_and_evolves_as_often_while_frozen(monkeypatch):
-    updates, evolutions = [], []
-    monkeypatch.setattr(
-        Learner, "update", lambda self, t, _: updates.append((t, self.cfg.T)) or {"lr": 1.0}
-    )
-    monkeypatch.setattr(Evolution, "evolve", lambda self, t, _: evolutions.append(t))
-    online, cfg = config("staged", "inspo"), config("staged", "staged")
-    parts = load_parts(cfg)
-    learner = parts["learner"](torch.nn.Linear(1, 1), None, replace(cfg, beta=0.0), max_gap=1.0)
-    evolution = parts["evolution"].__new__(parts["evolution"])
-    evolution.cfg = cfg
-    frozen = [t for t in range(1, cfg.T + 1) if learner.update(t, [])["lr"] == 0]
-    assert frozen == list(range(21, 61)) and updates == [(k, 40) for k in range(1, 41)]
-    for t in range(cfg.K_e, cfg.T_e, cfg.K_e):
-        evolution.evolve(t, None)
-    assert set(evolutions) < set(frozen) and len(evolutions) == len(
-        range(online.K_e, online.T_e, online.K_e)
-    )
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import test_evaluate
 from test_evaluate import WORLD, run, write_jsonl
 
 from config import Config
@@ -11,7 +10,6 @@ from extras.engines.chat import ChatEngine, Words
 from plumbing.faults import EngineFault
 from plumbing.files import read_jsonl
 
-retriever, servers = test_evaluate.retriever, test_evaluate.servers  # fixtures
 ENGINE = "--engine", "extras.engines.chat:ChatEngine"
 
 
@@ -22,8 +20,8 @@ def said(text):
 MODELS = {"data": [{"id": "qwen"}]}
 
 
-def test_a_chat_endpoint_plays_the_loop_with_observations_as_messages(servers, retriever, tmp_path):
-    chat = servers(
+def test_a_chat_endpoint_plays_the_loop_with_observations_as_messages(serve, retriever, tmp_path):
+    chat = serve(
         MODELS,
         said("I search. <search> Krevux Babith"),
         said("<answer> Trebak Faisticorp </answer>"),
@@ -45,11 +43,11 @@ def test_a_chat_endpoint_plays_the_loop_with_observations_as_messages(servers, r
     assert first["temperature"] == 0 and "seed" not in first
 
 
-def test_words_come_back_whole_and_answers_that_are_no_chat_end_the_evaluation(servers):
+def test_words_come_back_whole_and_answers_that_are_no_chat_end_the_evaluation(serve):
     words = Words()
     for text in ("a b\n\n<x>c</x>  ", " leading", "", "tab\tand\u00a0more\n"):
         assert words.decode(words(text)["input_ids"]) == text
-    url = servers(MODELS, {"choices": []}).url
+    url = serve(MODELS, {"choices": []}).url
     engine = ChatEngine(Config(model=url), None, ("</answer>",), retries=0)
     with pytest.raises(EngineFault, match="malformed answer"):
         while True:
@@ -72,7 +70,7 @@ def turns_of(engine, texts, temperature=0.0):
     return ended
 
 
-def chatting(servers, answer, name="qwen", models=MODELS, retries=0):
+def chatting(serve, answer, name="qwen", models=MODELS, retries=0):
     """Returns an engine whose server says answer(body) to each completion, and the bodies of what
     was asked."""
     asked = []
@@ -82,7 +80,7 @@ def chatting(servers, answer, name="qwen", models=MODELS, retries=0):
             asked.append(json.loads(handler.body))
         return answer(asked[-1]) if handler.command == "POST" else models
 
-    cfg = Config(model=f"{servers(respond).url}#{name}")
+    cfg = Config(model=f"{serve(respond).url}#{name}")
     return ChatEngine(cfg, None, ("</search>", "</answer>"), retries=retries), asked
 
 
@@ -95,14 +93,14 @@ FILTERED = "The response was filtered due to the prompt triggering our content m
     (400, TOO_LONG, "length"), (413, "Payload Too Large", "length"), (400, FILTERED, "refused"),
 ])  # fmt: skip
 def test_one_conversation_that_a_server_refuses_ends_and_the_others_go_on(
-    servers, status, words, stop
+    serve, status, words, stop
 ):
     def answer(body):
         if len(body["messages"][0]["content"]) > 128:
             return status, {}, json.dumps({"error": {"message": words}})
         return said("<answer> Bern </answer>")
 
-    engine, asked = chatting(servers, answer)
+    engine, asked = chatting(serve, answer)
     bern = ("<answer> Bern </answer>", "")
     assert turns_of(engine, ["Short", LONG, "Hi", LONG]) == {
         0: bern,
@@ -120,16 +118,16 @@ def test_one_conversation_that_a_server_refuses_ends_and_the_others_go_on(
     ("<search> who", "stop", "<search> who</search>"), ("<search> who", "length", "<search> who"),
     ("<answer> x </answer> and", "length", "<answer> x </answer>"),
 ])  # fmt: skip
-def test_a_turn_that_was_cut_at_a_limit_neither_calls_nor_answers(servers, text, ended, turn):
+def test_a_turn_that_was_cut_at_a_limit_neither_calls_nor_answers(serve, text, ended, turn):
     reply = {"choices": [{"message": {"content": text}, "finish_reason": ended}]}
-    engine, _ = chatting(servers, lambda body: reply)
+    engine, _ = chatting(serve, lambda body: reply)
     assert turns_of(engine, ["Who?"]) == {0: (turn, "")}
     engine.close()
 
 
 @pytest.mark.parametrize("status", [400, 401])
-def test_a_server_that_refuses_everything_ends_the_evaluation(servers, status):
-    engine, _ = chatting(servers, lambda body: (status, {}, "context length: 0 tokens"))
+def test_a_server_that_refuses_everything_ends_the_evaluation(serve, status):
+    engine, _ = chatting(serve, lambda body: (status, {}, "context length: 0 tokens"))
     with pytest.raises(EngineFault, match=f"HTTP {status}: context length"):
         turns_of(engine, ["Who?"])
     engine.close()

@@ -26,7 +26,6 @@ from extras.supervised import hold_out, remember
 from models.model import load_policy
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
-from plumbing.servers import Child
 from rollout import rollout
 from run import Run
 from tasks import Job, Question
@@ -43,12 +42,10 @@ SMALL = "--T 3 --batch 6 --eval_n 6 --save_every 1 --lr 1e-3".split()
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    log = tmp_path_factory.mktemp("server") / "log"
-    with Child(["-m", "retrieval_server", "--corpus", str(WORLD / "corpus.jsonl")], log) as child:
-        found = SearchQA(dataclasses.replace(CFG, retriever=child.url))
-        found.connect(child.url)
-        yield found
+def task(retriever):
+    found = SearchQA(dataclasses.replace(CFG, retriever=retriever))
+    found.connect(retriever)
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from extras.compare import (
     compare_pairs,
     compare_seeds,
     estimate_over_seeds,
-    find_visible,
 )
 from plumbing.faults import Fault
 
@@ -76,15 +75,6 @@ def test_welch_between_seeds():
 def test_holm(p, adjusted):
     told = adjust_p_values({k: Difference(Interval(0, 0, 0, 0), x, 0.0) for k, x in enumerate(p)})
     assert [told[k] for k in sorted(told)] == pytest.approx(adjusted)
-
-
-def test_a_visible_difference_is_found_in_four_of_five_simulated_experiments():
-    rng, n = np.random.default_rng(3), 3
-    shift = find_visible(1 / math.sqrt(n), n - 1)  # the true standard deviation is 1
-    x = rng.normal(shift, 1, size=(20000, n))
-    t = x.mean(1) / (x.std(1, ddof=1) / math.sqrt(n))
-    assert np.mean(np.abs(t) > stats.t.ppf(0.975, n - 1)) == pytest.approx(0.8, abs=0.012)
-    assert find_visible(0.01, math.inf) == pytest.approx(0.0280159, abs=1e-6)
 
 
 # ---- evaluations

@@ -27,7 +27,7 @@ from extras.fst import Front, FSTConfig, instance_wins
 from extras.objectives import ObjectiveLearner
 from plumbing.faults import Fault
 from population import ReplayBuffer
-from tasks import Job, Trajectory
+from tasks import Trajectory
 from tasks.task import draw_questions
 
 ESPL = ESPLConfig(N_P=100, K_e=1, T_e=100, objective="espl", batch=6, G=2, T=4, failures=2)
@@ -296,30 +296,6 @@ def test_a_revision_passes_if_it_is_strictly_better_on_what_was_shown_and_joins_
     # the first prompt wins nothing that the new one does not
     assert log.P.ids == [1] and log.P.family[0].left == 2
     assert log.P.family[1].verified == 1.0 and log.P.family[1].parent == 0
-
-
-class SetPolicy(WatchedPolicy):
-    """Under a prompt it answers the questions of a set."""
-
-    def play(self, job):
-        tau = super().play(Job(job.instruction_id, FIRST, job.question, job.group))
-        if job.instruction != FIRST and job.question.id in self.right[job.instruction]:
-            tau.prediction = job.question.golds[0]
-        return tau
-
-
-def test_at_most_N_P_prompts_stay():
-    """Each child knows what was shown, and one question of D_B that no other knows."""
-    good = names(3)
-    _, _, log, _ = run("fst", {}, T=3, policy=SetPolicy)
-    [row] = log.rows("scored")
-    others = set(questions("q", 6)) - set(row["D_B"])
-    right = {child: others | {q} for child, q in zip(good, row["D_B"], strict=True)}
-    for N_P in (2, 3):
-        _, _, log, _ = run(
-            "fst", right, *[[child] for child in good], policy=SetPolicy, T=3, rounds=3, N_P=N_P
-        )
-        assert len(log.P.family) == 1 + N_P and len(log.P) == N_P and 0 not in log.P.ids
 
 
 # ---- flags and prompts

@@ -171,12 +171,28 @@ def test_a_base_model_plays_as_its_template_ends_turns_and_may_end_one_with_its_
     assert other.response == found.response == wanted.response
 
 
-def play_whole(tokenizer, texts):
+def play_whole(tokenizer, texts, **how):
     """Plays turns whose ends are written out."""
-    jobs, task = [Job(0, INSTRUCTION, ASKED, 0)], Chat(Found())
+    jobs, task = [Job(0, INSTRUCTION, ASKED, 0)], Chat(Found(), **how)
     engine = Says(tokenizer, texts)
     [tau] = rollout(engine, tokenizer, task, jobs, Config(), temperature=1.0, seed=0)
     return tau
+
+
+def test_qwen_3_5_s_template_opens_the_thoughts_and_what_was_sampled_is_kept():
+    """The paper's format. Rendered again, the conversation would lack the thoughts of the first
+    turn."""
+    tokenizer = small("qwen3_5")
+    texts = ["Hm.</think>\n<search> a </search>", "Ah.</think> <answer> b </answer>"]
+    tau = play_whole(tokenizer, texts, format="tags")
+    asked = [{"role": "user", "content": f"{INSTRUCTION}\n\nQuestion: {ASKED.text}"}]
+    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert prompt.endswith("<|im_end|>\n<|im_start|>assistant\n<think>\n")
+    assert tokenizer.decode(tau.ids[: tau.prompt_tokens]) == prompt and tau.prediction == "b"
+    said = [i for i, sampled in zip(tau.ids, tau.mask, strict=True) if sampled]
+    assert said == [i for text in texts for i in encode(tokenizer, text)]
+    asked += [{"role": "assistant", "content": f"<think>\n{texts[0]}"}, asked[0]]
+    assert "Hm." not in tokenizer.apply_chat_template(asked, tokenize=False)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -295,6 +311,7 @@ def named(tag):
 @pytest.mark.parametrize("name, text, tools, eos, says", [
     ("smollm2", "", [], "", "--model smollm2: its chat template prints no 'lookup' of the tool lookup"),
     ("llama3_2", "", [], "", 'its chat template writes a call as \'{"name": "lookup", "parameters": {"key": "\''),
+    ("qwen3_5", "", [], "", "writes a call as '</think> <tool_call> <function=lookup> <parameter=key>', not"),
     ("a result escaped", WHOLE.replace(RESPONSE, RESPONSE.replace("content", "content | tojson")), [], "", "drops or"),
     ("no end", WHOLE.replace("'<|im_end|>\\n'", "'<|end|>\\n'"), [], "", "and the tokenizer's EOS is <|im_end|>"),
     ("no description", WHOLE.replace("tool | tojson", "tool.function.name | tojson"), [], "", "prints no 'Looks a key"),

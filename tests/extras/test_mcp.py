@@ -156,6 +156,7 @@ def test_a_server_by_http_that_is_away_for_a_while_is_waited_for(http, monkeypat
     assert waits == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_calls_that_all_take_too_long_are_counted_and_stop_the_run(monkeypatch):
     found, begun = tools(own()), mcp._begun
     found["sleep"].timeout, together = 0.1, threading.Barrier(2 * ROUNDS, timeout=60)
@@ -187,6 +188,7 @@ LEFT_OUT = [  # changes of a copy of `add`, and what a note says
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_tool_that_cannot_be_offered_is_left_out_with_a_note_and_the_rest_serves(
     tmp_path, capsys
 ):

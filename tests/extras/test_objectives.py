@@ -2,7 +2,7 @@
 
 `FORMULAS` says what each objective is, from a list of trajectories as dicts; it uses nothing of
 objectives.py or variants.py. What is compared is dL/dlogp of every token, by kernels/head.py on our
-side, 7 tokens at a time.
+side, 25 tokens at a time.
 """
 
 import copy
@@ -118,10 +118,10 @@ def ours(name, case):
         case.passes += 1
         return np.array([case.columns["now"], np.zeros(len(case.logp))])
 
-    learner.logprobs = score
+    learner.score_tokens = score
     learner.set_advantages(taus)
     old = np.array([case.columns["old"], np.zeros(len(case.logp))])
-    terms = learner.terms(taus, None if case.first else old)
+    terms = learner.make_loss_inputs(taus, None if case.first else old)
     return through_the_head(terms, OBJECTIVES[name].surrogate, case.columns["now"]), taus, terms
 
 
@@ -135,7 +135,7 @@ def through_the_head(terms, surrogate, now):
         tokens[name] = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
     lines = partial(eq2, surrogate=surrogate)
     loss, _ = grpo_head(
-        z, torch.eye(2, dtype=torch.float64), targets, objective=lines, chunk=7, **tokens
+        z, torch.eye(2, dtype=torch.float64), targets, objective=lines, chunk=25, **tokens
     )
     loss.backward()
     return z.grad[:, 0] / (1 - logp.exp())
@@ -562,7 +562,7 @@ def test_an_objective_that_looks_at_the_whole_mini_batch_does_not_depend_on_micr
 ):
     taus = batch_of(4)
     for tau in taus[::2]:
-        tau.instruction = 1
+        tau.instruction_id = 1
         tau.credit = [tau.advantage + k for k in range(len(turn_lengths(tau)))]
     for tau in taus[1::2]:
         tau.credit = [tau.advantage] * len(turn_lengths(tau))

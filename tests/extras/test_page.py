@@ -99,18 +99,6 @@ def test_the_tree_says_who_left_when_and_who_was_refused():
 # ---- trajectories
 
 
-def test_the_sample_takes_whole_groups_and_says_how_many_there_were():
-    run = read.read_run(RUN)
-    index, pages = sample.sample_trajectories(run, collect_family(run), 45)
-    rows = rows_of(index)
-    # 9 steps, one group of five each
-    assert len([row for row in rows if row["kind"] == "training"]) == 45
-    everything, _ = sample.sample_trajectories(run, collect_family(run), 10**6)
-    assert everything["all"] == len(everything["rows"]) == index["all"] > len(rows)
-    contents = list(pages.values())
-    assert all(contents[row["page"]][row["place"]]["parts"][0][0] == "act" for row in rows)
-
-
 def test_rollouts_of_a_verification_are_played_under_a_parent_and_its_candidates():
     run = read.read_run(RUN)
     tree = collect_family(run)

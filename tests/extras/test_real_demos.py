@@ -45,6 +45,7 @@ def test_no_instruction_has_all_that_solves_a_question(rows):
     assert {frozenset(BEST - {c}) for c in BEST} <= pairs  # but any two
 
 
+@pytest.mark.slow
 def test_results_are_those_of_the_search_server(facts, tmp_path):
     """Asked over HTTP, as a run asks it."""
     from plumbing.servers import Child

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from functools import cache
 
 import numpy as np
 import pytest
@@ -71,18 +72,24 @@ def test_the_published_averages_are_the_means_of_their_rows():
 
 
 def git(*argv):
-    return subprocess.run(["git", *argv], cwd=HERE, capture_output=True, text=True)
+    return subprocess.run(["git", *argv], cwd=HERE, capture_output=True, text=True).stdout.split()
+
+
+@cache
+def history():
+    """The commits up to here; none where not all of them are known."""
+    return (
+        git("rev-list", "HEAD") if git("rev-parse", "--is-shallow-repository") == ["false"] else []
+    )
 
 
 @pytest.mark.parametrize("path", ROWS, ids=lambda path: path.stem)
 def test_a_row_s_commit_is_in_the_history_or_the_row_says_that_it_is_not(path):
-    shallow = git("rev-parse", "--is-shallow-repository")
-    if shallow.returncode or shallow.stdout.strip() != "false":
+    if not history():
         pytest.skip("no whole history here")
-    for commit in {row["commit"] for row in read_jsonl(path) if not row.get("commit_lost")} | {
-        "45ad404"
-    }:
-        assert git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0, commit
+    rows = [row for row in read_jsonl(path) if not row.get("commit_lost")]
+    for commit in {row["commit"] for row in rows} | {"45ad404"}:
+        assert any(known.startswith(commit) for known in history()), commit
 
 
 @pytest.mark.parametrize("path", ROWS, ids=lambda path: path.stem)

@@ -16,9 +16,7 @@ from scripted import Says
 from test_rollout import ANSWER, ASKED, roll
 from test_seam import refused
 
-import evaluate
 from config import Config
-from evaluate import collect_questions
 from inspo import train
 from tasks import Job, Question, Task, Trajectory, Turn
 from tasks.search_qa import Search
@@ -255,25 +253,6 @@ def test_the_columns_of_a_file_reach_trl_s_and_verl_s_functions(grades, tmp_path
     assert (source, text, truth) == ("quiz", "y", {"target": ["x"]}) and info["index"] == 1
     # without such a function a question carries no row
     assert load_task(Config(**files)).questions("train")[1].data is None
-
-
-@pytest.mark.parametrize("data", ["test", "FILE.jsonl", "nq"])
-def test_every_set_of_an_evaluation_brings_its_columns(grades, tmp_path, monkeypatch, data):
-    rows = [{"id": str(k), "question": "Who?", "solution": x} for k, x in enumerate("xy")]
-    for name in ("FILE.jsonl", "nq/test.jsonl"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    monkeypatch.setattr(evaluate, "HUB", str(tmp_path))
-    name = str(tmp_path / data) if "FILE" in data else data
-    files = dict.fromkeys(("train", "test"), str(tmp_path / "FILE.jsonl"))
-    task = task_with("grades_here:word", None, **files)
-    [questions] = collect_questions(task, [name], 0, 0).values()
-    played = [Trajectory(0, q, 0, [], 0, turns=[Turn("It is x.")]) for q in questions]
-    set_rewards(task, played)
-    assert [tau.reward for tau in played] == [1.0, 0.0]
-    # a column that is not there
-    task = task_with("grades_here:emptied", None, **files)
-    assert "takes options, and " in refused(collect_questions, task, [name], 0, 0)
 
 
 def test_rows_without_gold_answers_are_scored_and_measured_by_the_reward(grades, tmp_path):

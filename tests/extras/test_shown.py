@@ -84,16 +84,12 @@ def recipe_of(target: str, argv: list[str]) -> list[str]:
     given = [x for x in argv if "=" in x]
     # of a `make test-slow ARGS=...` that runs this
     env = os.environ | {"MAKEFLAGS": "", "ARGS": ""}
-    made = ("setup", *(f".venv{x}/done" for x in ("", "-vllm", "-trl")))
     done = subprocess.run(
-        ["make", "-n", *(x for old in made for x in ("-o", old)), target, *given],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
+        ["make", "-n", target, *given], cwd=ROOT, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, f"make {target}: {done.stderr}"
-    return [line for line in done.stdout.splitlines() if "python" in line and "venv " not in line]
+    lines = done.stdout.splitlines()
+    return [line for line in lines if re.match(r"(\w+=\S+ )?[\w./-]*python3? ", line)]
 
 
 def parsed(page: str, line: str) -> list[Shown]:

@@ -182,8 +182,8 @@ def test_where_an_answer_is_looked_for(text, answer):
     assert answer_of(text) == answer
 
 
-def test_a_method_is_measured_by_evaluate_and_plays_search_qa_alone(tmp_path, capsys):
-    flags = ["world", "--n", "4", "--method"]
+def test_a_method_is_measured_by_evaluate_and_plays_search_qa_alone(tmp_path, capsys, retriever):
+    flags = ["world", "--n", "4", "--retriever", retriever, "--method"]
     table1.main([*flags, "rag", "--out", str(tmp_path / "rag")])
     golds = {q.id: q.golds for q in load_questions(WORLD / "test.jsonl")}
     rows = read_jsonl(tmp_path / "rag" / "results.jsonl")
@@ -214,7 +214,7 @@ def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(wo
         f"<think></think><answer>{g}</answer>" for g in ("Trebak", "a b")
     ]
     learner = Demonstrated(model, None, cfg)
-    loss, _ = learner.loss(taus, slice(None), learner.terms(taus, None))
+    loss, _ = learner.loss(taus, slice(None), learner.make_loss_inputs(taus, None))
     (found,) = torch.autograd.grad(loss, model.model.layers[0].mlp.up_proj.weight)
     wide, losses = copy.deepcopy(model).double(), []
     for tau in taus:

@@ -154,9 +154,9 @@ grpo.pack = pack
 class Watched(Learner):
     """Tells the tracker what is being done."""
 
-    def logprobs(self, *args):
+    def score_tokens(self, *args):
         with phase("score"):
-            return super().logprobs(*args)
+            return super().score_tokens(*args)
 
     def step(self, *args):
         with phase("step"):
