@@ -157,7 +157,7 @@ MOST = {
     "rollout.py": 1107,
     "run.py": 2152,
     "tasks": 7907,
-    "tests": 167628,
+    "tests": 167660,
     "training": 3694,
     "world": 2235,
 }
