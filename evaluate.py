@@ -74,6 +74,8 @@ class Agent(contextlib.ExitStack):
         takes them.
         """
         super().__init__()
+        if min(temperature, seed) < 0:
+            raise Fault("--temperature and --seed: give numbers of at least 0")
         cfg, self.weights, run = find_model(str(what))
         given = check_settings(Config, settings)
         if run:

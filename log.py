@@ -64,9 +64,13 @@ class Log:
         self.held_out: dict[str, Row] = {START: scores}  # the final table
 
         # None: no bar without a terminal. Twice a second at most: other programs need the cores.
-        done = len(rows[1:])
         self.bar = tqdm(
-            total=cfg.T, initial=done, unit="step", file=sys.stdout, disable=None, mininterval=0.5
+            total=cfg.T,
+            initial=len(rows[1:]),
+            unit="step",
+            file=sys.stdout,
+            disable=None,
+            mininterval=0.5,
         )
         self.printed = perf_counter()  # when the last line was
 

@@ -26,7 +26,7 @@ from inspo import Evolution
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Instruction, Population, mean_rewards
 from reflect import PROMPT_BUDGET, fold_words, format_examples, shorten
-from tasks import Job, Question, Task, Trajectory
+from tasks import Job, Question, Trajectory
 from tasks.task import rng_of
 from training.policy import Policy
 
@@ -246,7 +246,7 @@ class ESPL(FromOne):
                     (text, [best, other]) for text in self.ask(P.family[best], prompt, golds, 1)
                 ]
             if tried:
-                prompt = mutation_prompt(P.family[best].text, tried, PROMPT_BUDGET, self.task)
+                prompt = mutation_prompt(P.family[best].text, tried, PROMPT_BUDGET)
                 golds = [gold for _, e in tried for gold in e.golds]
                 self.round = 1
                 children += [(text, [best]) for text in self.ask(P.family[best], prompt, golds, 1)]
@@ -261,7 +261,7 @@ class ESPL(FromOne):
 
 
 def mutation_prompt(
-    instruction: str, tried: Sequence[tuple[Experience, Experience]], budget: int, task: Task
+    instruction: str, tried: Sequence[tuple[Experience, Experience]], budget: int
 ) -> str:
     """Asks for a small change after questions `tried`: a right attempt and a wrong one at each."""
     half = budget // 2

@@ -23,7 +23,7 @@ from extras.objectives import ObjectiveConfig, ObjectiveLearner
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Population, ReplayBuffer
 from reflect import PROMPT_BUDGET, fold_words, format_examples
-from tasks import Job, Question, Task
+from tasks import Job, Question
 from tasks.task import rng_of
 from training.policy import Policy
 
@@ -112,7 +112,7 @@ class GEPA(FromOne):
                 shortfall = "no failure to learn from that D_B does not have"
                 break
             golds = [gold for e in tau_fail for gold in e.golds]
-            prompt = feedback_prompt(I_parent.text, tau_fail, PROMPT_BUDGET, self.task)
+            prompt = feedback_prompt(I_parent.text, tau_fail, PROMPT_BUDGET)
             try:
                 I_new = self.ask(I_parent, prompt, golds, 1)
             except OptimizerDown as e:
@@ -158,9 +158,7 @@ class GEPA(FromOne):
         return np.array([tau.reward for tau in taus], float).reshape(len(prompts), len(D_B))
 
 
-def feedback_prompt(
-    instruction: str, tau_fail: Sequence[Experience], budget: int, task: Task
-) -> str:
+def feedback_prompt(instruction: str, tau_fail: Sequence[Experience], budget: int) -> str:
     """Asks for one new instruction after failures."""
     shown = format_examples([(e.text, e.golds) for e in tau_fail], budget)
     return FEEDBACK.format(instruction=instruction, examples="\n".join(shown))

@@ -439,14 +439,9 @@ def load_task(cfg: Config, given: Any = None) -> Task:
         kind = find_plug("--reward")(kind, cfg.reward)
 
     # The task itself gets those of --tools that are neither a module's nor a plug-in's.
-    specs = list[str]()
-    own = list[str]()
-    for word in cfg.tools.split(","):
-        added = ":" in word or find_plug(f"--tools {word}")
-        if added:
-            specs.append(word)
-        else:
-            own.append(word)
+    words = cfg.tools.split(",")
+    specs = [word for word in words if ":" in word or find_plug(f"--tools {word}")]
+    own = [word for word in words if word not in specs]
     cfg = replace(cfg, tools=",".join(own) or "none")
 
     # an object of it, which reads its questions once

@@ -270,6 +270,7 @@ def test_each_fault_is_one_line_that_says_what_to_do(tmp_path, finished, monkeyp
         assert words in fault and fault.rstrip().count("\n") <= ("usage" in fault), fault
     for flags, words in (
         ([half, "x"], "half holds no finished run"),
+        ([finished, "x", "--seed", -1], "--temperature and --seed: give numbers"),
         ([finished, "x", "--corpus", gone], "--corpus"),
     ):
         _, fault = run("--run", *flags, main=ask.main)
