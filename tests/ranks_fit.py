@@ -110,7 +110,10 @@ def measure(config, source) -> dict[str, int]:
 def main(path: str, out: Path) -> None:
     dist.init_process_group("gloo")
     config = load_config(path)
-    source = AutoModelForCausalLM.from_config(config) if dist.get_rank() == 0 else None
+    source = None
+    if dist.get_rank() == 0:
+        source = AutoModelForCausalLM.from_config(config)
+        source.rows = "shared"  # as `probe` finds
     measured = measure(config, source)
     gc.collect()  # gloo's threads abort if a model outlives the group
     (out / f"{dist.get_rank()}.json").write_text(json.dumps(measured))
