@@ -183,7 +183,7 @@ def test_kernels_that_are_told_where_sequences_begin_get_packed_rows(
     alone = load_model(path)
     mark(monkeypatch)
     model = load_model(path)
-    assert (alone.rows, model.row_kind) == ("single", "whole")
+    assert (alone.row_kind, model.row_kind) == ("single", "whole")
     cfg, taus = settings_of(beta=0.0, mini_batch=6, micro_tokens=150), made_up(2)
     packed = [len(batch) for batch, _ in Learner(model, None, cfg).take_share(taus)]
     assert max(packed) > 1
