@@ -28,7 +28,7 @@ def read_arms(folder: Path) -> dict[tuple[str, float], Arm]:
     """Returns the evaluations of each arm at each temperature, a seed each. Raises Fault where a
     seed is missing."""
     found: dict[tuple[str, float], dict[str, Evaluation]] = {}
-    for path in sorted(folder.glob("*-*-t*")):
+    for path in sorted(folder.glob("*-*-t*"), reverse=True):  # static first
         arm, seed, _ = path.name.rsplit("-", 2)
         evaluation = compare.read_evaluation(path)
         found.setdefault((arm, evaluation.setting["temperature"]), {})[seed] = evaluation
@@ -40,8 +40,7 @@ def read_arms(folder: Path) -> dict[tuple[str, float], Arm]:
             raise Fault(
                 f"{folder}: {arm} at temperature {temperature:g} lacks seed {min(missing)}, which others have"
             )
-    ordered = sorted(found, key=lambda key: (key[0] != "static", key))
-    return {key: [*found[key].values()] for key in ordered}
+    return {key: [*by_seed.values()] for key, by_seed in found.items()}
 
 
 def judge(found: Interval, claim: float) -> str:
@@ -75,8 +74,6 @@ def make_table(folder: Path, model: str = "") -> str:
         average = compare.estimate_over_seeds(means.mean(1))
         cells = [f"{x:.3f}" for x in means.mean(0)]
         add(arm, f"{temperature:g}", [*cells, f"{average}"], str(len(some)))
-
-    for (arm, temperature), some in arms.items():
         first = arms.get(("static", temperature))
         if not first or arm == "static":
             continue

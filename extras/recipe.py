@@ -3,7 +3,7 @@ train both arms, take each run's best checkpoint, measure it greedily and at tem
 
     python extras/recipe.py                                 # in small: the world, nothing is fetched
     python extras/recipe.py --preset smollm2-135m --model runs/real/cold/policy      # after `make real`
-    python extras/recipe.py --ranks 8 --data nq popqa --model qwen2.5-3b --retriever http://127.0.0.1:8000
+    python extras/recipe.py --ranks 8 --data nq popqa --model qwen2.5-3b --optimizer_model gemini-2.5-pro
 
 Other flags are those of inspo.py, for every run. Every part is a command, printed as it could be
 typed. One that has left its result is skipped and a run that was stopped resumes: the same command
@@ -12,6 +12,7 @@ again finishes the rest. docs/real.md has the cards and the hours.
 
 if not __package__:
     import root  # noqa: F401
+import shlex
 from argparse import Namespace
 from pathlib import Path
 
@@ -38,25 +39,27 @@ def serve(index: Path, corpus: str, servers: Servers) -> str:
 
 def list_parts(args: Namespace, flags: list[str], url: str) -> list[Part]:
     """Lists what is done with each seed of each arm: training, its best checkpoint, measuring that."""
-    parts = []
-    start = ["inspo.py"]
+    at, settings, searching = shlex.quote(str(args.out)), shlex.join(flags), f"--retriever {url}"
+    asked = f"--data {shlex.join(args.data)} --n {args.n} {searching}"
+    start = "inspo.py"
     if args.ranks > 1:
-        start = ["-m", "torch.distributed.run", f"--nproc_per_node={args.ranks}", "inspo.py"]
+        start = f"-m torch.distributed.run --nproc_per_node={args.ranks} inspo.py"
+    parts = []
     for seed in args.seeds:
         for arm in ARMS:
             name = f"{arm}-{seed}"
-            run = args.out / name
-            best = run / "best"
-            train = [*start, *flags, "--mode", arm, "--seed", seed, "--retriever", url]
-            parts.append(Part(name, [*train, "--out", str(run)], run / "summary.json"))
-            export = ["export.py", str(run), "--best", "--out", str(best)]
-            parts.append(Part(f"the best checkpoint of {name}", export, best))
-            for temperature in TEMPERATURES:
-                out = args.out / "evaluation" / f"{name}-t{temperature}"
-                evaluate = ["evaluate.py", str(best), "--data", *args.data, "--n", args.n]
-                evaluate += ["--temperature", temperature, "--retriever", url, "--out", str(out)]
-                what = f"{name} at temperature {temperature}"
-                parts.append(Part(what, evaluate, out / "summary.json"))
+            best = f"{at}/{name}/best"
+            train = f"{start} {settings} --mode {arm} --seed {seed} {searching} --out {at}/{name}"
+            commands = {
+                f"{name}/summary.json": train,
+                f"{name}/best": f"export.py {at}/{name} --best --out {best}",
+            }
+            for t in TEMPERATURES:
+                out = f"evaluation/{name}-t{t}"
+                command = f"evaluate.py {best} {asked} --temperature {t} --out {at}/{out}"
+                commands[f"{out}/summary.json"] = command
+            for leaves, command in commands.items():
+                parts.append(Part(name, shlex.split(command), args.out / leaves))
     return parts
 
 

@@ -143,7 +143,7 @@ MOST = {
     "engines": 5097,
     "evaluate.py": 2667,
     "export.py": 616,
-    "extras": 61699,
+    "extras": 63196,
     "grpo.py": 2428,
     "inspo.py": 2720,
     "kernels": 5808,
@@ -157,7 +157,7 @@ MOST = {
     "rollout.py": 1107,
     "run.py": 2152,
     "tasks": 7894,
-    "tests": 167675,
+    "tests": 168431,
     "training": 3694,
     "world": 2235,
 }
