@@ -100,5 +100,5 @@ def test_a_folder_that_lacks_something_is_one_line(tmp_path):
     with pytest.raises(Fault, match="no evaluation ARM-SEED"):
         published.make_table(tmp_path)
     folder_of(tmp_path, {"static": (4, 5), "inspo": (5,)})
-    with pytest.raises(Fault, match=r"inspo at temperature 0 lacks seed 1"):
+    with pytest.raises(Fault, match=r"inspo at temperature 1 lacks seed 1"):
         published.make_table(tmp_path)
