@@ -25,9 +25,6 @@ from plumbing.faults import one_line
 from plumbing.servers import Servers
 from tasks.search_qa import DEFAULT
 
-ARMS = ("static", "inspo")
-TEMPERATURES = ("0", "1")
-
 
 def serve(index: Path, corpus: str, servers: Servers) -> str:
     """Builds an index of the passages where there is none; returns the URL of its server."""
@@ -39,22 +36,22 @@ def serve(index: Path, corpus: str, servers: Servers) -> str:
 
 def list_parts(args: Namespace, flags: list[str], url: str) -> list[Part]:
     """Lists what is done with each seed of each arm: training, its best checkpoint, measuring that."""
-    at, settings, searching = shlex.quote(str(args.out)), shlex.join(flags), f"--retriever {url}"
-    asked = f"--data {shlex.join(args.data)} --n {args.n} {searching}"
+    at = shlex.quote(str(args.out))
+    asked = f"--data {shlex.join(args.data)} --retriever {url}"
     start = "inspo.py"
     if args.ranks > 1:
         start = f"-m torch.distributed.run --nproc_per_node={args.ranks} inspo.py"
     parts = []
     for seed in args.seeds:
-        for arm in ARMS:
+        for arm in ("static", "inspo"):
             name = f"{arm}-{seed}"
             best = f"{at}/{name}/best"
-            train = f"{start} {settings} --mode {arm} --seed {seed} {searching} --out {at}/{name}"
+            how = f"{shlex.join(flags)} --mode {arm} --seed {seed} --retriever {url}"
             commands = {
-                f"{name}/summary.json": train,
+                f"{name}/summary.json": f"{start} {how} --out {at}/{name}",
                 f"{name}/best": f"export.py {at}/{name} --best --out {best}",
             }
-            for t in TEMPERATURES:
+            for t in (0, 1):
                 out = f"evaluation/{name}-t{t}"
                 command = f"evaluate.py {best} {asked} --temperature {t} --out {at}/{out}"
                 commands[f"{out}/summary.json"] = command
@@ -68,8 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--seeds", nargs="+", default=["0", "1", "2"])
     add("--ranks", type=int, default=1, help="GPUs of a run")
-    add("--data", nargs="+", default=["test"], help="as evaluate.py's")
-    add("--n", default="0", help="as evaluate.py's")
+    add("--data", nargs="+", default=["test"], help="sets of evaluate.py")
     add("--out", type=Path, default=Path("runs/recipe"))
     args, flags = parser.parse_known_args(argv)
     args.out = args.out.absolute()
@@ -79,6 +75,8 @@ def main(argv: list[str] | None = None) -> None:
         given = read_flags(flags, Config)
         preset = given.get("preset", given.get("model", "world"))
         settings = PRESETS.get(preset, {}) | given
+        if not settings.get("eval_every", Config.eval_every):  # the best checkpoint needs it
+            flags += ["--eval_every", str(2 * int(settings["save_every"]))]
         url = settings.get("retriever", DEFAULT)
         if "corpus" in settings and "retriever" not in settings:
             url = serve(args.out / "index", settings["corpus"], servers)

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from test_compare import cells_of, evaluation
 
+from config import WORLD
 from extras import published, recipe
 from extras.compare import Interval
 from extras.real.__main__ import play
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 
-SMALL = "--T 4 --batch 4 --G 2 --mini_batch 8 --K_p 1 --K_e 2 --T_e 4 --D_B 4 --eval_n 12 --eval_every 2"
+SMALL = "--T 4 --batch 4 --G 2 --mini_batch 8 --K_p 1 --K_e 2 --T_e 4 --D_B 4 --eval_n 12 --save_every 1"
 
 
 @pytest.mark.slow
@@ -29,17 +30,9 @@ def test_the_recipe_in_small(tmp_path, monkeypatch, capsys):
         return importlib.import_module(program.removesuffix(".py")).main(flags)
 
     monkeypatch.setattr(recipe, "play", play_here)
-    argv = [
-        *SMALL.split(),
-        "--save_every",
-        "2",
-        "--seeds",
-        "0",
-        "--n",
-        "12",
-        "--out",
-        str(tmp_path),
-    ]
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join((WORLD / "test.jsonl").read_text().splitlines(True)[:12]))
+    argv = [*SMALL.split(), "--seeds", "0", "--data", str(asked), "--out", str(tmp_path)]
     recipe.main(argv)
     said = capsys.readouterr().out
     table = cells_of(said[said.rindex("\n| EM") :])
@@ -51,7 +44,7 @@ def test_the_recipe_in_small(tmp_path, monkeypatch, capsys):
             rows = read_jsonl(tmp_path / "evaluation" / f"{arm}-0-t{t}" / "results.jsonl")
             [shown] = [row for row in table if (row["EM"], row["temperature"]) == (arm, t)]
             assert (
-                len(rows) == 12 and shown["test"] == f"{np.mean([row['em'] for row in rows]):.3f}"
+                len(rows) == 12 and shown["asked"] == f"{np.mean([row['em'] for row in rows]):.3f}"
             )
     assert len(played) == 1 + 2 * 4
     recipe.main(argv)
