@@ -157,7 +157,7 @@ MOST = {
     "rollout.py": 1107,
     "run.py": 2152,
     "tasks": 7875,
-    "tests": 168440,
+    "tests": 168592,
     "training": 4770,
     "world": 2235,
 }

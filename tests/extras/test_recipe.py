@@ -2,12 +2,13 @@
 
 import importlib
 import math
+from argparse import Namespace
 
 import numpy as np
 import pytest
 from test_compare import cells_of, evaluation
 
-from config import WORLD
+from config import WORLD, parse_flags
 from extras import published, recipe
 from extras.compare import Interval
 from extras.real.__main__ import play
@@ -46,9 +47,16 @@ def test_the_recipe_in_small(tmp_path, monkeypatch, capsys):
             assert (
                 len(rows) == 12 and shown["asked"] == f"{np.mean([row['em'] for row in rows]):.3f}"
             )
-    assert len(played) == 1 + 2 * 4
     recipe.main(argv)
-    assert len(played) == 9 and said.endswith(capsys.readouterr().out)
+    assert len(played) == 1 + 2 * 4 and said.endswith(capsys.readouterr().out)
+
+
+def test_on_eight_gpus_torchrun_trains(tmp_path):
+    args = Namespace(seeds=["3"], ranks=8, data=["nq"], out=tmp_path)
+    train = recipe.list_parts(args, ["--model", "qwen2.5-7b"], "http://a:1")[4].argv
+    assert train[2:4] == ["--nproc_per_node=8", "inspo.py"]
+    cfg = parse_flags([*train[4:], "--optimizer_model", "gpt-5"])
+    assert (cfg.mode, cfg.seed, cfg.max_turns) == ("inspo", 3, 6)
 
 
 def folder_of(path, right, temperatures=(0.0, 1.0)):
