@@ -54,9 +54,9 @@ def test_the_recipe_in_small(tmp_path, monkeypatch, capsys):
 def test_on_eight_gpus_torchrun_trains(tmp_path):
     args = Namespace(seeds=["3"], ranks=8, data=["nq"], out=tmp_path)
     train = recipe.list_parts(args, ["--model", "qwen2.5-7b"], "http://a:1")[4].argv
-    assert train[2:4] == ["--nproc_per_node=8", "inspo.py"]
+    assert "--nproc_per_node=8" in train
     cfg = parse_flags([*train[4:], "--optimizer_model", "gpt-5"])
-    assert (cfg.mode, cfg.seed, cfg.max_turns) == ("inspo", 3, 6)
+    assert (cfg.mode, cfg.seed) == ("inspo", 3)
 
 
 def folder_of(path, right, temperatures=(0.0, 1.0)):
