@@ -42,7 +42,7 @@ from models.model import (
     skeleton,
     weights,
 )
-from models.packing import fuse
+from models.packing import find_flash_attention_4, fuse
 from plumbing import stop
 from plumbing.faults import CheckpointFault, DiskFault, Diverged, Fault, first_line
 from plumbing.files import Row
@@ -176,7 +176,8 @@ def shard_models(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
             if frozen:
                 fuse(frozen)
         if ranks.rank == 0:
-            print(f"fused layers: {fused}", flush=True)
+            attention = "FlashAttention-4" if find_flash_attention_4() else "torch's"
+            print(f"fused layers: {fused}; attention: {attention}", flush=True)
 
     gather = cfg.gather == 1
     shard(trained, ranks.device, compute=compute, gather=gather)
