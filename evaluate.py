@@ -189,7 +189,7 @@ def open_engine(weights: str, cfg: Config, ends: tuple[str, ...]) -> tuple[Any, 
     from models import model as models
 
     device = device_of(cfg)
-    model, tokenizer = models.load_policy(weights, cfg.longest)
+    model, tokenizer = models.load_model(weights, cfg.longest), models.load_tokenizer(weights)
     wide = device == "cpu" or cfg.dtype == "float32" or is_too_old(device)
     if choose_engine(cfg, device) == "vllm":
         from engines.vllm_engine import VllmEngine

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from config import Config, read_config
+from models.model import is_adapter
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.files import new_directory, write_file
@@ -55,7 +56,7 @@ def export_checkpoint(
         lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
     stored = {}
     for name, tensor in models.named_weights(model):
-        if not cfg.lora_rank or lora.is_adapter(name):
+        if not cfg.lora_rank or is_adapter(name):
             stored[f"model.{name}"] = tensor.detach()
     load_tensors(stored, chosen, alone=True)
 

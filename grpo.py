@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from config import GRPOKnobs
 from kernels import clipped_surrogate, eq2
-from models import lora
-from models.model import hold, named_weights, reshard
+from models.model import hold, is_adapter, named_weights, reshard, without_adapters
 from models.packing import micro_batches, pack, send
 from plumbing.faults import EngineFault
 from plumbing.files import Row
@@ -67,7 +66,7 @@ class Learner:
 
     With LoRA pi_ref is the policy with its adapters off, and no other model is needed.
 
-    A model that `models.model.shard` has cut over the ranks is trained by all ranks together: each
+    A model that `training.shards.shard` has cut over the ranks is trained by all ranks together: each
     calls `update` with the same trajectories and computes its share of the micro-batches. The
     result equals that of one process.
 
@@ -304,7 +303,7 @@ class Learner:
         # log-probs under pi_ref, then the loss
         ref_logp = None
         if self.reference is not None:
-            with torch.no_grad(), lora.off(self.reference):
+            with torch.no_grad(), without_adapters(self.reference):
                 ref_logp, _ = self.reference.forward_packed(*packed, temperature)
         objective = None  # Eq. 2 itself
         if self.surrogate is not clipped_surrogate:
@@ -335,7 +334,7 @@ class Learner:
         reshard(self.model)
         state = {}
         for name, p in named_weights(self.model):
-            if self.cfg.lora_rank and not lora.is_adapter(name):
+            if self.cfg.lora_rank and not is_adapter(name):
                 continue
             state[f"model.{name}"] = p.detach()
             if not p.requires_grad:

@@ -6,8 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from config import Config, EngineKnobs
-from models.linear import amd_has
 from models.model import load_config
+from models.packing import amd_has
 from plumbing.faults import Fault
 
 VERSION = "0.32"  # of vLLM, on whose internals engines/vllm_engine.py relies

@@ -5,8 +5,7 @@ a finished row leaves the batch, and the keys and values of its context stay cac
 turn. It can share the trainer's model, so that nothing has to be synchronized, and it is
 deterministic: the same calls return the same bits.
 
-Of a model that has other layers than attention, transformers' cache keeps the states, and a context
-is computed anew for each of its turns.
+A model that has other layers than attention generates by engines/whole.py.
 """
 
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from engines import Contexts, FinishedTurn, Turns, watch_ends
 from models.model import Weights, make_head
-from plumbing.faults import Fault
 
 
 class RowCache:
@@ -152,7 +150,9 @@ class TorchEngine:
             return
         self.model.eval()
         if self.model.rows != "shared":
-            yield from self._generate_whole(contexts, max_new, temperature)
+            from engines.whole import generate_whole
+
+            yield from generate_whole(self, contexts, max_new, temperature)
             return
         h = self._prefill(contexts, max_new)  # (B, H)
 
@@ -203,31 +203,6 @@ class TorchEngine:
             tokens, positions = sampled.view(-1, cache.M), lengths.view(-1, cache.M)
             h = self._forward(cache, tokens, positions).flatten(0, 1)
             lengths = lengths + 1
-
-    def _generate_whole(self, contexts: Contexts, max_new: int, temperature: float) -> Turns:
-        """Generates with transformers' cache, which takes no rows of several lengths, a row at a
-        time."""
-        from transformers import DynamicCache
-
-        for key, context in contexts.items():
-            turn, cache = FinishedTurn(key, [], []), DynamicCache(config=self.model.config)
-            ids = self._tensor([context])
-            positions = self._tensor([range(len(context))])
-            for _ in range(max_new):
-                out = self.model.base_model(
-                    input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
-                )
-                if not cache.has_previous_state():
-                    raise Fault(
-                        f"--engine torch: {self.model.config.model_type} leaves no states in its cache; take vllm"
-                    )
-                sampled, logp = self._sample(out.last_hidden_state[:, -1], temperature)
-                turn.ids.append(int(sampled))
-                turn.logps.append(float(logp))
-                if self.ended(turn.ids):
-                    break
-                ids, positions = sampled[None], positions[:, -1:] + 1
-            yield turn
 
     def _prefill(self, contexts: Contexts, room: int) -> Tensor:
         """Caches the uncached part of every context; returns the last hidden state of each row, (B,

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from config import Config, read_config
 from export import choose_checkpoint
 from models import lora, model
+from models.model import is_adapter
 from plumbing.faults import Fault, one_line
 from plumbing.files import new_directory, write_file
 from run import Run
@@ -32,7 +33,7 @@ def write_adapters(run: Path, out: Path) -> None:
         raise Fault(f"{run} has no adapters: it trained all weights (--lora_rank 0)")
     policy = lora.add(model.load_model(cfg.model, cfg.longest), cfg.lora_rank, cfg.lora_alpha)
     named = dict(policy.named_parameters())
-    adapters = {name: p.detach() for name, p in named.items() if lora.is_adapter(name)}
+    adapters = {name: p.detach() for name, p in named.items() if is_adapter(name)}
     stored = {f"model.{name}": p for name, p in adapters.items()}
     load_tensors(stored, choose_checkpoint(Run(run), None, False), alone=True)
     config = {

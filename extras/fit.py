@@ -22,9 +22,9 @@ from config import Config, parse_flags
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import MAX_BATCHED_TOKENS, MAX_SEQS
 from models import lora
-from models.model import blocks, load_config, skeleton
-from models.packing import FUSED
+from models.model import is_adapter, load_config, skeleton
 from plumbing.faults import Fault, one_line
+from training.shards import FUSED, blocks
 
 # GB (1e9 bytes) of GPUs, and TFLOP/s of their dense products in bfloat16 (NVIDIA's data sheets)
 CARDS = {"h100": (80, 989), "h200": (141, 989), "a100": (80, 312), "rtx4090": (24, 165)}
@@ -96,7 +96,7 @@ def find_peak(card: str) -> float | None:
 def parameters(model: Any) -> int:
     """Returns the policy's parameters; a tied head is the embedding and counts once, adapters do
     not count."""
-    return sum(p.numel() for name, p in model.named_parameters() if not lora.is_adapter(name))
+    return sum(p.numel() for name, p in model.named_parameters() if not is_adapter(name))
 
 
 # ---- memory

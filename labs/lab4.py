@@ -13,7 +13,7 @@ with app.setup:
     from engines.torch_engine import TorchEngine
     from grpo import Learner
     from labs import desk, play, small
-    from models.model import load_policy
+    from models.model import load_model, load_tokenizer
     from tasks import Question, Trajectory
     from tasks.tools import encode
 
@@ -141,7 +141,8 @@ def _():
 def _(right_again, right_rho):
     desk.need("The run", right_again, right_rho)
     with tempfile.TemporaryDirectory() as _folder:
-        model, tokenizer = load_policy(small.train(_folder, steps=150))
+        _path = small.train(_folder, steps=150)
+        model, tokenizer = load_model(_path), load_tokenizer(_path)
     learner = Learner(model, None, play.config(beta=0.0))
     prompt = encode(tokenizer, "<search>")
 

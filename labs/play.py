@@ -12,7 +12,7 @@ import numpy as np
 from config import PRESETS, Config
 from engines.torch_engine import TorchEngine
 from grpo import Learner
-from models.model import load_policy
+from models.model import load_model, load_tokenizer
 from plumbing.files import read_jsonl
 from retrieval_server import BM25
 from rollout import rollout
@@ -64,7 +64,7 @@ class Player:
 
     def __init__(self, cfg: Config, task: Task):
         self.cfg, self.task, ends = cfg, task, task.make_format().stop_strings()
-        self.model, self.tokenizer = load_policy(cfg.model)
+        self.model, self.tokenizer = load_model(cfg.model), load_tokenizer(cfg.model)
         self.engine = TorchEngine(self.model, self.tokenizer, ends)
         self.learner = Learner(self.model, copy.deepcopy(self.model), cfg)
 

@@ -4,42 +4,20 @@ torch asks MKL for these products, which computes them with AVX2 there. oneDNN, 
 bfloat16, takes half the time (docs/LOG.md, 2026-11-28).
 """
 
-import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# The tokens of a packed row are a multiple of this. oneDNN compiles a kernel, of 0.6 MB, for each
-# shape that it meets, so there should be few.
-ROWS = 64
-
-
-def amd_has(feature: str) -> bool:
-    """Returns whether this machine's CPU is one of AMD's with a feature, by torch's name."""
-    cpu = torch.cpu.get_capabilities()
-    return str(cpu.get("cpu_name", "")).startswith("AMD") and cpu.get(feature, False)
-
-
-@functools.cache
-def prefer_onednn() -> bool:
-    """Returns whether oneDNN multiplies float32 faster than MKL on this machine."""
-    return amd_has("avx512_f") and torch.backends.mkldnn.is_available()
+from models.packing import ROWS, prefer_onednn
 
 
 class Linear(nn.Linear):
-    """A linear layer; `speed_up` turns torch's into it."""
+    """A linear layer; `models.model.speed_up` turns torch's into it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
-
-
-def speed_up(model: Any) -> None:
-    """Makes a model's linear layers ours, in place."""
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = Linear
 
 
 def linear(x: Tensor, W: Tensor, bias: Tensor | None = None) -> Tensor:

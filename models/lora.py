@@ -8,8 +8,6 @@ rounded up. Averaged over places every step arrives, and with B = 0 the policy i
 (Adding B (A x) to W x, as peft and vLLM do, loses steps as rounding W + B A does.)
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,6 +32,9 @@ class LoRALinear(Linear):
         return Product.apply(
             x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale, self.dither
         )
+
+    def merge(self, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
+        return merge(W, A, B, self.scale, self.dither)
 
 
 class Product(torch.autograd.Function):
@@ -107,30 +108,3 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> A
         layer.lora_B = nn.Parameter(torch.zeros(n_out, rank, device=device))
         layer.register_buffer("dither", dither.to(device), persistent=False)
     return model
-
-
-def is_adapter(name: str) -> bool:
-    """Returns whether this is the name of an A or a B."""
-    return ".lora_" in name
-
-
-def layers(model: Any) -> dict[str, LoRALinear]:
-    """Returns the layers with adapters, by the names of their weights; {} without LoRA."""
-    return {
-        f"{name}.weight": layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, LoRALinear)
-    }
-
-
-@contextlib.contextmanager
-def off(model: Any) -> Iterator[None]:
-    """Makes a policy compute as its first version, which it does exactly; a model without adapters
-    stays as it is."""
-    for layer in layers(model).values():
-        layer.off = True
-    try:
-        yield
-    finally:
-        for layer in layers(model).values():
-            layer.off = False

@@ -1,9 +1,4 @@
-"""The policy's Hugging Face model: load it, shard it over the ranks (FSDP2), score packed sequences
-with it.
-
-With several ranks, or a GPU, every rank holds a share of each parameter in float32 and gathers a
-block at a time in the compute dtype.
-"""
+"""The policy's Hugging Face model: load it, fill it with weights, score packed sequences with it."""
 
 import copy
 import re
@@ -16,19 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kernels import grpo_head, head_logits, token_logprobs
-from models import lora
-from models.linear import speed_up
-from models.packing import Packing, packed_attention
+from models.packing import Packing, packed_attention, prefer_onednn
 from plumbing.chat import turn_ends
 from plumbing.faults import Fault
 from plumbing.hub import check_model
@@ -89,6 +77,16 @@ def load_config(path: str, longest: int = 0) -> Any:
         if isinstance(value, float) and re.search("drop|jitter", name):
             setattr(text, name, 0.0)
     return config
+
+
+def speed_up(model: Any) -> None:
+    """Lets oneDNN compute a model's linear layers where it is faster, in place."""
+    if prefer_onednn():
+        from models.linear import Linear
+
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = Linear
 
 
 def load_model(path: str, longest: int = 0) -> Any:
@@ -202,13 +200,6 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= off * b.abs().max())
 
 
-def load_policy(path: str, longest: int = 0) -> tuple[Any, Any]:
-    """Returns (model, tokenizer), the whole model on the CPU, for sequences of `longest` tokens at
-    most."""
-    tokenizer = load_tokenizer(path)
-    return load_model(path, longest), tokenizer
-
-
 def make_head(model: Any) -> Callable[[Tensor], Tensor]:
     """Returns the head for sampling: hidden (N, d) -> float32 logits (N, V).
 
@@ -246,49 +237,6 @@ def materialize(model: Any, device: str) -> Any:
     model.to_empty(device=device)
     model.tie_weights()  # to_empty separates tied weights
     return model
-
-
-def blocks(model: Any) -> list[torch.nn.Module]:
-    """Returns the decoder layers: the units of FSDP's gathering and of activation checkpointing."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
-
-
-def shard(
-    model: Any,
-    device: str,
-    *,
-    compute: torch.dtype | None = None,
-    frozen: bool = False,
-    gather: bool = False,
-) -> Any:
-    """Shards a model from `skeleton` over all ranks, in place; returns it with uninitialized
-    weights, for `fill`.
-
-    `compute`: dtype in which blocks are gathered and run (None: the model's own). `frozen`: for a
-    model that is never trained; gathered weights are freed right after use. `gather`: weights stay
-    gathered until `reshard`, or until a backward pass that `hold` does not hold.
-    """
-    model.forward_packed = MethodType(forward_packed, model)
-    if frozen and dist.get_world_size() == 1:
-        return materialize(model, device)  # one rank has the whole: there is nothing to gather
-    mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),))
-    # cast_forward_inputs would also cast the log-probs that enter the loss
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    # by default FSDP keeps the root's weights gathered for the backward pass
-    freed = False if gather else frozen or None
-    # the root holds embedding, last norm and head, which are needed together
-    for part in [*blocks(model), model]:
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=freed)
-        part.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
-        if dist.get_world_size() > 1:  # on one rank FSDP would divide by it, too
-            # the loss is already normalized over all ranks: sum the gradients
-            part.set_gradient_divide_factor(1.0)
-    register_fsdp_forward_method(model, "forward_packed")
-    return model.to_empty(device=device)
 
 
 def hold(model: Any, held: bool) -> None:
@@ -366,13 +314,37 @@ def weights(model: Any) -> Weights:
     One tensor at a time; all ranks must iterate together.
     """
     reshard(model)  # what is gathered is in bfloat16
-    adapted = lora.layers(model)
+    adapted = adapted_layers(model)
     for name, p in named_weights(model):
         if layer := adapted.get(name):
-            A, B = whole(layer.lora_A), whole(layer.lora_B)
-            yield name, lora.merge(whole(p), A, B, layer.scale, layer.dither)
-        elif not lora.is_adapter(name):
+            yield name, layer.merge(*map(whole, (p, layer.lora_A, layer.lora_B)))
+        elif not is_adapter(name):
             yield name, whole(p)
+
+
+def is_adapter(name: str) -> bool:
+    """Returns whether this is the name of an A or a B."""
+    return ".lora_" in name
+
+
+def adapted_layers(model: Any) -> dict[str, Any]:
+    """Returns the layers with adapters (models/lora.py), by the names of their weights."""
+    return {
+        f"{name}.weight": layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")
+    }
+
+
+@contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Makes a policy compute as its first version, which it does exactly; a model without adapters
+    stays as it is."""
+    for layer in adapted_layers(model).values():
+        layer.off = True
+    try:
+        yield
+    finally:
+        for layer in adapted_layers(model).values():
+            layer.off = False
 
 
 def named_weights(model: Any) -> Weights:
@@ -405,8 +377,7 @@ def export(
         if path:
             state[name] = tensor.to("cpu", described.get(name, tensor).dtype, copy=True)
     if path:
-        ends = turn_ends(tokenizer)
-        plain.generation_config.eos_token_id = ends[0] if len(ends) == 1 else list(ends)
+        plain.generation_config.eos_token_id = list(turn_ends(tokenizer))
         plain.save_pretrained(path, state_dict=state)
         tokenizer.save_pretrained(path)
 

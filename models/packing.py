@@ -1,18 +1,18 @@
-"""Sequences packed into one row, without padding, and the layers that compute such a row; a
-beginning that several sequences share is in the row once.
+"""Sequences packed into one row, without padding, and the attention in such a row; a beginning that
+several sequences share is in the row once.
 
 The row is cut into pieces. A piece begins a sequence, or goes on from an earlier piece, its parent:
 then its tokens follow the parent's in position and attend to them. So the trajectories of a group
 are pieces with one parent, their prompt, and linear layers compute each token once.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache, cached_property
+from functools import cached_property
 from importlib.metadata import version
-from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from models.linear import ROWS, prefer_onednn
+# The tokens of a packed row are a multiple of this. oneDNN compiles a kernel, of 0.6 MB, for each
+# shape that it meets, so there should be few.
+ROWS = 64
 
-# prefixes of transformers' classes; the tests compare each with transformers
-FUSED = "Qwen2", "Qwen3", "Llama", "Mistral", "Gemma3"
-# How RMSNorm computes: it multiplies by offset + weight, rounds before that (llama) or after it
-# (gemma), and may overwrite the gradient of its output. Gemma's joins the residual stream.
-PLAIN, GEMMA = (0.0, "llama", True), (1.0, "gemma", False)
+
+def amd_has(feature: str) -> bool:
+    """Returns whether this machine's CPU is one of AMD's with a feature, by torch's name."""
+    cpu = torch.cpu.get_capabilities()
+    return str(cpu.get("cpu_name", "")).startswith("AMD") and cpu.get(feature, False)
+
+
+@functools.cache
+def prefer_onednn() -> bool:
+    """Returns whether oneDNN multiplies float32 faster than MKL on this machine."""
+    return amd_has("avx512_f")
 
 
 def send(x: Tensor, device: torch.device | str) -> Tensor:
@@ -185,7 +193,7 @@ def packed_attention(
     return attend(q, k, v, packing, window, scaling).unsqueeze(0), None
 
 
-@cache
+@functools.cache
 def find_flash_attention_4() -> Any:
     """Returns its function for ragged rows; None where it is not installed, or the card is neither
     Hopper nor Blackwell."""
@@ -263,122 +271,6 @@ def attend(
             )
         parts.append(part)
     return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1).contiguous()
-
-
-# ---- fused layers
-
-
-def fuse(model: Any) -> str:
-    """Replaces the layers of `model` that Liger can compute by its Triton kernels, which take the
-    place of a dozen eager ops each; returns which, or why none, for the start-up text.
-
-    Only the modules of one model are changed, never transformers' classes or functions: the same
-    process may hold a copy on the CPU, where Triton cannot run, and a vLLM. Names of parameters
-    stay, and the projections stay modules that are called, with whatever adapters they carry. For
-    packed rows alone: in a batch with one token a row, as generation has, Liger 0.8.5 can rotate the
-    wrong row (Gemma 3).
-    """
-    try:
-        from liger_kernel.ops.rms_norm import LigerRMSNormFunction as RMSNorm
-        from liger_kernel.ops.swiglu import LigerSiLUMulFunction as SiLUMul
-    except ImportError:
-        return "none (liger-kernel is not installed)"
-    prefix = type(model).__name__.removesuffix("ForCausalLM")
-    if prefix not in FUSED:
-        return f"none ({prefix} is not among {', '.join(FUSED)})"
-
-    def norm(self: Any, x: Tensor) -> Tensor:
-        eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
-        offset, casting, in_place = GEMMA if prefix == "Gemma3" else PLAIN
-        out: Tensor = RMSNorm.apply(x, self.weight, eps, offset, casting, in_place)
-        return out
-
-    def mlp(self: Any, x: Tensor) -> Tensor:
-        rows = x.squeeze(0)
-        out: Tensor = self.down_proj(SiLUMul.apply(self.gate_proj(rows), self.up_proj(rows)))
-        return out.unsqueeze(0)
-
-    replaced = {}
-    for module in model.modules():
-        kind = type(module).__name__.removeprefix(prefix)
-        if kind == "RMSNorm":
-            replaced["RMSNorm"] = module.forward = MethodType(norm, module)
-        elif kind == "MLP" and getattr(model.config, "hidden_act", "") in ("silu", "swish"):
-            replaced["SwiGLU"] = module.forward = MethodType(mlp, module)
-        elif kind == "Attention":
-            replaced["rotary embedding"] = module.forward = MethodType(attention, module)
-    return f"{', '.join(replaced)} (Liger)"
-
-
-def attention(
-    self: Any,
-    hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    packing: Packing,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """The forward pass of a family's attention module on a packed row, (1, T, H) -> (1, T, H).
-
-    Written out, since without the batch dimension torch dispatches a quarter fewer operations.
-    """
-    rows = hidden_states.squeeze(0)
-    heads = len(rows), -1, self.head_dim
-    q, k, v = (f(rows).view(heads) for f in (self.q_proj, self.k_proj, self.v_proj))
-    if hasattr(self, "q_norm"):
-        q, k = self.q_norm(q), self.k_norm(k)
-    q, k = Rotation.apply(q, k, *position_embeddings)
-    # Mistral's modules leave it to the config
-    window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
-    out = attend(q, k, v, packing, window, self.scaling)
-    return self.o_proj(out.flatten(1)).unsqueeze(0), None
-
-
-class Rotation(torch.autograd.Function):
-    """Queries and keys (T, heads, dim) turned by the angles of their positions, whose cosines and
-    sines are (1, T, dim); in place, since they are a projection's output, or a norm's."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        ctx.tables = cos, sin
-        return rotate(q, k, cos, sin, back=False)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
-        cos, sin = ctx.tables
-        return *rotate(dq.contiguous(), dk.contiguous(), cos, sin, back=True), None, None
-
-
-def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
-    """Launches Liger's kernel, whose own function takes and returns transposed tensors."""
-    from liger_kernel.ops.rope import _triton_rope
-    from triton import next_power_of_2
-
-    T, heads, dim = q.shape
-    sizes = heads, k.shape[1], dim
-    padded = [next_power_of_2(n) for n in (*sizes, cos.shape[-1])]
-    _triton_rope[(T,)](
-        q,
-        q.stride(0),
-        k,
-        k.stride(0),
-        cos,
-        cos.stride(-2),
-        sin,
-        sin.stride(-2),
-        T,
-        1,
-        1,
-        *sizes,
-        *padded,
-        cos.shape[-1],
-        BLOCK_SIZE=max(padded[:2]),
-        BACKWARD_PASS=back,
-    )
-    return q, k
-
-
-# ---- trajectories (tasks.Trajectory)
 
 
 def prefix_of(tau: Any) -> tuple[int, ...]:

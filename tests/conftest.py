@@ -48,9 +48,9 @@ def pytest_sessionfinish():
 def load(path):
     # here: it imports transformers, which takes seconds, and few tests need it
 
-    from models.model import load_policy
+    from models.model import load_model, load_tokenizer
 
-    return load_policy(path)
+    return load_model(path), load_tokenizer(path)
 
 
 @pytest.fixture(scope="session", autouse=True)

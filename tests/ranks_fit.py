@@ -24,8 +24,9 @@ from transformers import AutoModelForCausalLM
 
 from config import Config
 from grpo import Learner
-from models.model import fill, load_config, shard, skeleton
+from models.model import fill, load_config, skeleton
 from tasks import Question, Trajectory
+from training.shards import shard
 
 
 def storage(t: torch.Tensor):

@@ -22,17 +22,17 @@ import torch.distributed.checkpoint as dcp
 from grpo import Learner
 from models import lora
 from models.model import (
-    blocks,
+    adapted_layers,
     export,
     fill,
     load_config,
     load_model,
     load_tokenizer,
-    shard,
     skeleton,
     weights,
 )
 from training.policy import load_tensors
+from training.shards import blocks, shard
 
 
 def compare(sent: torch.Tensor, layer: lora.LoRALinear, _: object) -> None:
@@ -84,7 +84,7 @@ def main() -> None:
         dcp.save(learner.state_dict(), storage_writer=writer)
     metrics.append(learner.update(2, minibatches))
     final = {name: tensor.clone() for name, tensor in weights(model)}
-    for name, layer in lora.layers(model).items():
+    for name, layer in adapted_layers(model).items():
         layer.register_forward_pre_hook(partial(compare, final[name]))
     learner.score_tokens(minibatches[0][:1])
     export(

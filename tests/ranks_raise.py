@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import inspo
 from grpo import Learner
-from models.model import blocks
+from training.shards import blocks
 
 loss = Learner.loss
 

@@ -19,8 +19,9 @@ from tiny_model import STOP
 from torch.distributed.tensor import DTensor
 
 from engines.vllm_engine import VllmEngine
-from models.model import fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
+from models.model import fill, load_config, load_model, load_tokenizer, skeleton, weights
 from models.packing import Packing
+from training.shards import shard
 
 
 @torch.no_grad()

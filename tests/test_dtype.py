@@ -16,9 +16,9 @@ from engines import choose
 from engines.choose import dtype_of
 from engines.torch_engine import TorchEngine
 from models import model as models
-from models.model import empty, fill, load_config, load_policy, weights
+from models.model import empty, fill, load_config, load_model, load_tokenizer, weights
 from plumbing.files import read_jsonl
-from training.policy import choose_dither_seed
+from training.shards import choose_dither_seed
 
 SMALL = "--mode static --dtype bfloat16 --T 2 --batch 2 --G 2 --eval_n 2 --save_every 1 --keep 9 --seed 6"
 
@@ -109,7 +109,7 @@ def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(
 ):
     """From a policy that is published in bfloat16, at a learning rate below the spacing of its
     weights."""
-    model, tokenizer = load_policy(tiny_path)
+    model, tokenizer = load_model(tiny_path), load_tokenizer(tiny_path)
     model.bfloat16().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     knobs = dict(lr=lr, micro_tokens=10**6, batch=batch, mini_batch=3 * batch, G=4, beta=1e-3)
@@ -152,7 +152,7 @@ def test_a_forward_pass_leaves_the_weights_as_they_are_trained(tiny_path):
 @pytest.fixture
 def half(tiny_path):
     """A bfloat16 engine, and the float32 model that it has its weights from."""
-    model, tokenizer = load_policy(tiny_path)
+    model, tokenizer = load_model(tiny_path), load_tokenizer(tiny_path)
     narrow = fill(empty(load_config(tiny_path), torch.bfloat16, "cpu"), model)
     return TorchEngine(narrow, tokenizer, ("</answer>",)), model
 

@@ -18,7 +18,7 @@ from config import WORLD
 from engines.torch_engine import TorchEngine
 from grpo import Learner, minibatches
 from models import lora
-from models.model import load_model, load_tokenizer, weights
+from models.model import adapted_layers, is_adapter, load_model, load_tokenizer, weights
 from plumbing.faults import Fault
 
 DELTA = dict(
@@ -72,7 +72,7 @@ def made_up(groups):
 def adapted(path):
     """Returns a policy with adapters that change what it computes."""
     model, g = lora.add(load_model(path), 4, 8), torch.Generator().manual_seed(1)
-    for layer in lora.layers(model).values():
+    for layer in adapted_layers(model).values():
         layer.lora_B.data = 0.05 * torch.randn(layer.lora_B.shape, generator=g)
     return model
 
@@ -103,9 +103,9 @@ def test_an_update_is_eq_2_with_its_own_logits(family, way):
     dW = dict(zip(names, torch.autograd.grad(loss, list(own.parameters())), strict=True))
     sums = learner.backward(taus, None)
     assert sums["loss"] == pytest.approx(loss.item(), abs=1e-5)
-    layers, found = lora.layers(model), {}
+    layers, found = adapted_layers(model), {}
     for name, p in model.named_parameters():
-        if not lora.is_adapter(name):
+        if not is_adapter(name):
             found[name] = p.grad, dW[name]
     if way == "lora":
         found.clear()

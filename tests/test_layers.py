@@ -12,8 +12,9 @@ from test_model import SHAPES, make_family
 
 from config import Config
 from models.model import forward_packed, load_model, skeleton
-from models.packing import Packing, fuse
-from training import policy
+from models.packing import Packing
+from training import shards
+from training.shards import fuse
 
 triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 pytest.importorskip("liger_kernel")
@@ -164,17 +165,16 @@ def test_what_cannot_be_fused_stays_as_it_is(monkeypatch):
     "device, flag, says, n",
     [
         ("cuda", 1, "rotary embedding, SwiGLU, RMSNorm (Liger)", 9),
-        ("cuda", 0, "none (--fused_layers 0)", 0),
+        ("cuda", 0, "", 0),
         ("cpu", 1, "", 0),
     ],
 )
 def test_the_flag_and_the_device_decide(device, flag, says, n, tiny_path, monkeypatch, capsys):
     for name in ("shard", "fill"):
-        monkeypatch.setattr(policy, name, lambda model, *args, **kwargs: model)
-    monkeypatch.setattr(policy, "find_flash_attention_4", lambda: None)
+        monkeypatch.setattr(shards, name, lambda model, *args, **kwargs: model)
+    monkeypatch.setattr(shards, "find_flash_attention_4", lambda: None)
     ranks = SimpleNamespace(device=device, dtype="bfloat16", rank=0)
-    for model in policy.shard_models(None, Config(model=tiny_path, fused_layers=flag), ranks):
+    for model in shards.shard_models(None, Config(model=tiny_path, fused_layers=flag), ranks):
         assert len(patched(model)) == n
-    assert capsys.readouterr().out == (
-        f"fused layers: {says}; attention: torch's\n" if says else ""
-    )
+    told = f"fused layers: {says}; attention: torch's\n" if says else ""
+    assert capsys.readouterr().out == told

@@ -23,7 +23,7 @@ from config import WORLD, Config
 from engines.torch_engine import TorchEngine
 from grpo import Learner, minibatches
 from models import lora
-from models.model import load_policy, weights
+from models.model import adapted_layers, is_adapter, load_model, weights, without_adapters
 from tasks.task import load_task
 from training.policy import Policy
 from training.ranks import Ranks
@@ -47,7 +47,7 @@ def trained(model, rank=RANK, alpha=ALPHA):
     """Returns a copy with adapters whose B is no longer zero."""
     model = adapted(model, rank, alpha)
     g = torch.Generator().manual_seed(1)
-    for layer in lora.layers(model).values():
+    for layer in adapted_layers(model).values():
         layer.lora_B.data = 0.05 * torch.randn(layer.lora_B.shape, generator=g)
     return model
 
@@ -73,7 +73,7 @@ def logps_of(model, taus):
 def test_the_stream_is_base_plus_scale_b_a_under_the_plain_names_in_their_order(policy):
     model = trained(policy[0])
     base, found = dict(policy[0].named_parameters()), dict(weights(model))
-    adapters = lora.layers(model)
+    adapters = adapted_layers(model)
     engine = TorchEngine(copy.deepcopy(policy[0]), policy[1], STOP)
     engine.load(weights(model))
     assert list(found) == list(base)
@@ -93,12 +93,12 @@ def test_adapters_are_float32_start_at_nothing_and_depend_on_the_seed_alone(tiny
     first, again, other = (dict(model.named_parameters()) for model in models)
     assert torch.equal(torch.get_rng_state(), state)
     for name, p in first.items():
-        adapter = lora.is_adapter(name)
+        adapter = is_adapter(name)
         assert p.requires_grad == adapter
         assert p.dtype == (torch.float32 if adapter else torch.bfloat16)
         assert torch.equal(p, again[name]) and (not name.endswith(".lora_B") or not p.any())
         assert torch.equal(p, other[name]) != name.endswith(".lora_A")
-    assert lora.add(tiny[0], 0, ALPHA) is tiny[0] and not lora.layers(tiny[0])
+    assert lora.add(tiny[0], 0, ALPHA) is tiny[0] and not adapted_layers(tiny[0])
 
 
 # ---- the reference
@@ -114,7 +114,7 @@ def test_the_kl_is_that_to_the_first_policy_which_the_adapters_leave_as_it_was(w
     loss, extras = loss_of(learner, taus)
     assert kl > 1e-3 and extras["kl"].mean().item() == pytest.approx(kl, rel=1e-6)
     assert loss.item() == pytest.approx(want.item(), rel=1e-6)
-    with lora.off(model):
+    with without_adapters(model):
         assert torch.equal(logps_of(model, taus), logps_of(first, taus))
     assert torch.equal(logps_of(model, taus), now)
 
@@ -136,13 +136,13 @@ def test_the_adapters_gradients_are_the_weights_by_the_chain_rule(world, recompu
     G."""
     model, taus, plain = trained(world[0]).double(), made_up(2), copy.deepcopy(world[0]).double()
     with torch.no_grad():
-        for name, layer in lora.layers(model).items():
+        for name, layer in adapted_layers(model).items():
             plain.get_parameter(name).add_(ALPHA / RANK * layer.lora_B @ layer.lora_A)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     mine, full = gradients(model, taus), gradients(plain, taus)
     assert len(mine) == 2 * 7 * 3
-    for name, layer in lora.layers(model).items():
+    for name, layer in adapted_layers(model).items():
         G, path = full[name], name.removesuffix(".weight")
         for part, want in (
             ("lora_B", ALPHA / RANK * G @ layer.lora_A.T),
@@ -160,7 +160,7 @@ def test_only_adapters_move_and_a_learner_restored_from_them_continues_bit_by_bi
     through.update(1, [taus])
     state = copy.deepcopy(through.state_dict())
     kept = {name.removeprefix("model.") for name in state if name.startswith("model.")}
-    assert len(kept) == 2 * 7 * 3 and all(map(lora.is_adapter, kept))
+    assert len(kept) == 2 * 7 * 3 and all(map(is_adapter, kept))
     through.update(2, [taus])
     resumed = learner_of(lora.add(copy.deepcopy(world[0]), RANK, ALPHA, seed=9))
     for name, x in resumed.state_dict().items():
@@ -171,7 +171,7 @@ def test_only_adapters_move_and_a_learner_restored_from_them_continues_bit_by_bi
         through.model.named_parameters(), resumed.model.parameters(), strict=True
     ):
         assert torch.equal(p, q), name
-        assert torch.equal(p, first.get_parameter(name)) != lora.is_adapter(name), name
+        assert torch.equal(p, first.get_parameter(name)) != is_adapter(name), name
 
 
 def policy_of(path, dtype="float32", **knobs):
@@ -271,7 +271,7 @@ def batches(tmp_path_factory):
 def one(path, batches):
     """Returns (metrics, merged weights, first weights) of one process, the model whole."""
     cfg, parts = pickle.loads(batches.read_bytes())
-    model = load_policy(path)[0]
+    model = load_model(path)
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     learner = Learner(lora.add(model, RANK, ALPHA), None, cfg)
     return [learner.update(t, parts) for t in (1, 2)], dict(weights(model)), first
@@ -332,7 +332,7 @@ def test_frozen_weights_in_bf16_agree_within_its_rounding(path, batches, tmp_pat
 def test_the_workers_of_a_run_do_so_too(path, batches, tmp_path):
     cfg, parts = pickle.loads(batches.read_bytes())
     cfg, taus = replace(cfg, model=path, max_prompt=480, max_response=48), sum(parts, [])
-    first = Learner(load_policy(path)[0], None, replace(cfg, beta=0.0, lora_rank=0))
+    first = Learner(load_model(path), None, replace(cfg, beta=0.0, lora_rank=0))
     for tau in taus:  # an engine that agrees with the trainer, or the workers refuse the update
         logps = iter(first.score_tokens([tau])[0].tolist())
         tau.logps = [next(logps) if sampled else 0.0 for sampled in tau.mask]
@@ -340,7 +340,7 @@ def test_the_workers_of_a_run_do_so_too(path, batches, tmp_path):
     workers = torchrun(2, "tests/ranks_policy.py", tmp_path / "taus.pkl", tmp_path)
     code, _, stderr = finish(workers, LIMIT)
     assert code == 0, stderr
-    model = load_policy(path)[0]
+    model = load_model(path)
     want = Learner(lora.add(model, RANK, ALPHA), None, cfg).update(1, minibatches(taus, cfg))
     found = json.loads((tmp_path / "metrics.json").read_text())
     assert found == pytest.approx(want, rel=2e-5, abs=1e-6)
@@ -354,7 +354,7 @@ def test_the_workers_of_a_run_do_so_too(path, batches, tmp_path):
 
 def test_without_dithering_what_is_merged_is_rounded(tiny):
     model = lora.add(copy.deepcopy(tiny[0]).bfloat16(), RANK, ALPHA, dithers=0)
-    layer = next(iter(lora.layers(model).values()))
+    layer = next(iter(adapted_layers(model).values()))
     B = 1e-3 * torch.randn(layer.lora_B.shape, generator=torch.Generator().manual_seed(1))
     merged = lora.merge(layer.weight, layer.lora_A, B, layer.scale, layer.dither)
     exact = layer.weight.float() + layer.scale * (B.bfloat16() @ layer.lora_A.bfloat16())

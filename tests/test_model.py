@@ -20,20 +20,19 @@ from config import WORLD
 from engines.torch_engine import TorchEngine
 from models import packing
 from models.model import (
-    blocks,
     empty,
     export,
     fill,
     forward_packed,
     load_config,
     load_model,
-    load_policy,
     load_tokenizer,
     skeleton,
 )
 from models.packing import KeysOfPieces, Packing, packed_attention
 from plumbing.chat import apply_template
 from plumbing.faults import Fault
+from training.shards import blocks
 
 LENGTHS = [7, 1, 30, 12, 30]
 
@@ -165,7 +164,7 @@ def test_an_exported_policy_is_the_policy_in_the_digits_of_the_model_and_of_its_
     tiny_path, tmp_path, tied, published, computed, written
 ):
     path = str(WORLD / "policy") if tied else tiny_path
-    model, tokenizer = load_policy(path)
+    model, tokenizer = load_model(path), load_tokenizer(path)
     config = load_config(path)
     config.dtype = getattr(torch, published)
     skeleton(config, torch.float32)  # as FSDP2 and export.py make one first
@@ -371,7 +370,9 @@ def test_a_folder_with_a_mistake_is_refused_by_whatever_loads_it_first(
     path = shutil.copytree(tiny_path, tmp_path / "model")
     change, says = MISTAKES[mistake]
     change(path)
-    assert re.search(says, refused(load_policy, str(path)))
+    assert re.search(
+        says, refused(lambda path: (load_tokenizer(path), load_model(path)), str(path))
+    )
 
 
 @pytest.mark.parametrize("family, settings", [

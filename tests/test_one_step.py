@@ -11,7 +11,7 @@ import torch
 
 import inspo
 from config import parse_flags
-from models.model import load_policy
+from models.model import load_model
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,7 +75,7 @@ def test_the_numbers_are_those_of_the_run(page, tmp_path):
             seen["logps"] = [learner.score_tokens([tau])[0].tolist()]
             seen["update"] = update(t, taus)
             first = copy.copy(learner)
-            first.model = load_policy(cfg.model)[0]
+            first.model = load_model(cfg.model)
             seen["ref"] = first.score_tokens([tau])[0].tolist()
             return seen["update"]
 

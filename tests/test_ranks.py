@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from config import WORLD, Config
 from grpo import Learner, minibatches
-from models.model import load_policy
+from models.model import load_model
 from plumbing.files import read_jsonl
 from run import read_state
 
@@ -81,7 +81,7 @@ def weights_of(model):
 
 def alone(path, cfg, parts, updates=2):
     """Returns what one process computes, the model whole."""
-    model = load_policy(path)[0]
+    model = load_model(path)
     first, learner = weights_of(model), Learner(model, copy.deepcopy(model), cfg)
     return Update(
         [learner.update(t, parts) for t in range(1, updates + 1)], weights_of(model), first
@@ -157,7 +157,7 @@ def test_policy_update_gives_every_trajectory_its_advantage_on_every_rank(
     them."""
     cfg, parts = pickle.loads(batches.read_bytes())
     cfg = replace(cfg, model=path, max_prompt=480, max_response=48)
-    learner = Learner(load_policy(path)[0], None, replace(cfg, beta=0.0))
+    learner = Learner(load_model(path), None, replace(cfg, beta=0.0))
     # an engine that agrees with the trainer, or the workers refuse the update
     for tau in (taus := sum(parts, [])):
         logps = iter(learner.score_tokens([tau])[0].tolist())

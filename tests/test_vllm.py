@@ -26,7 +26,7 @@ from engines import choose, watch_ends
 from engines.choose import check_vllm, vllm_version
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine
-from models.model import load_model, load_policy, load_tokenizer, weights
+from models.model import load_model, load_tokenizer, weights
 from plumbing.chat import turn_ends
 from plumbing.faults import EngineFault, Fault
 
@@ -91,7 +91,7 @@ def opened(path):
 def pair(request, tiny_path):
     """(engine with the policy's weights, model, tokenizer)"""
     path = {"world": str(WORLD / "policy"), "tiny": tiny_path}[request.param]
-    model, tokenizer = load_policy(path)
+    model, tokenizer = load_model(path), load_tokenizer(path)
     assert model.config.tie_word_embeddings == (request.param == "world")
     with opened(path) as engine:
         engine.load(weights(model))

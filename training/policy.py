@@ -30,19 +30,7 @@ from engines import Engine
 from engines.choose import choose_engine, device_of, dtype_of
 from engines.torch_engine import TorchEngine
 from grpo import MAX_SKIPPED, Learner, minibatches
-from models import lora
-from models.model import (
-    empty,
-    export,
-    fill,
-    load_config,
-    load_model,
-    load_tokenizer,
-    shard,
-    skeleton,
-    weights,
-)
-from models.packing import find_flash_attention_4, fuse
+from models.model import empty, export, fill, load_config, load_model, load_tokenizer, weights
 from plumbing import stop
 from plumbing.faults import CheckpointFault, DiskFault, Diverged, Fault, first_line
 from plumbing.files import Row
@@ -147,45 +135,11 @@ def load_first_policy(cfg: Config, ranks: Ranks) -> Any:
     if ranks.rank:
         return None
     model = load_model(cfg.model, cfg.longest)
-    return lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
+    if cfg.lora_rank:
+        from models import lora
 
-
-def choose_dither_seed(cfg: Config, ranks: Ranks) -> int | None:
-    """Returns the seed with which weights in training are dithered; None: they are not. LoRA
-    dithers what it merges."""
-    dithered = cfg.dither and ranks.dtype == "bfloat16" and not cfg.lora_rank  # CHOICE-33
-    return cfg.seed if dithered else None
-
-
-def shard_models(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
-    """Returns this rank's shares of the policy to train and of pi_ref (FSDP2), both with the
-    weights of `first`.
-
-    There is no second model where pi_ref is not needed, or is the policy without its adapters.
-    """
-    config, compute = load_config(cfg.model), getattr(torch, ranks.dtype)
-    kept = compute if cfg.lora_rank else torch.float32  # frozen weights take no small steps
-    trained = lora.add(skeleton(config, kept), cfg.lora_rank, cfg.lora_alpha)
-    frozen = skeleton(config, compute) if cfg.beta and not cfg.lora_rank else None
-
-    # only updates are computed with these layers: their batches are one row
-    if ranks.device == "cuda":
-        fused = "none (--fused_layers 0)"
-        if cfg.fused_layers:
-            fused = fuse(trained)
-            if frozen:
-                fuse(frozen)
-        if ranks.rank == 0:
-            attention = "FlashAttention-4" if find_flash_attention_4() else "torch's"
-            print(f"fused layers: {fused}; attention: {attention}", flush=True)
-
-    gather = cfg.gather == 1
-    shard(trained, ranks.device, compute=compute, gather=gather)
-    fill(trained, first, choose_dither_seed(cfg, ranks))
-    if frozen:
-        shard(frozen, ranks.device, frozen=True, gather=gather)
-        fill(frozen, first)
-    return trained, frozen
+        lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
+    return model
 
 
 def make_engine(policy: Policy, first: Any) -> Engine:
@@ -267,6 +221,8 @@ class Policy:
         first = load_first_policy(cfg, ranks)
         model, reference = first, None
         if ranks.grouped:
+            from training.shards import shard_models
+
             model, reference = shard_models(first, cfg, ranks)
         elif cfg.beta and not cfg.lora_rank:
             reference = copy.deepcopy(first)
@@ -451,8 +407,8 @@ class Policy:
     def reset(self) -> None:
         """Restores the first policy, for evaluation alone: the optimizer keeps its moments."""
         self.t = -1
-        first = load_first_policy(self.cfg, self.ranks)
-        fill(self.learner.model, first)  # what is computed is the same without dither
+        # what is computed is the same without dither
+        fill(self.learner.model, load_first_policy(self.cfg, self.ranks))
         self.synced = self.shared
 
     def describe(self) -> str:

@@ -51,11 +51,11 @@ from engines.choose import dtype_of
 from extras.bench.harness import parser_of, timed
 from extras.fit import KNOWN, RESERVE, estimate, find_peak
 from grpo import Learner, minibatches
-from models.model import empty, forward_packed, hold, shard, skeleton
-from models.packing import fuse
+from models.model import empty, forward_packed, hold, skeleton
 from plumbing.faults import Fault, first_line, one_line
 from tasks import Question, Trajectory
 from training.ranks import Ranks
+from training.shards import fuse, shard
 
 TOY = dict(
     hidden_size=64,

@@ -23,7 +23,7 @@ from engines.torch_engine import TorchEngine
 from extras import cold_start, collect
 from extras.cold_start import config_of, encode_row, read_demonstrations
 from extras.supervised import hold_out, remember
-from models.model import load_policy
+from models.model import load_model
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from rollout import rollout
@@ -254,7 +254,7 @@ def run(demos, tmp_path_factory):
 
 def reference(path, taus):
     """Returns the mean log-prob of the learned tokens, by plain transformers."""
-    model, logps = load_policy(str(path))[0], []
+    model, logps = load_model(str(path)), []
     for tau in taus:
         ids = torch.tensor([tau.ids])
         with torch.no_grad():

@@ -11,7 +11,8 @@ from test_model import SHAPES
 
 from extras.fit import activations
 from models.model import empty, skeleton
-from models.packing import Packing, fuse
+from models.packing import Packing
+from training.shards import fuse
 
 interpreter = test_layers.interpreter  # a fixture
 

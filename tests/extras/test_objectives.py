@@ -24,7 +24,7 @@ from extras.batch import turn_lengths
 from extras.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveLearner
 from grpo import minibatches
 from kernels import eq2, grpo_head
-from models.model import load_policy
+from models.model import load_model
 from tasks import Question, Trajectory, Turn
 
 LIMIT = 10  # tokens that a trajectory may sample
@@ -612,7 +612,7 @@ def test_an_objective_sees_the_whole_mini_batch_on_every_rank(tiny_path, tmp_pat
         tau.advantage *= 3
     parts = minibatches(taus, cfg)
     (tmp_path / "b.pkl").write_bytes(pickle.dumps((cfg, parts)))
-    whole = load_policy(tiny_path)[0]
+    whole = load_model(tiny_path)
     first, learner = weights_of(whole), ObjectiveLearner(whole, copy.deepcopy(whole), cfg)
     one = Update([learner.update(t, parts) for t in (1, 2)], weights_of(whole), first)
     guest = ["tests/extras/ranks_guest.py", "extras.objectives:ObjectiveLearner"]

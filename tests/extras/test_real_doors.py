@@ -7,7 +7,7 @@ from config import PRESETS, SMOLLM, Config
 from engines.choose import vllm_version
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine
-from models.model import load_policy, weights
+from models.model import load_model, load_tokenizer, weights
 from tasks import Question
 from tasks.search_qa import SearchQA
 from tasks.tools import encode
@@ -46,7 +46,7 @@ STOP = TASK.make_format().stop_strings()
 @pytest.fixture(scope="module")
 def real():
     """(model, tokenizer)"""
-    return load_policy(str(SMOLLM))
+    return load_model(str(SMOLLM)), load_tokenizer(str(SMOLLM))
 
 
 def agree(model, context, mine, theirs):

@@ -45,8 +45,10 @@ from engines import choose  # noqa: E402
 from extras.fit import estimate, shapes  # noqa: E402
 from grpo import Learner  # noqa: E402
 from kernels import rows_triton  # noqa: E402
+from models import lora  # noqa: E402
 from tasks import Question, Trajectory  # noqa: E402
 from tasks.tools import Tags  # noqa: E402
+from training import shards  # noqa: E402
 
 OURS = {str(path) for part in ("*.py", "[!t]*/*.py", "training/*.py") for path in HERE.glob(part)}
 LENGTH, PROMPT, TURN = 2272, 449, 161  # tokens of every trajectory
@@ -245,15 +247,20 @@ def sdpa(
 
 def policy_of(cfg, ranks):
     """Returns the real Policy of rank 0 among `ranks`."""
-    policy.load_config, policy.load_tokenizer = shapes, lambda *args: None
-    policy.skeleton, policy.lora.add = outside(policy.skeleton), outside(policy.lora.add)
+    policy.load_config = shards.load_config = shapes
+    policy.load_tokenizer = lambda *args: None
+    shards.skeleton, lora.add = outside(shards.skeleton), outside(lora.add)
     dist.device_mesh.init_device_mesh = outside(dist.device_mesh.init_device_mesh)
     # DTensor asks for an operation's shapes before it runs it
     shapes_of = "_propagate_tensor_meta_non_cached"
     setattr(ShardingPropagator, shapes_of, outside(getattr(ShardingPropagator, shapes_of)))
-    policy.load_first_policy = lambda cfg, ranks: policy.lora.add(
-        policy.skeleton(shapes(cfg.model)), cfg.lora_rank, cfg.lora_alpha, cfg.seed
-    ).to_empty(device="cpu")
+
+    def first_policy(cfg, ranks):
+        model = shards.skeleton(shapes(cfg.model))
+        lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed)
+        return model.to_empty(device="cpu")
+
+    policy.load_first_policy = first_policy
     policy.weights = lambda *args, **kwargs: iter(())
     # fake tensors are not written
     policy.HuggingFaceStorageWriter = Nothing
