@@ -353,7 +353,7 @@ PRESETS: dict[str, Settings] = {
     ),
 }  # fmt: skip
 OPENAI = "https://api.openai.com/v1"
-OPTIMIZER = "gpt-5"  # of OpenAI, where a run names neither a model nor another endpoint
+OPTIMIZER = "gpt-5"  # of OpenAI, where a run names neither a model nor another endpoint: CHOICE-38
 LORA_LR = {
     "world": 3e-3
 }  # found by trial (docs/LOG.md); elsewhere ten times the rate of whole weights

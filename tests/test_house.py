@@ -143,7 +143,7 @@ MOST = {
     "engines": 5117,
     "evaluate.py": 2674,
     "export.py": 620,
-    "extras": 61741,
+    "extras": 63238,
     "grpo.py": 2424,
     "inspo.py": 2720,
     "kernels": 5800,
@@ -157,7 +157,7 @@ MOST = {
     "rollout.py": 1107,
     "run.py": 2152,
     "tasks": 7880,
-    "tests": 168358,
+    "tests": 169117,
     "training": 4781,
     "world": 2061,
 }
