@@ -272,7 +272,9 @@ def evaluate(agent: Agent, sets: Mapping[str, list[Question]], out: Path, settin
     write_file(out / "summary.json", json.dumps(finite(summary), indent=1))
     for title, part in parts.items():
         print(f"{title:16}", *(f"{name} {show(x)}" for name, x in part.items()), sep="  ")
-    print(f"{'average':16}  {main} {summary['average']:.3f}")
+    print(
+        f"{'average':16}  {main} {summary['average']:.3f}  temperature {setting['temperature']:g}"
+    )
 
 
 def make_row(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:

@@ -144,7 +144,7 @@ class Learner:
         if self.model.row_kind != "shared":
             # then no two have a prompt to share
             minibatch = [replace(tau, prompt_tokens=0) for tau in minibatch]
-        batches = micro_batches(minibatch, most, self.ranks)
+        batches = micro_batches(minibatch, most, self.ranks)  # CHOICE-37
         for batch in batches[self.rank :: self.ranks]:
             indices = [np.arange(starts[k], starts[k + 1]) for k in batch]
             # a batch that only keeps the ranks in step is empty

@@ -152,7 +152,9 @@ class Log:
         numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
         self.track(numbers | {f"w/{j}": w for j, w in row.get("w", {}).items()}, t)
         scores = [f"{split}/{self.metrics[0]}" for split in ("valid", "test")]
-        columns = ["reward", "logp", "kl", "w_best", "skipped_updates", *self.tools, *scores]
+        columns = ["reward", "logp", "kl", "w_best", *self.tools, *scores]
+        if row.get("skipped_updates"):
+            columns.append("skipped_updates")
         shown = [f"{name} {row[name]:.3g}" for name in columns if name in row]
         self.bar.update(t - self.bar.n)
         self.print(f"step {t:3d}  {'  '.join(shown)}  {row['time/total']:.0f} s")
@@ -163,7 +165,7 @@ class Log:
         """Writes down that the population has changed, or why it has not, and the population."""
         row = {"t": t, "event": event, "text": text, "P": [asdict(I) for I in P.active]}
         self.run.append("population", row)
-        self.print(f"step {t:3d}  {event}: |P| {len(P)}  {text}")
+        self.print(f"step {t:3d}  {event}: |P| {len(P)}  {text}".rstrip())
         texts = [f"#{I.id} (w {I.w:.2f}): {I.text}" for I in P.active]
         self.track({"instructions": "\n\n".join(texts)}, t)
 

@@ -125,7 +125,7 @@ class Population:
         self._drop([I for I in self.active if I not in parents], t)
         self.ids = [I.id for I in parents]  # by rank
         for I in parents:
-            I.rewards = []  # the W <- 0 of line 17
+            I.rewards = []  # the W <- 0 of line 17, only now: CHOICE-26
         for c in new:
             self.join(c.text, c.parent, t, c.r)
 

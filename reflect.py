@@ -106,7 +106,7 @@ def format_examples(failures: Failures, budget: int) -> list[str]:
     an equal share of `budget` tokens: it loses its middle."""
     share = budget // max(1, len(failures))  # CHOICE-30
     examples = []
-    for text, golds in failures:
+    for text, golds in failures:  # CHOICE-36
         form = EXAMPLE if golds else WITHOUT_GOLD
         response = shorten(text, share)
         examples.append(form.format(response=response, gold=" or ".join(golds)))

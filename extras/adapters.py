@@ -2,8 +2,7 @@
 
     python -m extras.adapters runs/NAME OUT      # those of the newest checkpoint
 
-peft and vLLM add their product to a layer's result in bfloat16, which loses most of a small update;
-export.py writes the merged weights with which the policy computed.
+The README that it writes says what is lost that way.
 """
 
 import argparse
@@ -17,9 +16,14 @@ from export import choose_checkpoint
 from models import lora, model
 from models.model import is_adapter
 from plumbing.faults import Fault, one_line
-from plumbing.files import new_directory
+from plumbing.files import new_directory, write_file
 from run import Run
 from training.policy import load_tensors
+
+NOTE = """\
+peft and vLLM add the adapters' product to a layer's result in bfloat16, which loses most of a small update. Inspo's
+export.py writes the merged weights, with which the policy computed.
+"""
 
 
 def write_adapters(run: Path, out: Path) -> None:
@@ -45,6 +49,7 @@ def write_adapters(run: Path, out: Path) -> None:
         (new / "adapter_config.json").write_text(json.dumps(config, indent=1), "utf-8")
         tensors = {f"base_model.model.{name}.weight": p for name, p in adapters.items()}
         save_file(tensors, new / "adapter_model.safetensors")
+        write_file(new / "README.md", NOTE)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -195,6 +195,17 @@ def read_evaluation(path: Path) -> Evaluation:
     return Evaluation(path.name, summary["setting"], metric, values, asked)
 
 
+def check_alike(evaluations: Sequence[Evaluation]) -> None:
+    """Raises Fault for one that measures something else than the first one."""
+    first = evaluations[0]
+    for other in evaluations:
+        if (first.metric, first.asked) != (other.metric, other.asked):
+            raise Fault(
+                f"{first.name} and {other.name} differ in metric, questions or gold answers: evaluate both with the"
+                " same --data, --n and --seed"
+            )
+
+
 def compare(directories: Sequence[str]) -> str:
     """Returns a Markdown table of every arm against the first one, by set of questions and on
     average."""
@@ -202,11 +213,7 @@ def compare(directories: Sequence[str]) -> str:
     (first, *_), *others = arms
     unlike: dict[str, str] = {}
     for other in sum(arms, []):
-        if (first.metric, first.asked) != (other.metric, other.asked):
-            raise Fault(
-                f"{first.name} and {other.name} differ in metric, questions or gold answers: evaluate both with the"
-                " same --data, --n and --seed"
-            )
+        check_alike([first, other])
         for name in first.setting.keys() - {"what", "data", "out", "instruction"}:
             if first.setting[name] != other.setting.get(name):
                 unlike[name] = (
@@ -223,7 +230,8 @@ def compare(directories: Sequence[str]) -> str:
         for data in sets:
             row, tests[name_arm(arm)] = compare_arms(arm, arms[0], data)
             rows.append(row)
-    out = f"Differences from {name_arm(arms[0])}.\n\n{format_table(rows)}"
+    temperature = first.setting.get("temperature", 0)
+    out = f"Differences from {name_arm(arms[0])}, at temperature {temperature:g}.\n\n{format_table(rows)}"
     if len(others) > 1:
         told = ", ".join(f"{name} {p:.2g}" for name, p in adjust_p_values(tests).items())
         out += f"\nHolm's p over the {len(others)} comparisons: {told}"

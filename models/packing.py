@@ -10,7 +10,9 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -191,6 +193,19 @@ def packed_attention(
     return attend(q, k, v, packing, window, scaling).unsqueeze(0), None
 
 
+@functools.cache
+def find_flash_attention_4() -> Any:
+    """Returns its function for ragged rows; None where it is not installed, or the card is neither
+    Hopper nor Blackwell."""
+    if torch.cuda.get_device_capability()[0] in (9, 10):
+        with suppress(ImportError):
+            version("flash-attn-4")  # the package flash-attn has an old part of it, too
+            from flash_attn.cute import flash_attn_varlen_func
+
+            return flash_attn_varlen_func
+    return None
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, window: int | None, scaling: float | None
 ) -> Tensor:
@@ -198,12 +213,25 @@ def attend(
     sees at most `window` tokens."""
     max_q, max_k = packing.longest
     window = window or max_k  # all that there is
-    # FlashAttention-2, whose causal mask ends at a piece's last query and last key
+    # FlashAttention, whose causal mask ends at a piece's last query and last key
     if q.dtype == torch.bfloat16 and q.is_cuda:
         if any(packing.before):
             k, v = KeysOfPieces.apply(k, v, *packing.key_indices)
-        # -1: no window, for which the kernel has a faster variant
-        reach = window - 1 if window < max_k else -1
+        # None: no window, for which the kernels have a faster variant
+        reach = window - 1 if window < max_k else None
+        flash_attention_4 = find_flash_attention_4()
+        if flash_attention_4:
+            return flash_attention_4(  # type: ignore[no-any-return]
+                q,
+                k,
+                v,
+                cu_seqlens_q=packing.query_ends,
+                cu_seqlens_k=packing.key_ends,
+                max_seqlen_q=max_q,
+                max_seqlen_k=max_k,
+                softmax_scale=scaling,
+                window_size=(reach, 0),
+            )[0]
         return varlen_attn(
             q,
             k,
@@ -213,7 +241,7 @@ def attend(
             max_q,
             max_k,
             scale=scaling,
-            window_size=(reach, 0),
+            window_size=(-1 if reach is None else reach, 0),
             enable_gqa=True,
         )
 

@@ -46,6 +46,8 @@ def new_directory(path: Path) -> Iterator[Path]:
         try:
             temporary.mkdir(parents=True)
             yield temporary
+            for weights in temporary.glob("*.safetensors"):  # safetensors shuts out other users
+                weights.chmod(temporary.stat().st_mode & 0o666)
             remove(path)
             os.replace(temporary, path)
         finally:

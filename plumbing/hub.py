@@ -15,14 +15,15 @@ from typing import Any
 from plumbing.faults import Fault, first_line
 
 NAMED = re.compile(
-    r"hf://datasets/(?P<repo_id>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?/(?P<filename>.+)"
+    r"hf://datasets/(?P<repo_id>[\w.-]+/[\w.-]+)"
+    r"(?:@(?P<revision>refs/(?:convert|pr)/[\w.-]+|[\w.-]+))?/(?P<filename>.+)"
 )
 MODEL = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # anything else is a path
 
 
 def find_on_disk(path: str) -> Path | None:
     """Returns the file of that path or hub's name if it is on this disk, else None."""
-    name = NAMED.fullmatch(path)
+    name = NAMED.fullmatch(path.replace("%2F", "/"))
     if not name:
         return Path(path) if Path(path).is_file() else None
     from huggingface_hub import try_to_load_from_cache
@@ -37,7 +38,7 @@ def fetch_file(path: str) -> Path:
 
     A fetched file stays and is not asked for again, even if the hub has another version by then.
     """
-    name = NAMED.fullmatch(path)
+    name = NAMED.fullmatch(path.replace("%2F", "/"))
     on_disk = find_on_disk(path)
     if on_disk or not name:
         return on_disk or Path(path)

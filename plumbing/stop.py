@@ -5,10 +5,13 @@ A second signal ends the process."""
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
 
+if not hasattr(os, "register_at_fork"):
+    sys.exit("inspo runs on Linux and macOS; on Windows take WSL")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TWICE = 1.0  # seconds in which another signal counts as the first: torchrun doubles a Ctrl-C
 

@@ -198,10 +198,11 @@ def import_named(where: str, spec: str, kind: str) -> Any:
     try:
         target = getattr(importlib.import_module(module), name, None)
     except ImportError as e:
-        raise Fault(
-            f"{where}: {module} cannot be imported ({first_line(e)}); run in the directory that it is in, and"
-            " install what it imports"
-        ) from None
+        own = Path.cwd() / f"{e.name}.py"
+        remedy = "run in the directory that it is in, and install what it imports"
+        if own.is_file():
+            remedy = f"rename {own}: inspo has a module of that name"
+        raise Fault(f"{where}: {module} cannot be imported ({first_line(e)}); {remedy}") from None
     if not callable(target) or isinstance(target, type) != (kind == "class"):
         raise Fault(f"{where}: {name} is not a {kind} in {module}; give the module that it is in")
     return target
@@ -436,7 +437,7 @@ def load_task(cfg: Config, given: Any = None) -> Task:
         kind = find_plug("--reward")(kind, cfg.reward)
 
     # The task itself gets those of --tools that are neither a module's nor a plug-in's.
-    words = cfg.tools.split(",")
+    words = [word.strip() for word in cfg.tools.split(",")]
     specs = [word for word in words if ":" in word or find_plug(f"--tools {word}")]
     own = [word for word in words if word not in specs]
     cfg = replace(cfg, tools=",".join(own) or "none")
@@ -450,23 +451,19 @@ def load_task(cfg: Config, given: Any = None) -> Task:
         task = kind(cfg)
     questions = task.questions  # asked once a split: it may draw them
     task.questions = cache(lambda split: list(questions(split) or ()))  # type: ignore[method-assign]
+
+    # functions, and the tools of plug-ins
     for spec in specs:
-        add_tools(task, spec)
+        flag, (word, _, rest) = f"--tools {spec}", spec.partition(":")
+        plug = find_plug(f"--tools {word}")
+        if plug:
+            found = plug(rest, flag, task.tools)
+        else:
+            as_tool = import_named(flag, "tasks.functions:TypedFunction", "class")
+            found = [as_tool(import_named(flag, spec, "function"), flag)]
+        task.tools = [*task.tools, *found]
     check_words(where, task.tools)
     return task
-
-
-def add_tools(task: Task, spec: str) -> None:
-    """Adds the tools that a part of --tools names, module:function or those of a plug-in. Raises
-    Fault."""
-    where, (word, _, rest) = f"--tools {spec}", spec.partition(":")
-    plug = find_plug(f"--tools {word}")
-    if plug:
-        found = plug(rest, where, task.tools)
-    else:
-        as_tool = import_named(where, "tasks.functions:TypedFunction", "class")
-        found = [as_tool(import_named(where, spec, "function"), where)]
-    task.tools = [*task.tools, *found]
 
 
 def choose_instruction(task: Task) -> str:
@@ -495,17 +492,15 @@ def check_questions(task: Task) -> None:
     """Raises Fault unless there is something to train and to test on, and every question has an id
     of its own."""
     for split in ("train", "valid", "test"):
-        _check_split(task, split)
-
-
-def _check_split(task: Task, split: str) -> None:
-    where = f"--task {task.cfg.task}: of {split}"
-    questions = task.questions(split)
-    for q in questions:
-        if not all(isinstance(gold, str) for gold in q.golds):
-            raise Fault(f"{where} question {q.id} has the golds {q.golds}; give a list of texts")
-    if not questions and split != "valid":
-        raise Fault(f"{where} there are no questions; return at least one")
-    for id, n in Counter(q.id for q in questions).items():
-        if n > 1:
-            raise Fault(f"{where} {n} questions have the id {id!r}; make it unique")
+        where = f"--task {task.cfg.task}: of {split}"
+        questions = task.questions(split)
+        for q in questions:
+            if not all(isinstance(gold, str) for gold in q.golds):
+                raise Fault(
+                    f"{where} question {q.id} has the golds {q.golds}; give a list of texts"
+                )
+        if not questions and split != "valid":
+            raise Fault(f"{where} there are no questions; return at least one")
+        for id, n in Counter(q.id for q in questions).items():
+            if n > 1:
+                raise Fault(f"{where} {n} questions have the id {id!r}; make it unique")

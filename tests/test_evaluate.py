@@ -87,7 +87,7 @@ def test_an_evaluation_writes_one_json_one_table_and_a_line_a_question(whole, re
         x = part["em"]
         assert f"em {x['mean']:.3f} [{x['low']:.3f}, {x['high']:.3f}]" in line
     assert summary["average"] == pytest.approx(np.mean([row["em"] for row in rows]))
-    assert f"average           em {summary['average']:.3f}\n" in said
+    assert f"average           em {summary['average']:.3f}  temperature 0\n" in said
 
 
 def test_an_interval_is_wilson_s_of_zeros_and_ones_and_the_normal_one_of_other_values():

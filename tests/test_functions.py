@@ -265,6 +265,7 @@ def test_a_run_with_the_function_of_the_page(tmp_path, monkeypatch, tiny_path, s
 
 MODULE = '''
 from __future__ import annotations
+import functools
 
 def typeless(x):
     """Does.
@@ -272,6 +273,8 @@ def typeless(x):
     Args:
         x: A thing
     """
+
+part = functools.partial(typeless, 1)
 
 def half(x: int, y: int):
     """Does.
@@ -293,7 +296,8 @@ def search(query: str):
     "tools, says",
     [
         ("my_tools:typeless", "--tools my_tools:typeless: "),
-        ("my_tools:half", "--tools my_tools:half: "),
+        ("search, my_tools:half", "--tools my_tools:half: "),
+        ("my_tools:part", "--tools my_tools:part: it is no function"),
         ("my_tools:nothing", "nothing is not a function in my_tools"),
         ("my_toolz:search", "--tools my_toolz:search: my_toolz cannot be imported"),
         ("my_tools:", "--tools my_tools:: give it as module:name, for a function"),

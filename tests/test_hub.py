@@ -47,7 +47,7 @@ def hubs(monkeypatch, tmp_path):
     hub.out_of_reach.cache_clear()
 
 
-@pytest.mark.parametrize("at", ["", "@main"])
+@pytest.mark.parametrize("at", ["", "@main", "@refs/pr/3", "@refs%2Fpr%2F3"])
 def test_a_file_of_the_hub_is_fetched_once(hubs, monkeypatch, at):
     name = f"hf://datasets/own/set{at}/train.jsonl"
     assert hub.find_on_disk(name) is None

@@ -172,7 +172,9 @@ def test_what_cannot_be_fused_stays_as_it_is(monkeypatch):
 def test_the_flag_and_the_device_decide(device, flag, says, n, tiny_path, monkeypatch, capsys):
     for name in ("shard", "fill"):
         monkeypatch.setattr(shards, name, lambda model, *args, **kwargs: model)
+    monkeypatch.setattr(shards, "find_flash_attention_4", lambda: None)
     ranks = SimpleNamespace(device=device, dtype="bfloat16", rank=0)
     for model in shards.shard_models(None, Config(model=tiny_path, fused_layers=flag), ranks):
         assert len(patched(model)) == n
-    assert capsys.readouterr().out == (f"fused layers: {says}\n" if says else "")
+    told = f"fused layers: {says}; attention: torch's\n" if says else ""
+    assert capsys.readouterr().out == told

@@ -111,12 +111,14 @@ def test_without_a_terminal_lines_are_plain(capsys):
     for t in (1, 2):
         log.show_progress("verify 0", 7, 9)
         log.row = {"reward": 0.25, "searches": 1.5, "kl": 0.01, "entropy": float("nan"), "n": {}}
+        log.row["skipped_updates"] = t - 1
         log.end_step(t)
     note, *steps = capsys.readouterr().out.splitlines()
     assert note == "a note\\x1b[2J" and len(steps) == 2
     for t, line in enumerate(steps, 1):
         assert line.startswith(f"step {t:3d}  ")
         assert "reward 0.25  kl 0.01  searches 1.5" in line and "entropy" not in line
+        assert ("skipped_updates 1" in line) == ("skipped" in line) == (t == 2)
 
 
 def test_on_a_terminal_a_bar_is_drawn_below_the_lines_and_left_standing(monkeypatch):

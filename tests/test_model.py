@@ -4,7 +4,9 @@ export."""
 import json
 import re
 import shutil
+import sys
 from datetime import datetime
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from config import WORLD
 from engines.torch_engine import TorchEngine
+from models import packing
 from models.model import (
     empty,
     export,
@@ -62,18 +65,69 @@ ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUD
 PLACES = [
     ("cpu", torch.float64, 1e-13),
     pytest.param("cuda", torch.bfloat16, 0.02, marks=[ON_A_GPU, pytest.mark.gpu], id="on_a_gpu"),
+    pytest.param(None, torch.bfloat16, 0.02, id="FlashAttention-4"),
 ]
+
+
+class OnCard(torch.Tensor):
+    is_cuda = True
+
+
+def ragged_attention(
+    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window_size
+):
+    """What flash_attn.cute documents: the last query of a sequence stands at its last key."""
+    left, right = window_size
+    q, k, v = (x.as_subclass(torch.Tensor).double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    pieces = [ends.diff().tolist() for ends in (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k)]
+    outputs = []
+    for own, keys, values in zip(*map(torch.split, (q, k, v), pieces), strict=True):
+        n = len(keys)
+        assert len(own) <= max_seqlen_q and n <= max_seqlen_k
+        distance = torch.arange(n - len(own), n)[:, None] - torch.arange(n)
+        seen = (distance >= -right) & (distance <= (n if left is None else left))
+        scores = torch.einsum("qhd,khd->hqk", own, keys) * softmax_scale
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
+    return torch.cat(outputs).bfloat16(), None
+
+
+def install_flash_attention_4(monkeypatch, capability, installed=True):
+    """A stand-in, on a card of this capability."""
+    find = packing.find_flash_attention_4.__wrapped__  # without its cache
+    monkeypatch.setattr(packing, "find_flash_attention_4", find)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    cute = SimpleNamespace(flash_attn_varlen_func=ragged_attention)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=cute))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    monkeypatch.setattr(packing, "version", lambda _: installed or version("not installed"))
+
+
+@pytest.mark.parametrize(
+    "capability, installed, taken",
+    [((9, 0), True, True), ((10, 0), True, True), ((9, 0), False, False), ((8, 9), True, False)],
+)
+def test_flash_attention_4_is_taken_where_it_is_installed_and_the_card_has_it(
+    capability, installed, taken, monkeypatch
+):
+    install_flash_attention_4(monkeypatch, capability, installed)
+    assert packing.find_flash_attention_4() == (ragged_attention if taken else None)
 
 
 @pytest.mark.parametrize("device, dtype, off", PLACES)
 @pytest.mark.parametrize("parents", [[-1, 0, 0, -1, 0, 3], []], ids=["shared", "apart"])
 @pytest.mark.parametrize("kv_heads, window", [(4, None), (2, 5), (2, 30), (1, 1000)])
 def test_packed_attention_is_to_a_sequence_and_to_the_prompt_that_it_shares(
-    kv_heads, window, parents, device, dtype, off
+    kv_heads, window, parents, device, dtype, off, monkeypatch
 ):
-    g, packing = torch.Generator().manual_seed(0), Packing(SHARED.lengths, parents, device)
-    T, heads = sum(packing.lengths), (4, kv_heads, kv_heads)
-    x = [torch.randn(1, h, T, 32, generator=g).to(device, dtype).requires_grad_() for h in heads]
+    kind, packing = torch.Tensor, Packing(SHARED.lengths, parents, device or "cpu")
+    if device is None:
+        install_flash_attention_4(monkeypatch, (9, 0))
+        kind = OnCard
+    T, heads, g = sum(packing.lengths), (4, kv_heads, kv_heads), torch.Generator().manual_seed(0)
+    x = [torch.randn(1, h, T, 32, generator=g).to(device, dtype) for h in heads]
+    x = [t.as_subclass(kind).requires_grad_() for t in x]
     y = [t.detach().cpu().double().requires_grad_() for t in x]
     got, _ = packed_attention(None, *x, None, scaling=0.3, packing=packing, sliding_window=window)
     want = torch.empty(T, 4, 32, dtype=torch.float64)

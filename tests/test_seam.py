@@ -74,7 +74,10 @@ def refused(function, *args):
 def game(tmp_path, monkeypatch):
     (tmp_path / "my_game.py").write_text(GAME)
     (tmp_path / "needs.py").write_text("import a_package_that_is_not_installed")
+    (tmp_path / "shadowed.py").write_text("from config import LIMIT")
+    (tmp_path / "config.py").write_text("LIMIT = 3")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
 
 
 def test_a_task_is_a_class_of_any_module(game):
@@ -112,6 +115,11 @@ def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch)
 )
 def test_what_is_no_task_is_refused_by_name(game, name, says):
     assert refused(load_task, Config(task=name)).startswith(f"--task {name}: {says}")
+
+
+def test_a_file_that_is_named_as_one_of_ours_is_to_be_renamed(game, tmp_path):
+    line = refused(load_task, Config(task="shadowed:Game"))
+    assert line.endswith(f"rename {tmp_path / 'config.py'}: inspo has a module of that name")
 
 
 @pytest.mark.parametrize(

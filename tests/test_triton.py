@@ -2,15 +2,18 @@
 has their results."""
 
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
@@ -110,7 +113,32 @@ def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
         assert row["note"] or row["ms"] > 0
 
 
-@pytest.mark.parametrize("flags", [["--shapes", "2048"], ["--tokens", "0"], ["--peers", "nobody"]])
+def test_peers_that_take_cross_entropies_are_measured_where_they_are_installed(monkeypatch):
+    """Stand-ins by the signatures of quack-kernels 0.6 and cut-cross-entropy 25.1."""
+
+    def cross_entropy(x, weight, target, reduction):
+        return F.cross_entropy(x @ weight.T, target, reduction=reduction)
+
+    quack = SimpleNamespace(
+        linear_cross_entropy_func=lambda x, W, bias, y, reduction: cross_entropy(
+            x, W, y, reduction
+        ),
+        chunked_linear_cross_entropy=cross_entropy,
+    )
+    cce = SimpleNamespace(linear_cross_entropy=cross_entropy)
+    for name, module in {
+        "quack": quack,
+        "quack.linear_cross_entropy": quack,
+        "cut_cross_entropy": cce,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    errors = bench.check(("QuACK", "CCE"))
+    # the chunked one has no losses per token to compare
+    assert math.isnan(errors.pop("QuACK, chunked cross-entropy")) and len(errors) == 2
+    assert max(errors.values()) < (2e-2 if on_gpu else 1e-5)
+
+
+@pytest.mark.parametrize("flags", [["--shapes", "2048"], ["--peers", "nobody"]])
 def test_what_the_benchmark_cannot_measure_is_one_line(flags, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench", *flags])
     with pytest.raises(SystemExit) as ended:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from config import Config
 from models import lora
 from models.model import fill, forward_packed, load_config, materialize, skeleton
-from models.packing import Packing, attend
+from models.packing import Packing, attend, find_flash_attention_4
 from training.ranks import Ranks
 
 # prefixes of transformers' classes; the tests compare each with transformers
@@ -50,7 +50,8 @@ def shard_models(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
         if frozen:
             fuse(frozen)
         if ranks.rank == 0:
-            print(f"fused layers: {fused}")
+            attention = "FlashAttention-4" if find_flash_attention_4() else "torch's"
+            print(f"fused layers: {fused}; attention: {attention}")
 
     gather = cfg.gather == 1
     shard(trained, ranks.device, compute=compute, gather=gather)

@@ -94,15 +94,11 @@ FILLERS = (
 # The static baseline keeps this instruction; evolution starts from it.
 START = f"{FRAMES[0]} {CLAUSES['whole'].taught[0]}"
 
-# The warm start never demonstrates these together: reinforcement and reflection have to find the
-# combination.
-BEST = frozenset({"entity", "state", "exact", "cont"})
-
 SAYS = {wording: name for name, c in CLAUSES.items() for wording in c.taught + c.unseen}
 
 
 def write_instruction(
-    rng: random.Random, clauses, fillers: int = 0, wordings: str = "taught", frame: str = ""
+    rng: random.Random, clauses, fillers: int = 0, wordings: str = "taught"
 ) -> str:
     """Returns an instruction with these clauses; `wordings` is "taught", "unseen" or "any"."""
     sentences = rng.sample(FILLERS, fillers)
@@ -111,7 +107,7 @@ def write_instruction(
         pool = {"taught": c.taught, "unseen": c.unseen, "any": c.taught + c.unseen}[wordings]
         sentences.append(rng.choice(pool))
     rng.shuffle(sentences)
-    sentences.insert(rng.choice([0, len(sentences)]), frame or rng.choice(FRAMES))
+    sentences.insert(rng.choice([0, len(sentences)]), rng.choice(FRAMES))
     return " ".join(sentences)
 
 

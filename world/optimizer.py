@@ -16,14 +16,12 @@ import re
 
 from plumbing.faults import one_line
 from plumbing.servers import listen, serve_app
-from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, read_clauses, write_instruction
+from world.clauses import CLAUSES, read_clauses, write_instruction
 
 Reasons = dict[str, str]  # clause -> why an instruction needs it
 HARM = ("memory", "verbose", "terse", "early", "whole")
-KNOWN_TAGS = set(re.findall(r"</?\w+>", FRAMES[0]))
 # what its questions end in
 OF_THE_WORLD = re.compile(r"\bof the (?:person|film|company|city|nation)\b", re.I)
-KNOWN_SENTENCES = sorted([*FRAMES, *SAYS, *FILLERS], key=len, reverse=True)
 
 NEVER_SEARCHES = "The agent answers from memory and never searches."
 BROAD = (
@@ -97,30 +95,14 @@ def as_words(text: str) -> str:
     return f" {' '.join(words)} "
 
 
-def find_frame(instruction: str) -> str:
-    """Returns what stands in place of the world's frame: whatever the task is, its own tags are kept.
-
-    That is what the instruction says beyond the world's sentences, if it names a tag of another
-    tool, behind the frame that it has; else "".
-    """
-    rest = instruction
-    for sentence in KNOWN_SENTENCES:
-        rest = rest.replace(sentence, " ")
-    rest = " ".join(rest.split())
-    if KNOWN_TAGS.issuperset(re.findall(r"</?\w+>", rest)):
-        return ""
-    own = [frame for frame in FRAMES if frame in instruction]
-    return " ".join([*own[:1], rest])
-
-
-def revise(rng: random.Random, clauses: list[str], add: list[str], frame: str) -> str:
+def revise(rng: random.Random, clauses: list[str], add: list[str]) -> str:
     """Returns an instruction with these clauses and the added ones, which replace those that they
     contradict."""
     slots = {CLAUSES[c].slot for c in add}
     kept = [c for c in clauses if CLAUSES[c].slot not in slots]
     n = rng.randint(0, 1)
     wordings = "any" if rng.random() < 0.3 else "taught"
-    return write_instruction(rng, kept + add, n, wordings, frame)
+    return write_instruction(rng, kept + add, n, wordings)
 
 
 def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
@@ -154,23 +136,23 @@ def propose(
     rng: random.Random, prompt: str, instruction: str, n: int, guess: bool
 ) -> tuple[str, list[str]]:
     """Returns an analysis and `n` candidates."""
-    clauses, frame = read_clauses(instruction), find_frame(instruction)
+    clauses = read_clauses(instruction)
     other = re.search(r"<other>(.*?)</other>", prompt, re.S)
     failures = re.findall(r"Response: (.*?)\nCorrect answer: (.*?)\n</example>", prompt, re.S)
     candidates = []
     if other:
         lacks = [c for c in read_clauses(other[1]) if c not in clauses]
         for _ in range(n):
-            candidates.append(revise(rng, clauses, lacks, frame))
+            candidates.append(revise(rng, clauses, lacks))
         return "The first one lacks what the other says beyond it.", candidates
     if failures:
         reasons, votes = analyze([] if guess else failures, clauses)
         for _ in range(n):
-            candidates.append(revise(rng, clauses, [choose_clause(rng, votes, guess)], frame))
+            candidates.append(revise(rng, clauses, [choose_clause(rng, votes, guess)]))
         numbered = [f"{k}. {why}" for k, why in enumerate(reasons.values(), 1)]
         return "\n".join(numbered) or "The reasons are not clear.", candidates
     for _ in range(n):
-        candidates.append(write_instruction(rng, clauses, rng.randint(0, 2), frame=frame))
+        candidates.append(write_instruction(rng, clauses, rng.randint(0, 2)))
     return "Here are other wordings of the prompt.", candidates
 
 

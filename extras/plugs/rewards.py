@@ -75,7 +75,7 @@ class Score(NamedTuple):
 
 def read_score(item: str) -> Score:
     """Returns what an item of --reward names. Raises Fault if it is no function of a known form."""
-    factor, _, spec = item.rpartition("*")
+    factor, _, spec = item.replace(" ", "").rpartition("*")
     where = f"--reward {item}"
     weight = math.nan
     with suppress(ValueError):

@@ -74,10 +74,8 @@ def parts(out: Path, hub: bool, optimizer: str, seed: int) -> list[Part]:
 
 def play(part: Part) -> None:
     """Runs a part, or resumes it; raises Fault if it fails."""
-    begun = (
-        part.argv[0] in ("extras/cold_start.py", "inspo.py")
-        and Path(part.argv[-1], "config.json").exists()
-    )
+    trains = {"extras/cold_start.py", "inspo.py"} & {*part.argv}
+    begun = trains and Path(part.argv[-1], "config.json").exists()
     argv = [*part.argv, *(["--resume"] if begun else [])]
     print(f"\n{part.what}\n$ python {' '.join(argv)}", flush=True)
     part.leaves.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,9 @@ def test_peft_loads_the_adapters_of_a_run(tmp_path):
     code, _, stderr = finish(start("--out", out := tmp_path / "run", *SMALL, *flags))
     assert code == 0, stderr
     main([str(out), str(tmp_path / "adapters")])
+    assert "bfloat16" in (tmp_path / "adapters" / "README.md").read_text()
+    for file in (tmp_path / "adapters").iterdir():
+        assert file.stat().st_mode & 0o044 == 0o044  # safetensors writes 0600
     base = AutoModelForCausalLM.from_pretrained(WORLD / "policy", dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapters").merge_and_unload()
     final = AutoModelForCausalLM.from_pretrained(out / "policy", dtype=torch.float32)

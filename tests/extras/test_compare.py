@@ -143,5 +143,6 @@ def test_what_measures_something_else_is_refused_and_other_settings_are_named(tm
             compare([a, other])
     with pytest.raises(Fault, match="no finished evaluation"):
         compare([a, str(tmp_path)])
-    four = evaluation(tmp_path / "four", setting={"max_turns": 4}, nq=[1, 0, 1])
+    four = evaluation(tmp_path / "four", setting={"max_turns": 4, "temperature": 1.0}, nq=[1, 0, 1])
+    assert "at temperature 1." in compare([four, a])
     assert "max_turns 4, not None" in compare([four, a]) and "max_turns" not in compare([a, a])

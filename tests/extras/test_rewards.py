@@ -118,7 +118,7 @@ def taus(task, *answers, G=2):
         ("grades_here:word,0.25*grades_here:later", [1.5, 0.5, 0.5, 1.5], [False, True, True, False]),
         ("2*grades_here:right, -1*grades_here:word", [1, 0, 0, 1], [False, True, True, False]),
         # what does not apply is not summed; a right answer earns 0.9 as `right` says
-        ("grades_here:right,0.5*grades_here:even", [1.5, 0, 0.5, 1], [False, True, True, False]),
+        ("grades_here:right, 0.5 * grades_here:even", [1.5, 0, 0.5, 1], [False, True, True, False]),
     ],
 )  # fmt: skip
 def test_each_form_scores_and_several_are_summed_by_weight(grades, spec, rewards, failed):

@@ -50,6 +50,7 @@ ELSEWHERE = {
     "extras.bench.gpu": "it wants a GPU", "extras.bench.resume": "it wants a GPU",
     "extras.bench.update": "it wants a GPU",
     "kernels.bench": "tests/test_triton.py", "extras.fit": "tests/extras/test_fit.py",
+    "extras/recipe.py": "tests/extras/test_recipe.py", "extras/published.py": "tests/extras/test_recipe.py",
     "extras/fork.py": "tests/extras/test_examples.py", "extras.adapters": "tests/extras/test_adapters.py",
 }  # fmt: skip
 

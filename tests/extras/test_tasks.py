@@ -206,7 +206,8 @@ def test_what_the_policy_writes_reaches_the_judge_as_data_alone(judging, said):
 @pytest.mark.parametrize(
     "reply, score",
     [
-        ("Well said.\nScore: 10", 1.0), ("**Score: 0**\n", 0.0), ("Score: 3/10.", 0.3),
+        ("Well said.\nScore: 10", 1.0), ("**Score: 0**\n", 0.0), ("Score: 3/10.", 0.3), ("## Score: 8.0", 0.8),
+        ("- `Final score: 8 / 10`", 0.8), ("Score: 8 out of 10", 0.8), ("Score: 8.5", None),
         ("<think>\nScore: 3\n</think>\n\nScore: 7", 0.7), ("<think>Perhaps\nScore: 3", None),
         ("Score: 11", None), ("Score: 9\nor rather less", None), ("He says: Score: 10", None), (None, None),
     ],

@@ -12,7 +12,16 @@ from transformers import AutoTokenizer
 
 from config import WORLD
 from extras.world import demos, warm_start
-from extras.world.demos import CHOICES, SEARCH, TASK, choose_clauses, demo, demonstrate, observation
+from extras.world.demos import (
+    BEST,
+    CHOICES,
+    SEARCH,
+    TASK,
+    choose_clauses,
+    demo,
+    demonstrate,
+    observation,
+)
 from extras.world.facts import MINI, the_world
 from extras.world.tokenizer import build_tokenizer, save_tokenizer
 from extras.world.warm_start import tiny_policy, write_files
@@ -21,16 +30,7 @@ from reflect import read_blocks as parse_reply
 from tasks import Question
 from tasks.search_qa import em
 from tasks.tools import explain_invalid_action, find_answer, find_lost_tag
-from world.clauses import (
-    BEST,
-    CLAUSES,
-    FILLERS,
-    FRAMES,
-    SAYS,
-    START,
-    read_clauses,
-    write_instruction,
-)
+from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, START, read_clauses, write_instruction
 from world.optimizer import HARM, reply_to
 
 INVALID = explain_invalid_action([SEARCH])
