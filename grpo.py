@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from config import GRPOKnobs
 from kernels import clipped_surrogate, eq2
-from models.model import hold, is_adapter, named_weights, reshard, without_adapters
+from models.model import defer_sync, is_adapter, named_weights, reshard, without_adapters
 from models.packing import micro_batches, pack, send
 from plumbing.faults import EngineFault
 from plumbing.files import Row
@@ -140,8 +140,9 @@ class Learner:
         tokens among the N; `models.model.probe` says what the row of one may hold."""
         # of the N action tokens trajectory k has those from starts[k] to starts[k + 1]
         starts = np.cumsum([0, *(sum(tau.mask) for tau in minibatch)])
-        most = 1 if self.model.rows == "single" else self.cfg.micro_tokens
-        if self.model.rows != "shared":
+        most = 1 if self.model.row_kind == "single" else self.cfg.micro_tokens
+        if self.model.row_kind != "shared":
+            # then no two have a prompt to share
             minibatch = [replace(tau, prompt_tokens=0) for tau in minibatch]
         batches = micro_batches(minibatch, most, self.ranks)  # CHOICE-37
         for batch in batches[self.rank :: self.ranks]:
@@ -226,7 +227,7 @@ class Learner:
             batch, indices = mine[k]
             if self.sharded and self.cfg.gather == 1:
                 # each rank sums its gradients, and the last pass sums over the ranks
-                hold(self.model, k + 1 < len(mine))
+                defer_sync(self.model, k + 1 < len(mine))
             loss, stats = self.loss(batch, indices, inputs)
             stats["loss"] = loss.detach()
             if self.threads > 1:
@@ -238,6 +239,7 @@ class Learner:
         with ThreadPoolExecutor(self.threads, initializer=compute_alone) as pool:
             map_batches = pool.map if self.threads > 1 else map
             for stats, gradients in map_batches(compute, range(len(mine))):
+                # none where `loss.backward` has added them
                 for p, gradient in zip(trained, gradients, strict=False):
                     if p.grad is None:
                         p.grad = gradient
@@ -275,7 +277,7 @@ class Learner:
         scores = torch.zeros(2, N, dtype=torch.float64, device=self.device)
         for batch, indices in self.take_share(minibatch):
             packed = pack(batch, self.device)
-            # without an objective it returns log-probs and entropies
+            # without the loss's inputs it returns log-probs and entropies
             both = torch.stack(self.model.forward_packed(*packed, self.cfg.temperature))
             scores[:, send(torch.from_numpy(indices), self.device)] = both.double()
         if self.sharded:
@@ -305,7 +307,7 @@ class Learner:
         if self.reference is not None:
             with torch.no_grad(), without_adapters(self.reference):
                 ref_logp, _ = self.reference.forward_packed(*packed, temperature)
-        objective = None  # Eq. 2 itself
+        objective = None  # Eq. 2 itself, one launch on CUDA
         if self.surrogate is not clipped_surrogate:
             objective = partial(eq2, surrogate=self.surrogate)
         loss, stats = self.model.forward_packed(

@@ -81,7 +81,7 @@ def inspo(
         with log.timing("reward"):
             set_rewards(task, taus)  # Alg.1 L7
         policy.learner.set_advantages(taus)  # Eq.3
-        # the task's own code runs before the update, where a fault of it costs nothing
+        # Metrics and `task.show`, for L15, are the task's own code: here a fault of it costs no update.
         log.add_rollouts(t, taus)
         texts = [task.show(tau) for tau in taus]
         metrics = policy.update(t, taus)  # Alg.1 L8 Eq.5
@@ -97,10 +97,10 @@ def inspo(
             with log.timing("evolve"):
                 evolution.evolve(t, policy)
 
-        # `compare` plays the test questions with the last step's policy
         evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0
         if evaluated:
             with log.timing("evaluate"):
+                # the last step's test questions are left to `compare`
                 for split in ("valid", "test") if t < cfg.T else ("valid",):
                     log.add_evaluation(split, policy.evaluate(t, P.best(), split))
         log.end_step(t)

@@ -18,6 +18,7 @@ from plumbing.outside import plain, printable, without_secrets
 from plumbing.stop import may_stop
 from plumbing.words import WORD, cut_middle, split_words
 
+# <ins_k> with its own end and no other such tag inside
 BLOCK = re.compile(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", re.S)
 QUESTION = re.compile(r"^\W*question\s*:", re.I | re.M)
 CONTROL = re.compile(

@@ -33,7 +33,7 @@ class Episode:
 
     action: Action  # in the last turn
     call: Future[list[str]] | None = None  # to wait for, before the next turn
-    last_turn = False  # the context has room for one more turn alone
+    last_turn = False  # the context has room for only one more
 
     def __init__(self, task: Task, form: Tags, job: Job, prompt: list[int], cfg: RolloutKnobs):
         self.form = form
@@ -90,7 +90,7 @@ class Episode:
         encode = partial(self.form.encode_result, self.action)
         ids = encode(result, self.cfg.max_observation)
         room = self.cfg.max_prompt - len(self.tau.ids)
-        # a result that does not fit is cut to the room that is left, unless not even its tags fit
+        # a result is cut to the room that is left; where not even its tags fit, `observe` ends the episode
         if len(ids) > room and not self.tau.stop:  # CHOICE-20
             if len(encode([], self.cfg.max_observation)) <= room:
                 ids = encode(result, room)
@@ -169,8 +169,8 @@ def play(
                 yield playing.pop(k)
 
         calls = [e.call for e in playing.values() if e.call]
-        # With all results back the next batch is independent of timing. Any other engine waits only
-        # where all episodes wait for calls.
+        # A lockstep engine gets all results first: its next batch is independent of timing. Any other
+        # waits only where all episodes do. Without calls there is no wait.
         if engine.lockstep or len(calls) == len(playing):
             began = time.perf_counter()
             wait(calls, return_when=ALL_COMPLETED if engine.lockstep else FIRST_COMPLETED)

@@ -5,7 +5,7 @@ a finished row leaves the batch, and the keys and values of its context stay cac
 turn. It can share the trainer's model, so that nothing has to be synchronized, and it is
 deterministic: the same calls return the same bits.
 
-A model that has other layers than attention generates by engines/whole.py.
+A model that has other layers than attention generates by engines/hybrid.py.
 """
 
 from typing import Any
@@ -43,7 +43,8 @@ class RowCache:
         # how far a column is past the prompt of its row, and the contexts of a row, 0 to M - 1
         past = torch.arange(capacity, device=shared.device) - shared[:, None, None]
         members = torch.arange(M, device=shared.device)[:, None]
-        # (B, M, capacity): whether a context may attend to a column, the prompt's or one of its own
+        # (B, M, capacity): whether a context may attend to a column, the prompt's or one of its own:
+        # behind the prompt the contexts' columns alternate
         self.readable = (past < 0) | (past % M == members)
 
     def update(
@@ -68,7 +69,7 @@ class RowCache:
         """Returns the columns (n, T) of tokens at positions, (n, T) or (T,), of n slots."""
         shared = self.shared[slots // self.M, None]
         past = positions - shared
-        # behind the prompt each round of M columns has the next token of each of the row's contexts
+        # behind the prompt token i of context m is in column shared + i * M + m
         return torch.where(past < 0, positions, shared + past * self.M + slots[:, None] % self.M)
 
     def copy(
@@ -86,7 +87,8 @@ class RowCache:
         def gather(x: Tensor) -> Tensor:
             _, H, width, _ = x.shape
             heads = rows * H + torch.arange(H, device=x.device)[:, None]
-            # Columns that x does not have are written before they are read: until then they hold
+            # A gather along width, of rows (row, head, column) of the flattened x. Columns that x does
+            # not have are written before they are read: until then they hold
             # its last, which is finite. x[rows, heads, columns] would take three times as long.
             return F.embedding(heads * width + columns.clamp(max=width - 1), x.flatten(0, 2))
 
@@ -149,10 +151,10 @@ class TorchEngine:
         if not contexts:
             return
         self.model.eval()
-        if self.model.rows != "shared":
-            from engines.whole import generate_whole
+        if self.model.row_kind != "shared":
+            from engines.hybrid import generate_hybrid
 
-            yield from generate_whole(self, contexts, max_new, temperature)
+            yield from generate_hybrid(self, contexts, max_new, temperature)
             return
         h = self._prefill(contexts, max_new)  # (B, H)
 
@@ -162,7 +164,7 @@ class TorchEngine:
         slots = torch.arange(len(self.order), device=self.device)
         turns = [FinishedTurn(key, [], []) for key in self.order]
         finished = set()  # slots
-        # tokens of each context before the turn (by slot), and so far (by row)
+        # tokens of each context: `starts`, before the turn, stays by slot; `lengths`, so far, by row
         starts = lengths = self._tensor([len(contexts[key]) for key in self.order])
         capacity = int(starts.max()) + max_new
         while True:
@@ -185,7 +187,8 @@ class TorchEngine:
                     unfinished.append(row)
 
             # Once half of the rows have finished, the batch goes on without them, in a cache of its
-            # own: all keys and values that are new return to `self.cache`, for the next turn.
+            # own: all keys and values that are new return to `self.cache`, for the next turn. What it
+            # writes past a turn's end is overwritten before it is read.
             if 2 * len(unfinished) <= len(lengths):
                 if cache is not self.cache:
                     longest = max(len(turn.ids) for turn in turns)
@@ -225,8 +228,8 @@ class TorchEngine:
         self.cache = RowCache(torch.zeros_like(lengths))
         h = self._extend([0] * len(prompts), prompts)[prompt_of]
 
-        # M contexts share a prompt's row where all groups have that size and stand one after the
-        # other, and where their turns may not become longer than the prompts
+        # One context a row, unless the k-th has prompt k // M (groups of one size, one after the
+        # other) and no turn can become longer than the prompts.
         M = len(prompt_of) // len(prompts)
         if room > longest or prompt_of.tolist() != [k // M for k in range(len(prompt_of))]:
             M = 1

@@ -42,7 +42,7 @@ def grpo_head(
     eps_high=0.2,
     beta=0.0,
     chunk=4096,
-    **columns,
+    **extra,
 ):
     """Returns the GRPO loss of N action tokens, its gradient already computed (Eq. 2, with the rho
     of Eq. 3).
@@ -59,7 +59,7 @@ def grpo_head(
     objective: another J / w in torch, see `_two_passes`; None: Eq. 2's, on CUDA in one launch.
     old_logp: None is the on-policy step, rho = 1 with the gradient of rho. ref_logp: None means no
     KL. Both are kept within 40 of logp, so that the squares of their ratios are finite.
-    columns: what else the objective reads, scalars or (N,).
+    extra: what else the objective reads, scalars or (N,).
     chunk: tokens at a time; takes the memory of one float32 matrix (chunk, V) on a GPU, of two
     elsewhere. Small chunks are slow: each reads weight and dW again.
 
@@ -68,14 +68,14 @@ def grpo_head(
     """
     if beta and ref_logp is None:
         raise ValueError(f"beta = {beta} needs ref_logp")
-    if columns and objective is None:
-        raise TypeError(f"Eq. 2 does not read {', '.join(columns)}: give an objective")
+    if extra and objective is None:
+        raise TypeError(f"Eq. 2 does not read {', '.join(extra)}: give an objective")
 
     # the function from a chunk's logits to its J and dL/dz, and the columns that it reads
     loss_rows = partial(
         _choose_loss_rows(hidden.device, objective), temperature=temperature, beta=beta
     )
-    columns |= dict(adv=adv, token_weight=token_weight, eps_low=eps_low, eps_high=eps_high)
+    columns = extra | dict(adv=adv, token_weight=token_weight, eps_low=eps_low, eps_high=eps_high)
     columns |= dict(old=old_logp, ref=ref_logp)
     need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
 
@@ -103,9 +103,9 @@ def _run_chunks(hidden, weight, targets, loss_rows, columns, need_grad, chunk):
     # rows: the slice of a chunk's n tokens; h (n, D): their hidden states; z (n, V): their logits
     for rows, h, z in _chunks(hidden, W, chunk):
         # J of these tokens, and dz = dL/dz (n, V), which takes the place of z
-        tokens = {name: column[rows] for name, column in columns.items()}
+        terms = {name: column[rows] for name, column in columns.items()}
         J[rows], logp[rows], entropy[rows], kl[rows], clipped[rows], dz = loss_rows(
-            z, targets[rows], grad_dtype, **tokens
+            z, targets[rows], grad_dtype, **terms
         )
 
         # step 7: dX has a row for each token, dW is a sum over all chunks
@@ -122,14 +122,14 @@ def _run_chunks(hidden, weight, targets, loss_rows, columns, need_grad, chunk):
 
 
 def _choose_loss_rows(device, objective):
-    passes = _choose_passes(device)
-    if objective is None and hasattr(passes, "loss_rows"):
-        return passes.loss_rows
-    return partial(_two_passes, passes, objective or eq2)
+    backend = _choose_backend(device)
+    if objective is None and hasattr(backend, "loss_rows"):
+        return backend.loss_rows
+    return partial(_two_passes, backend, objective or eq2)
 
 
 def _two_passes(
-    passes, objective, z, targets, grad_dtype, *, temperature, old=None, ref=None, **tokens
+    backend, objective, z, targets, grad_dtype, *, temperature, old=None, ref=None, **terms
 ):
     """Returns what `loss_rows` does, for any J / w: a pass for log-probs and entropies, autograd, a
     pass for dL/dz.
@@ -138,8 +138,8 @@ def _two_passes(
     KL, (n,) each, of n tokens. Only logp and entropy have a gradient. A chunk may begin or end
     anywhere: what couples tokens comes as a column.
     """
-    w = tokens["token_weight"]
-    logp, entropy, kept = passes.logp_rows(z, targets, temperature)
+    w = terms["token_weight"]
+    logp, entropy, kept = backend.logp_rows(z, targets, temperature)
     # constants: where old is None, rho is 1 and still has a gradient
     least = logp - 40
     most = logp + 40
@@ -148,16 +148,16 @@ def _two_passes(
     with torch.enable_grad():
         logp_n = logp.detach().requires_grad_()
         H_n = entropy.detach().requires_grad_()
-        J_w, S, kl = objective(logp=logp_n, entropy=H_n, old=old, ref=ref, **tokens)
+        J_w, S, kl = objective(logp=logp_n, entropy=H_n, old=old, ref=ref, **terms)
         # a token's J depends on its own logp and H alone: gradients of sums are those of each
         (dS,) = torch.autograd.grad(S.sum(), logp_n, retain_graph=True, materialize_grads=True)
         c, a = torch.autograd.grad(J_w.sum(), (logp_n, H_n), allow_unused=True)
-    clipped = (dS == 0) & (tokens["adv"] != 0)
+    clipped = (dS == 0) & (terms["adv"] != 0)
     dz = None
     if grad_dtype is not None:
         # an objective that does not read the entropy has no a
         a = None if a is None else w * a
-        dz = passes.grad_rows(kept, targets, logp, entropy, w * c, a, temperature, grad_dtype)
+        dz = backend.grad_rows(kept, targets, logp, entropy, w * c, a, temperature, grad_dtype)
     return w * J_w.detach(), logp, entropy, kl.detach(), clipped, dz
 
 
@@ -212,7 +212,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, chunk=4096):
     grpo_head.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        logp_rows = _choose_passes(hidden.device).logp_rows
+        logp_rows = _choose_backend(hidden.device).logp_rows
         W = weight.to(_dtype_of_factors(hidden))
         logp, entropy = torch.empty(
             2, len(hidden), dtype=_at_least_float32(hidden.dtype), device=hidden.device
@@ -231,13 +231,13 @@ def head_logits(hidden, weight):
     return _product(hidden.to(W.dtype), W.T)
 
 
-def _choose_passes(device):
+def _choose_backend(device):
     """Returns the module whose functions pass over rows of logits on this device."""
     if device.type == "cuda":
-        from kernels import rows_triton as passes  # here: machines without CUDA may lack Triton
+        from kernels import rows_triton as backend  # here: machines without CUDA may lack Triton
     else:
-        from kernels import rows_torch as passes
-    return passes
+        from kernels import rows_torch as backend
+    return backend
 
 
 def _as_column(value, N, like):

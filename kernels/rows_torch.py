@@ -23,7 +23,7 @@ def grad_rows(kept, targets, logp, entropy, c, a, temperature, grad_dtype):
     `kept`, logp and entropy are what `logp_rows` returned; `kept` is overwritten. a: None means 0.
     """
     # Step 6 with x for z / T - max, e = exp(x), p = e / total and log p = x - log total:
-    # p * (c + a * (log p + H)) = e * (c - a * (log total - H)) / total + e * x * a / total
+    # p * (c + a * (log p + H)) = e / total * (factor + a * x), factor = c - a * (log total - H)
     ex, e, total = kept
     c = c / temperature
     factor = c

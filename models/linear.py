@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.packing import ROWS, prefer_onednn
+from models.packing import ROW_MULTIPLE, prefer_onednn
 
 
 class Linear(nn.Linear):
@@ -22,7 +22,7 @@ class Linear(nn.Linear):
 
 def linear(x: Tensor, W: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns x @ W.T + bias, (..., out), of x (..., in) and W (out, in)."""
-    packed = x.ndim == 3 and len(x) == 1 and x.shape[1] % ROWS == 0
+    packed = x.ndim == 3 and len(x) == 1 and x.shape[1] % ROW_MULTIPLE == 0
     if packed and x.is_cpu and x.dtype == torch.float32 and prefer_onednn():
         return Product.apply(x, W, bias)
     return F.linear(x, W, bias)

@@ -130,7 +130,7 @@ def load_model(path: str, longest: int = 0) -> Any:
             model.set_attn_implementation("packed")
             card = copy.deepcopy(model).to("cuda", torch.bfloat16)
             reason = probe(card, longest)
-            model.rows = card.rows
+            model.row_kind = card.row_kind
     if reason:
         raise Fault(f"--model {path}: {reason}")
     model.forward_packed = MethodType(forward_packed, model)
@@ -139,7 +139,7 @@ def load_model(path: str, longest: int = 0) -> Any:
 
 @torch.no_grad()
 def probe(model: Any, longest: int) -> str:
-    """Finds out what a row of `forward_packed` may hold, `model.rows`: "shared" prompts; sequences,
+    """Finds out what a row of `forward_packed` may hold, `model.row_kind`: "shared" prompts; sequences,
     each "whole", where other layers than attention are told where one begins; or a "single" one,
     where they cannot be told. Returns why it would be wrong all the same, "" if it is right.
 
@@ -178,7 +178,7 @@ def probe(model: Any, longest: int) -> str:
     # in training: both in a row, unmarked and marked; each in a row of its own
     alone = [sequences[:1], sequences[1:]]
     model.train()
-    for model.rows, rows in ("shared", [sequences]), ("whole", [sequences]), ("single", alone):
+    for model.row_kind, rows in ("shared", [sequences]), ("whole", [sequences]), ("single", alone):
         found = []
         for row in rows:
             packing = Packing([*map(len, row), 1], device=device)
@@ -223,7 +223,7 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
             trust_remote_code=False,
         )
     speed_up(model)
-    model.rows = "shared"  # until `fill` knows
+    model.row_kind = "shared"  # until `fill` knows
     return model
 
 
@@ -239,7 +239,7 @@ def materialize(model: Any, device: str) -> Any:
     return model
 
 
-def hold(model: Any, held: bool) -> None:
+def defer_sync(model: Any, held: bool) -> None:
     """Lets the next backward pass leave blocks gathered and add up their gradients unreduced, in
     float32. The first pass that is not held reduces the sum and frees the blocks."""
     model.set_requires_gradient_sync(not held)
@@ -280,10 +280,10 @@ def fill(model: Any, source: Any, seed: int | None = None) -> Any:
     Rank 0 has `source`, whole and on its CPU; the other ranks pass None. With a `seed` weights are
     dithered, on the device of `model`.
     """
-    rows = [source and source.rows]
+    rows = [source and source.row_kind]
     if dist.is_initialized():
         dist.broadcast_object_list(rows, 0)
-    [model.rows] = rows
+    [model.row_kind] = rows
     values = dict(source.named_parameters()) | dict(source.named_buffers()) if source else {}
     generator: torch.Generator | None = None
     for name, target in [*model.named_parameters(), *model.named_buffers()]:
@@ -406,7 +406,7 @@ def forward_packed(
 def hidden_states(model: Any, ids: Tensor, packing: Packing) -> Tensor:
     """Returns the last hidden states (T, H) of a row ids (T,)."""
     marks = {}  # where sequences begin, for layers that are no attention
-    if model.rows == "whole":
+    if model.row_kind == "whole":
         sequence_of = (packing.positions == 0).cumsum(0, dtype=torch.int32)
         marks = {"cu_seq_lens_q": packing.query_ends, "seq_idx": sequence_of[None]}
     out = model.base_model(

@@ -23,7 +23,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 # The tokens of a packed row are a multiple of this. oneDNN compiles a kernel, of 0.6 MB, for each
 # shape that it meets, so there should be few.
-ROWS = 64
+ROW_MULTIPLE = 64
 
 
 def amd_has(feature: str) -> bool:
@@ -346,8 +346,8 @@ def pack(batch: Sequence[Any], device: torch.device) -> tuple[Tensor, Packing, T
             parents.append(-1)
             ids += prefix
 
-        # What the trajectory adds is the next piece. Its first token, k = shared, is at len(ids), so
-        # its token k is at offset + k in the row.
+        # What the trajectory adds is the next piece. Its token k is at offset + k in the row, where
+        # its token 0 would be if all of it stood here.
         offset = len(ids) - shared
         lengths.append(len(tau.ids) - shared)
         parents.append(begun.get(prefix, -1))
@@ -360,7 +360,7 @@ def pack(batch: Sequence[Any], device: torch.device) -> tuple[Tensor, Packing, T
                 targets.append(tau.ids[k])
 
     # a sequence that nobody reads fills the row up
-    filler = -len(ids) % ROWS if device.type == "cpu" and prefer_onednn() else 0
+    filler = -len(ids) % ROW_MULTIPLE if device.type == "cpu" and prefer_onednn() else 0
     if filler:
         ids += [0] * filler
         lengths.append(filler)

@@ -32,7 +32,8 @@ class Batches:
 
     def _send_batches(self) -> None:
         while True:
-            batch, end = [self.waiting.get()], monotonic() + self.wait
+            batch = [self.waiting.get()]
+            end = monotonic() + self.wait
             with suppress(queue.Empty):
                 while len(batch) < self.most:
                     batch.append(self.waiting.get(timeout=max(0.0, end - monotonic())))

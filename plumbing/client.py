@@ -10,7 +10,7 @@ from requests.adapters import HTTPAdapter
 from urllib3 import Retry
 
 from plumbing.faults import Outage
-from plumbing.outside import at, clean, without_secrets
+from plumbing.outside import clean, join_url, without_secrets
 
 T = TypeVar("T")
 MAX_WAIT = 60  # seconds between two attempts, whatever a server asks for
@@ -36,7 +36,7 @@ class Client:
     """
 
     def __init__(self, url: str, timeout: float, retries: int, key: str = ""):
-        self.url, self.timeout = at(url), timeout
+        self.url, self.timeout = join_url(url), timeout
         self.session = requests.Session()
         self.session.trust_env = bool(key)
         if key:
@@ -59,7 +59,7 @@ class Client:
 
         Raises RequestFailed, also for an answer that `read` cannot read.
         """
-        url = at(self.url, path)
+        url = join_url(self.url, path)
         method = "GET" if body is None else "POST"
         said = without_secrets(url)
         try:
@@ -109,8 +109,10 @@ def without_thoughts(text: str, part: re.Pattern[str]) -> str:
 
     Templates that write `<think>` themselves leave a reply with the closing tag alone.
     """
-    outside = part.sub(lambda found: "\0" * len(found[0]), text)
-    end = outside.rfind("</think>", 0, outside.rfind("\0") + 1)
+    # parts are NULs, so every place stays the same
+    masked = part.sub(lambda found: "\0" * len(found[0]), text)
+    # the last one before the last part
+    end = masked.rfind("</think>", 0, masked.rfind("\0") + 1)
     if end >= 0:
         return text[end + len("</think>") :]
-    return "" if outside.lstrip().startswith("<think>") else text
+    return "" if masked.lstrip().startswith("<think>") else text

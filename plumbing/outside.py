@@ -110,7 +110,7 @@ def without_secrets(text: str) -> str:
     return QUERY.sub(r"\1", USER.sub("", text))
 
 
-def at(url: str, path: str = "") -> str:
+def join_url(url: str, path: str = "") -> str:
     """Returns the URL of a path below a base, which may be that URL already."""
     return url.strip().rstrip("/").removesuffix(path) + path
 

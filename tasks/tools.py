@@ -226,6 +226,7 @@ class Tags:
         action = Action(text, find_answer(text))
         first = len(text)  # where the first call begins
         for tool in self.task.tools:
+            # innermost and complete, as ANSWERS
             call = re.search(rf"<{tool.tag}>((?:(?!<{tool.tag}>).)*?)</{tool.tag}>", text, re.S)
             if call and call.start() < first:
                 first = call.start()

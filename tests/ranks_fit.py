@@ -114,7 +114,7 @@ def main(path: str, out: Path) -> None:
     source = None
     if dist.get_rank() == 0:
         source = AutoModelForCausalLM.from_config(config)
-        source.rows = "shared"  # as `probe` finds
+        source.row_kind = "shared"  # as `probe` finds
     measured = measure(config, source)
     gc.collect()  # gloo's threads abort if a model outlives the group
     (out / f"{dist.get_rank()}.json").write_text(json.dumps(measured))

@@ -81,7 +81,7 @@ def adapted(path):
 def test_an_update_is_eq_2_with_its_own_logits(family, way):
     path, own = family
     model = adapted(path) if way == "lora" else load_model(path)
-    assert model.rows == "single"
+    assert model.row_kind == "single"
     if way == "lora":
         own = copy.deepcopy(own)
         own.load_state_dict(dict(weights(model)), strict=False)
@@ -142,7 +142,7 @@ def test_a_turn_is_sampled_as_a_pass_over_its_whole_context_has_it(family):
 def test_a_cache_that_the_torch_engine_cannot_keep_is_refused(tiny_path, tmp_path):
     path = make_family("Mamba2", {"num_heads": 8, "head_dim": 16}, tiny_path, tmp_path / "m")
     model = load_model(path)
-    assert model.rows == "single"
+    assert model.row_kind == "single"
     engine = TorchEngine(model, load_tokenizer(path), STOP)
     with pytest.raises(
         Fault, match="^--engine torch: mamba2 leaves no states in its cache; take vllm$"
@@ -183,7 +183,7 @@ def test_kernels_that_are_told_where_sequences_begin_get_packed_rows(
     alone = load_model(path)
     mark(monkeypatch)
     model = load_model(path)
-    assert (alone.rows, model.rows) == ("single", "whole")
+    assert (alone.row_kind, model.row_kind) == ("single", "whole")
     cfg, taus = settings_of(beta=0.0, mini_batch=6, micro_tokens=150), made_up(2)
     packed = [len(batch) for batch, _ in Learner(model, None, cfg).take_share(taus)]
     assert max(packed) > 1
@@ -203,7 +203,7 @@ def test_kernels_that_take_no_float32_are_tried_on_the_card(tiny_path, tmp_path,
     cast = lambda self, device, dtype: self.bfloat16()  # noqa: E731
     monkeypatch.setattr(modeling_qwen3_5.Qwen3_5ForCausalLM, "to", cast)
     model = load_model(path)
-    assert (model.rows, model.dtype) == ("whole", torch.float32)
+    assert (model.row_kind, model.dtype) == ("whole", torch.float32)
     assert model.config._attn_implementation == "packed" and not model.base_model._forward_hooks
 
 

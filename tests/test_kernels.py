@@ -27,10 +27,10 @@ def rows(request, monkeypatch):
     from kernels import rows_triton
 
     if request.param == "torch":
-        monkeypatch.setattr(kernels.head, "_choose_passes", lambda device: rows_torch)
+        monkeypatch.setattr(kernels.head, "_choose_backend", lambda device: rows_torch)
         return rows_torch
     if not torch.cuda.is_available():
-        monkeypatch.setattr(kernels.head, "_choose_passes", lambda device: rows_triton)
+        monkeypatch.setattr(kernels.head, "_choose_backend", lambda device: rows_triton)
     for function in (grpo_head, token_logprobs):
         if torch.cuda.is_available():
             monkeypatch.setattr(sys.modules[__name__], function.__name__, there_and_back(function))

@@ -14,7 +14,7 @@ from models import lora, packing
 from models import model as models
 from models.linear import Linear
 from models.model import hidden_states, load_config, load_model, skeleton, speed_up
-from models.packing import ROWS, pack, prefer_onednn
+from models.packing import ROW_MULTIPLE, pack, prefer_onednn
 
 
 @pytest.fixture(params=[False, True], ids=["MKL", "oneDNN"])
@@ -29,7 +29,9 @@ def prefer(it: bool, monkeypatch):
         monkeypatch.setattr(where, "prefer_onednn", lambda: it)
 
 
-@pytest.mark.parametrize("shape", [(1, 3 * ROWS, 24), (1, 7, 24), (2, ROWS, 24), (9, 24)])
+@pytest.mark.parametrize(
+    "shape", [(1, 3 * ROW_MULTIPLE, 24), (1, 7, 24), (2, ROW_MULTIPLE, 24), (9, 24)]
+)
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_product_and_its_gradients_equal_those_in_float64(onednn, shape, bias):
     torch.manual_seed(0)
@@ -41,7 +43,7 @@ def test_a_product_and_its_gradients_equal_those_in_float64(onednn, shape, bias)
     of_wide = x.detach().double().requires_grad_()
     out, want = layer(x), wide(of_wide)
     by_onednn = out.grad_fn.name() == "ProductBackward"
-    assert by_onednn == (onednn and shape[0] == 1 and shape[-2] % ROWS == 0)
+    assert by_onednn == (onednn and shape[0] == 1 and shape[-2] % ROW_MULTIPLE == 0)
     torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
     dy = torch.randn_like(out)
     out.backward(dy)
@@ -70,7 +72,7 @@ def test_a_row_is_filled_up_where_onednn_computes_and_scores_stay(monkeypatch):
         model.zero_grad()
         hidden_states(model, ids, packing_)[where].square().sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
-    assert tokens[0] % ROWS and tokens[1] == tokens[0] + -tokens[0] % ROWS
+    assert tokens[0] % ROW_MULTIPLE and tokens[1] == tokens[0] + -tokens[0] % ROW_MULTIPLE
     torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-5)
     for without, by_onednn in zip(*gradients, strict=True):
         torch.testing.assert_close(by_onednn, without, atol=1e-3, rtol=1e-4)
@@ -92,7 +94,7 @@ def test_a_layer_with_adapters_is_multiplied_by_onednn_too(monkeypatch):
     asked, multiply = [], module.multiply
     monkeypatch.setattr(module, "multiply", lambda *a: asked.append(a[0].shape) or multiply(*a))
     torch.manual_seed(0)
-    x, W, bias, A, B = map(torch.randn, ((1, ROWS, 24), (40, 24), (40,), (4, 24), (40, 4)))
+    x, W, bias, A, B = map(torch.randn, ((1, ROW_MULTIPLE, 24), (40, 24), (40,), (4, 24), (40, 4)))
     trained = [tensor.requires_grad_() for tensor in (x, A, B)]
     wide = [tensor.detach().double().requires_grad_() for tensor in trained]
     out = lora.Product.apply(x, W, bias, A, B, 0.5, torch.zeros(64, dtype=torch.int32))

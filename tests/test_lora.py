@@ -189,7 +189,7 @@ def test_an_engine_sleeps_while_a_checkpoint_is_written_or_loaded_and_a_dead_one
     """A state dict takes the room of its weights and cache on a card; it gets them again before the
     next rollout."""
     policy, engine = policy_of(tiny_path), Mock()
-    policy.engine, policy.shared, policy.synced = engine, False, False
+    policy.engine, policy.same_model, policy.synced = engine, False, False
     engine.sleep.side_effect = RuntimeError("the engine died")
     policy.sync()
     policy.save(tmp_path / "one")

@@ -74,8 +74,8 @@ def on_all_ranks(
         def run(self: Policy, /, *args: S.args, **kwargs: S.kwargs) -> R:
             # every rank comes through here: rank 0 by its own call, the others by `follow`
             began = time.perf_counter()
-            self.ranks_ready = self.ranks.size == 1  # and again once all have answered
-            # on the other ranks `follow` receives this and calls it
+            self.ranks_ready = self.ranks.size == 1  # of several not until all answered
+            # this wrapper, pickled by its name: `follow` calls it on the other ranks
             if self.ranks.rank == 0:
                 self.ranks.broadcast((run, args, kwargs))
             answer: A | BaseException
@@ -89,7 +89,7 @@ def on_all_ranks(
                 ) from None
             except (Fault, stop.Stopped) as e:  # after it all ranks can still work together
                 answer = e
-            answers = self.ranks.gather(answer)  # [] on the other ranks
+            answers = self.ranks.gather(answer)  # one of a single rank; [] on ranks that are not 0
             self.ranks_ready = True
             self.seconds[method.__name__] = time.perf_counter() - began
             for answer in answers:
@@ -240,8 +240,8 @@ class Policy:
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None
         self.written: Future[Any] = Future()  # the last checkpoint
         self.written.set_result(None)
-        self.shared = getattr(self.engine, "model", None) is model
-        self.synced = self.shared  # the engine has the policy's present weights
+        self.same_model = getattr(self.engine, "model", None) is model
+        self.synced = self.same_model  # the engine has the policy's present weights
         self.sync()
 
     @on_all_ranks(in_order)
@@ -350,8 +350,8 @@ class Policy:
     def sleep(self) -> None:
         """Makes room for training: the engine's weights and cache wait until the next rollout."""
         if not self.synced:
-            return  # asleep already
-        self.synced = self.shared  # a copy is about to be out of date
+            return  # a copy out of date: it sleeps, or `sync` comes first
+        self.synced = self.same_model  # the update outdates a copy, never the learner's own model
         self.engine.sleep()
 
     @on_all_ranks(of_rank_0)
@@ -409,14 +409,14 @@ class Policy:
         self.t = -1
         # what is computed is the same without dither
         fill(self.learner.model, load_first_policy(self.cfg, self.ranks))
-        self.synced = self.shared
+        self.synced = self.same_model
 
     def describe(self) -> str:
         """Returns in words what is trained, and on what."""
         model, ranks = self.learner.model, self.ranks
         size = f"{model.num_parameters() / 1e6:,.2f}M parameters, {torch.get_num_threads()} threads"
         on = f"{ranks.size} x {ranks.device}, {ranks.dtype}, {self.cfg.engine} engine"
-        return f"{size}, {on}{ROWS[model.rows]}"
+        return f"{size}, {on}{ROWS[model.row_kind]}"
 
     def close(self) -> None:
         """Ends all ranks, unless one is inside a collective: then torchrun ends them. A checkpoint that

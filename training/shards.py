@@ -82,7 +82,7 @@ def shard(
 
     `compute`: dtype in which blocks are gathered and run (None: the model's own). `frozen`: for a
     model that is never trained; gathered weights are freed right after use. `gather`: weights stay
-    gathered until `reshard`, or until a backward pass that `hold` does not hold.
+    gathered until `reshard`, or until a backward pass that `defer_sync` does not hold.
     """
     model.forward_packed = MethodType(forward_packed, model)
     if frozen and dist.get_world_size() == 1:

@@ -51,7 +51,7 @@ from engines.choose import dtype_of
 from extras.bench.harness import parser_of, timed
 from extras.fit import KNOWN, RESERVE, estimate, find_peak
 from grpo import Learner, minibatches
-from models.model import empty, forward_packed, hold, skeleton
+from models.model import defer_sync, empty, forward_packed, skeleton
 from plumbing.faults import Fault, first_line, one_line
 from tasks import Question, Trajectory
 from training.ranks import Ranks
@@ -354,7 +354,7 @@ def measure_row(learner: Learner, row: dict, vocab: int) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     if gathered:
-        hold(learner.model, True)
+        defer_sync(learner.model, True)
     wait(work)
     wait(work)
 
@@ -375,7 +375,7 @@ def measure_row(learner: Learner, row: dict, vocab: int) -> None:
 
     # the end of an update, which also frees what was gathered
     if gathered:
-        hold(learner.model, False)
+        defer_sync(learner.model, False)
         _, seconds = timed(lambda: wait(work))
         row["last_ms"] = 1e3 * seconds
 

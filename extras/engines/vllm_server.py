@@ -27,7 +27,7 @@ from models.model import Weights, load_config, named_weights, skeleton
 from plumbing.chat import turn_ends
 from plumbing.client import Client
 from plumbing.faults import EngineFault, Fault, Outage
-from plumbing.outside import at, without_secrets
+from plumbing.outside import join_url, without_secrets
 
 # Mean change of a weight after which a server that answers as before has not taken it: in bfloat16
 # 1e-8 shows (docs/LOG.md).
@@ -52,7 +52,7 @@ class VllmServer(RemoteEngine):
         if not urls:
             raise Fault("VLLM_URLS: give the servers, as http://a:8000,http://b:8000")
         self.model = cfg.model
-        self.urls = [at(url) for url in urls.split(",")]
+        self.urls = [join_url(url) for url in urls.split(",")]
         self.where = without_secrets(",".join(self.urls))
         self.tokenizer, self.stop, self.loads = tokenizer, stop, 0
         self.rank = dist.get_rank() if dist.is_initialized() else 0

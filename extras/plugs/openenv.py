@@ -20,7 +20,7 @@ from extras.plugs.environment import EnvironmentTask, close
 from extras.plugs.mcp import RETRIES, CheckedTool, back_off, choose_fitting, make_tools
 from plumbing.client import Client
 from plumbing.faults import Fault, ToolDown, first_line
-from plumbing.outside import at, without_secrets
+from plumbing.outside import join_url, without_secrets
 from plumbing.stop import count_ranks
 from tasks import Question, Trajectory
 from tasks.functions import Failed
@@ -45,7 +45,7 @@ class Session:
 
         self.total, self.done, self.connection = 0.0, False, contextlib.ExitStack()
         try:
-            address = "ws" + at(self.url, "/ws").removeprefix("http")
+            address = "ws" + join_url(self.url, "/ws").removeprefix("http")
             opening = connect(address, open_timeout=10, max_size=1 << 26)
             self.socket = self.connection.enter_context(opening)
         except Exception as e:  # of the network, of HTTP, of the handshake

@@ -9,7 +9,7 @@ from engines import Contexts, FinishedTurn, Turns
 from plumbing.faults import Fault
 
 
-def generate_whole(engine: Any, contexts: Contexts, max_new: int, temperature: float) -> Turns:
+def generate_hybrid(engine: Any, contexts: Contexts, max_new: int, temperature: float) -> Turns:
     """As `TorchEngine.generate`, a row at a time: this cache takes no rows of several lengths."""
     for key, context in contexts.items():
         turn, cache = FinishedTurn(key, [], []), DynamicCache(config=engine.model.config)
