@@ -140,6 +140,7 @@ class Learner:
         tokens among the N; `models.model.probe` says what the row of one may hold."""
         # of the N action tokens trajectory k has those from starts[k] to starts[k + 1]
         starts = np.cumsum([0, *(sum(tau.mask) for tau in minibatch)])
+        # 1: each trajectory alone
         most = 1 if self.model.row_kind == "single" else self.cfg.micro_tokens
         if self.model.row_kind != "shared":
             # then no two have a prompt to share
@@ -307,7 +308,7 @@ class Learner:
         if self.reference is not None:
             with torch.no_grad(), without_adapters(self.reference):
                 ref_logp, _ = self.reference.forward_packed(*packed, temperature)
-        objective = None  # Eq. 2 itself, one launch on CUDA
+        objective = None  # the kernels' own Eq. 2, with `clipped_surrogate`
         if self.surrogate is not clipped_surrogate:
             objective = partial(eq2, surrogate=self.surrogate)
         loss, stats = self.model.forward_packed(

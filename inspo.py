@@ -68,6 +68,7 @@ def inspo(
     """Trains `policy` on a task while its instructions, P, evolve; returns it with the best
     instruction."""
     D, P, B = evolution.D, evolution.P, evolution.B
+    # the step to play; of a resumed run P and B are filled, and L2 is done
     start = checkpoints.restore()
     if not P.family:
         evolution.fill_population()  # Alg.1 L2
@@ -81,7 +82,8 @@ def inspo(
         with log.timing("reward"):
             set_rewards(task, taus)  # Alg.1 L7
         policy.learner.set_advantages(taus)  # Eq.3
-        # Metrics and `task.show`, for L15, are the task's own code: here a fault of it costs no update.
+        # Texts for L15, before the update: `task.show` and `task.metrics` are the task's own code, whose
+        # fault here leaves no update half recorded.
         log.add_rollouts(t, taus)
         texts = [task.show(tau) for tau in taus]
         metrics = policy.update(t, taus)  # Alg.1 L8 Eq.5
@@ -169,6 +171,7 @@ class Evolution:
             I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
             tau_fail = B.draw_failures(rng, cfg.failures, I_parent.id)
             D_B = [self.D[id] for id in B.draw_question_ids(rng, cfg.D_B, tau_fail)]
+            # with --D_B 0 an empty D_B is right
             if not tau_fail or (cfg.D_B and not D_B):
                 reason = "no failure to learn from, or no question left to verify on"
                 break

@@ -74,6 +74,7 @@ class Episode:
         if action.tool:
             turn.tool = action.tool.tag
             turn.argument = action.argument
+        # more turns than may call: this was the one to answer
         if stop or self.last_turn or len(tau.turns) > self.calling_turns:  # CHOICE-1 CHOICE-21
             tau.stop = stop or ("length" if self.last_turn else "turns")
         elif action.tool:
@@ -92,6 +93,7 @@ class Episode:
         room = self.cfg.max_prompt - len(self.tau.ids)
         # a result is cut to the room that is left; where not even its tags fit, `observe` ends the episode
         if len(ids) > room and not self.tau.stop:  # CHOICE-20
+            # do its tags alone fit?
             if len(encode([], self.cfg.max_observation)) <= room:
                 ids = encode(result, room)
                 self.last_turn = True
@@ -132,6 +134,7 @@ def rollout(
             prompt = encode_prompt(job.instruction, job.question)
             episodes.append(Episode(task, form, job, prompt, cfg))
         engine.reset(seed + first)
+        # it yields to be counted: the episodes are changed in place
         for _ in play(engine, task, episodes, cfg.max_response, temperature):
             ended += 1
             progress(ended)

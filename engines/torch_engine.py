@@ -43,8 +43,8 @@ class RowCache:
         # how far a column is past the prompt of its row, and the contexts of a row, 0 to M - 1
         past = torch.arange(capacity, device=shared.device) - shared[:, None, None]
         members = torch.arange(M, device=shared.device)[:, None]
-        # (B, M, capacity): whether a context may attend to a column, the prompt's or one of its own:
-        # behind the prompt the contexts' columns alternate
+        # (B, M, capacity): whether a context may attend to a column: one of the prompt, or behind it, where
+        # the contexts' columns alternate, one of its own
         self.readable = (past < 0) | (past % M == members)
 
     def update(
@@ -87,9 +87,10 @@ class RowCache:
         def gather(x: Tensor) -> Tensor:
             _, H, width, _ = x.shape
             heads = rows * H + torch.arange(H, device=x.device)[:, None]
-            # A gather along width, of rows (row, head, column) of the flattened x. Columns that x does
-            # not have are written before they are read: until then they hold
-            # its last, which is finite. x[rows, heads, columns] would take three times as long.
+            # F.embedding as a fast gather: entry (row, head, column) of x is number (row * H + head) *
+            # width + column of the flattened x. Columns that x does not have are written before they
+            # are read: until then they hold its last, which is finite. x[rows, heads, columns] would
+            # take three times as long.
             return F.embedding(heads * width + columns.clamp(max=width - 1), x.flatten(0, 2))
 
         other = RowCache(torch.zeros_like(slots) if shared is None else shared, M, capacity)
@@ -164,7 +165,8 @@ class TorchEngine:
         slots = torch.arange(len(self.order), device=self.device)
         turns = [FinishedTurn(key, [], []) for key in self.order]
         finished = set()  # slots
-        # tokens of each context: `starts`, before the turn, stays by slot; `lengths`, so far, by row
+        # Tokens of each context: `starts`, before the turn, stays by slot; `lengths`, by row, are those
+        # that a forward pass has seen.
         starts = lengths = self._tensor([len(contexts[key]) for key in self.order])
         capacity = int(starts.max()) + max_new
         while True:
@@ -187,12 +189,12 @@ class TorchEngine:
                     unfinished.append(row)
 
             # Once half of the rows have finished, the batch goes on without them, in a cache of its
-            # own: all keys and values that are new return to `self.cache`, for the next turn. What it
-            # writes past a turn's end is overwritten before it is read.
+            # own: all keys and values that are new return to `self.cache`, for the next turn.
             if 2 * len(unfinished) <= len(lengths):
                 if cache is not self.cache:
                     longest = max(len(turn.ids) for turn in turns)
                     added = torch.arange(longest - 1, device=self.device)
+                    # what lies past a turn's end is overwritten before it is read
                     self.cache.write(slots, cache, starts[slots, None] + added)
                 if not unfinished:
                     break
@@ -207,17 +209,17 @@ class TorchEngine:
             h = self._forward(cache, tokens, positions).flatten(0, 1)
             lengths = lengths + 1
 
-    def _prefill(self, contexts: Contexts, room: int) -> Tensor:
+    def _prefill(self, contexts: Contexts, max_new: int) -> Tensor:
         """Caches the uncached part of every context; returns the last hidden state of each row, (B,
         H)."""
         order = list(contexts)
         if self.order:  # the next turns of episodes
             starts = [self.cached[key] for key in order]
-            new = [contexts[key][n:] for key, n in zip(order, starts, strict=True)]
+            uncached = [contexts[key][n:] for key, n in zip(order, starts, strict=True)]
             kept = self._tensor([self.order.index(key) for key in order])
-            self.cache = self.cache.copy(kept, max(starts) + max(map(len, new)) + room)
+            self.cache = self.cache.copy(kept, max(starts) + max(map(len, uncached)) + max_new)
             self.order = order
-            return self._extend(starts, new)
+            return self._extend(starts, uncached)
 
         # a new batch: equal prompts, those of a group, are computed once
         self.order = order
@@ -229,23 +231,26 @@ class TorchEngine:
         h = self._extend([0] * len(prompts), prompts)[prompt_of]
 
         # One context a row, unless the k-th has prompt k // M (groups of one size, one after the
-        # other) and no turn can become longer than the prompts.
+        # other) and no turn can become longer than the prompts: behind these M times as many columns are
+        # read.
         M = len(prompt_of) // len(prompts)
-        if room > longest or prompt_of.tolist() != [k // M for k in range(len(prompt_of))]:
+        if max_new > longest or prompt_of.tolist() != [k // M for k in range(len(prompt_of))]:
             M = 1
-        self.cache = self.cache.copy(prompt_of[::M], longest + M * room, lengths[prompt_of[::M]], M)
+        self.cache = self.cache.copy(
+            prompt_of[::M], longest + M * max_new, lengths[prompt_of[::M]], M
+        )
         return h
 
-    def _extend(self, starts: list[int], new: list) -> Tensor:
-        """Runs the `new` tokens of each row, the first at position `starts`; returns the last
+    def _extend(self, starts: list[int], uncached: list) -> Tensor:
+        """Runs the uncached tokens of each row, the first at position `starts`; returns the last
         hidden states, (B, H)."""
-        width = max(map(len, new))
+        width = max(map(len, uncached))
         # Later tokens overwrite the padding in the cache.
-        ids = self._tensor([[*row] + [row[-1]] * (width - len(row)) for row in new])
+        ids = self._tensor([[*row] + [row[-1]] * (width - len(row)) for row in uncached])
         positions = self._tensor(starts)[:, None] + torch.arange(width, device=self.device)
         h = self._forward(self.cache, ids, positions)
-        ends = self._tensor([len(row) - 1 for row in new])
-        return h[torch.arange(len(new), device=self.device), ends]
+        ends = self._tensor([len(row) - 1 for row in uncached])
+        return h[torch.arange(len(uncached), device=self.device), ends]
 
     def _tensor(self, values: Any) -> Tensor:
         return torch.tensor(values, device=self.device)
@@ -253,7 +258,7 @@ class TorchEngine:
     def _forward(self, cache: RowCache, ids: Tensor, positions: Tensor) -> Tensor:
         """Returns hidden states (B, T, H) of ids (B, T) at positions (B, T); attention is causal
         within a context."""
-        # where `cache.update` writes these tokens
+        # where `cache.update` writes these tokens, of which a row may have one for each of its M contexts
         cache.rows = torch.arange(len(ids), device=self.device)[:, None]
         slots = torch.arange(len(ids) * cache.M, device=self.device)
         cache.columns = cache.place(slots, positions.view(len(slots), -1)).view_as(positions)

@@ -151,6 +151,7 @@ def _two_passes(
         J_w, S, kl = objective(logp=logp_n, entropy=H_n, old=old, ref=ref, **terms)
         # a token's J depends on its own logp and H alone: gradients of sums are those of each
         (dS,) = torch.autograd.grad(S.sum(), logp_n, retain_graph=True, materialize_grads=True)
+        # c / w and a / w of steps 4 and 5
         c, a = torch.autograd.grad(J_w.sum(), (logp_n, H_n), allow_unused=True)
     clipped = (dS == 0) & (terms["adv"] != 0)
     dz = None

@@ -101,6 +101,7 @@ class Packing:
         # the keys in the order of their tokens, each the nth of its token's
         K, order = len(token_of), token_of.argsort(kind="stable")
         token = token_of[order]
+        # `searchsorted` is where each token's keys begin
         nth = np.arange(K) - np.searchsorted(token, token)
         keys_of = np.full((token[-1] + 1, nth.max() + 1), K)
         keys_of[token, nth] = order

@@ -70,16 +70,16 @@ class Client:
             reason = getattr(e.args and e.args[0], "reason", e)  # urllib3's, after the last attempt
             what = without_secrets(str(reason)).rpartition(": ")[2]
             raise RequestFailed(f"{said}: {type(reason).__name__}: {what}") from None
-        began = " ".join(reply.text.split())[:200]
+        beginning = " ".join(reply.text.split())[:200]
         if reply.status_code >= 300:
-            text = f"{said}: HTTP {reply.status_code}: {began}".rstrip(": ")
+            text = f"{said}: HTTP {reply.status_code}: {beginning}".rstrip(": ")
             raise RequestFailed(text, reply.status_code)
         try:
             return read(clean(reply.json()))
         # perhaps a page to log in
         except (AttributeError, LookupError, TypeError, ValueError) as e:
             raise RequestFailed(
-                f"{said}: malformed answer ({type(e).__name__}: {str(e)[:200]}; it begins {began!r})"
+                f"{said}: malformed answer ({type(e).__name__}: {str(e)[:200]}; it begins {beginning!r})"
             ) from None
 
 
@@ -111,7 +111,7 @@ def without_thoughts(text: str, part: re.Pattern[str]) -> str:
     """
     # parts are NULs, so every place stays the same
     masked = part.sub(lambda found: "\0" * len(found[0]), text)
-    # the last one before the last part
+    # the last one before the last part; none without a part, where rfind is -1
     end = masked.rfind("</think>", 0, masked.rfind("\0") + 1)
     if end >= 0:
         return text[end + len("</think>") :]

@@ -73,6 +73,7 @@ def match_markup(
         spelled |= {f"<{tag}>", f"</{tag}>"}
     for token in tokenizer.added_tokens_decoder.values():
         passes = simple and SIMPLE_TAG.fullmatch(token.content)
+        # special, or markup that does not pass
         if token.special or MARKUP.fullmatch(token.content) and not passes:
             spelled.add(token.content.strip())
     longest_first = sorted(spelled - {""}, key=lambda text: (-len(text), text))

@@ -74,7 +74,7 @@ def on_all_ranks(
         def run(self: Policy, /, *args: S.args, **kwargs: S.kwargs) -> R:
             # every rank comes through here: rank 0 by its own call, the others by `follow`
             began = time.perf_counter()
-            self.ranks_ready = self.ranks.size == 1  # of several not until all answered
+            self.ranks_ready = self.ranks.size == 1  # several may hang in this call
             # this wrapper, pickled by its name: `follow` calls it on the other ranks
             if self.ranks.rank == 0:
                 self.ranks.broadcast((run, args, kwargs))
@@ -350,7 +350,7 @@ class Policy:
     def sleep(self) -> None:
         """Makes room for training: the engine's weights and cache wait until the next rollout."""
         if not self.synced:
-            return  # a copy out of date: it sleeps, or `sync` comes first
+            return  # its copy is out of date, so it sleeps already
         self.synced = self.same_model  # the update outdates a copy, never the learner's own model
         self.engine.sleep()
 
