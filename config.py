@@ -326,8 +326,8 @@ ONE_GPU: Settings = dict(lr=1e-6, batch=128, mini_batch=320, recompute=1, gather
 PRESETS: dict[str, Settings] = {
     "world": dict(
         model=str(WORLD / "policy"), **list_data(WORLD), optimizer_model="scripted",
-        T=80, batch=24, mini_batch=120, lr=1e-3, max_response=48,
-        max_observation=100, max_prompt=480, K_p=5, K_e=10, T_e=40, D_B=48, rounds=1, buffer=960, max_instruction=120,
+        T=72, batch=16, mini_batch=80, lr=1e-3, max_response=48,
+        max_observation=100, max_prompt=480, K_p=5, K_e=10, T_e=40, D_B=48, rounds=1, buffer=640, max_instruction=120,
         eval_every=0, save_every=10, vllm_memory=0.05, recompute=0, threads=2,
     ),
     # A chat model and real facts for a machine without a GPU: `make real` fetches it, or the hub gives

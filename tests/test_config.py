@@ -385,7 +385,7 @@ def test_a_value_outside_its_range_is_refused_by_name(refuses, argv):
     [
         ("--N_parent 8", "--N_parent 8 is more than --N_P 7"),
         ("--N_P 2 --N_parent 3", "--N_parent 3 is more than --N_P 2"),
-        ("--mini_batch 121", "--mini_batch 121: a step has 120 trajectories (--batch 24 x --G)"),
+        ("--mini_batch 81", "--mini_batch 81: a step has 80 trajectories (--batch 16 x --G)"),
         ("--batch 4 --G 2 --mini_batch 9", "--mini_batch 9: a step has 8 trajectories"),
         ("--batch 0 --mini_batch 1", "--batch 0"),
         ("--topk 1000", "--topk 1000: should be less than or equal to 100"),
@@ -438,9 +438,9 @@ def test_every_rank_must_have_a_trajectory_to_train_on(refuses, monkeypatch):
 @pytest.mark.parametrize(
     "argv, n",
     [
-        ("", 120),  # one update
+        ("", 80),  # one update
         ("--batch 4", 20),
-        ("--G 8", 120),  # 120 and 72
+        ("--G 8", 80),  # 80 and 48
         ("--model qwen2.5-0.5b", 320),
         ("--model qwen2.5-3b --batch 16", 80),
         ("--model qwen2.5-3b", 256),
