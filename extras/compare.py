@@ -181,13 +181,13 @@ Arm = list[Evaluation]  # what is compared: one evaluation, or one for each seed
 
 def read_evaluation(path: Path) -> Evaluation:
     """Reads summary.json and results.jsonl; Fault if they do not hold a finished evaluation."""
-    file = path / "summary.json"
+    file = path / "results.jsonl"
     if not file.is_file():
         raise Fault(f"{path}: no finished evaluation is in it; evaluate.py writes one")
-    summary = json.loads(file.read_text("utf-8"))
+    summary = json.loads((path / "summary.json").read_text("utf-8"))
     metric = summary["metrics"][0]
     # by their ids, however the file was sorted since
-    rows = sorted(read_jsonl(path / "results.jsonl"), key=lambda row: (row["data"], row["id"]))
+    rows = sorted(read_jsonl(file), key=lambda row: (row["data"], row["id"]))
     values = {}
     for data in summary["benchmarks"]:
         values[data] = np.array([float(row[metric]) for row in rows if row["data"] == data])

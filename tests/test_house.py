@@ -143,7 +143,7 @@ MOST = {
     "engines": 5117,
     "evaluate.py": 2674,
     "export.py": 620,
-    "extras": 63238,
+    "extras": 64203,
     "grpo.py": 2424,
     "inspo.py": 2720,
     "kernels": 5802,
@@ -157,7 +157,7 @@ MOST = {
     "rollout.py": 1107,
     "run.py": 2152,
     "tasks": 7880,
-    "tests": 169238,
+    "tests": 169693,
     "training": 4781,
     "world": 2061,
 }

@@ -1,16 +1,24 @@
-"""Does it work on this GPU? Eleven parts in at most 24 minutes (`make gpu`): a line for each, then
+"""Does it work on this GPU? Ten parts in at most 24 minutes (`make gpu`): a line for each, then
 rows for the table of reported runs in docs/gpus.md, JSON last.
 
-`--only card`, `--only run` and `--only engine` take at most nine minutes each:
+`--only card`, `--only run` and `--only engine` take at most nine minutes each; `--only next` is apart:
 
 card    kernels  the tests that need a GPU: the Triton kernel in every setting, packed attention in bf16, fused layers
         update   an update of a random model of Qwen2.5-3B's shape: tokens/s, MFU, memory: extras/bench/update.py
         head     the GRPO head and Liger's, where that is installed: kernels/bench.py
-        wide     the same at the shape of TRL's pull request 7244: 8,192 tokens, 4,096 wide, 151,936 words
         peer     the update beside TRL's, same model and trajectories: extras/bench/trl.py
 run     world    a run of the embedded world (FSDP2, NCCL, torch engine), killed and resumed: extras/bench/resume.py
         ranks    the world's run over two cards, killed and resumed
         url      the world's run with a `vllm serve` on the second of two cards, weights over NCCL, killed and resumed
+next    cold     what has not run on a card yet (`--minutes 15`): the cold start of SmolLM2-135M, which has to be in
+                 downloads/ (`python -m extras.real.model`), and from it whole runs,
+        inspo    with INSPO and the seconds to the end of the first step,
+        static   and without
+        step     steps of Qwen2.5-3B's shape with vLLM: extras/bench/paced.py
+        hybrid   a step of Qwen 3.5's layers, where flash-linear-attention and causal-conv1d are installed
+        update   as above, with FlashAttention-4 where flash-attn-4 is installed, and without it:
+        flash2
+        peers    the GRPO head beside QuACK and CCE
 engine  vllm     the world's run with vLLM: sleep, wake, reload, proof of weights, log-prob gap
         beside   a random model of Qwen2.5-3B's shape through vLLM: memory awake and asleep: extras/bench/colocated.py
         lora     the world's run with vLLM and LoRA, killed and resumed
@@ -33,13 +41,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from extras.bench.harness import ROOT, kill_tree, parser_of, timed
 from plumbing.faults import Fault, one_line
-from plumbing.files import commit
+from plumbing.files import commit, read_jsonl
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "NO_PROXY": "127.0.0.1,localhost"}
 OFFLINE["HTTP_PROXY"] = OFFLINE["HTTPS_PROXY"] = "http://127.0.0.1:9"  # where nobody listens
@@ -61,6 +70,10 @@ if torch.cuda.is_available():
     found["cards"] = torch.cuda.device_count()
 print(json.dumps(found))
 """
+
+
+def read_done(log: str, cuda: bool) -> dict:
+    return {"line": "done", "missed": []}
 
 
 def read_tests(log: str, cuda: bool) -> dict:
@@ -109,6 +122,26 @@ def read_head(log: str, cuda: bool) -> dict:
     return {"line": line, "missed": missed, "ours": ours, "liger": liger}
 
 
+def read_run(log: str, cuda: bool) -> dict:
+    """Reads what a run says of itself in the end: its first metric before and after, its first
+    step."""
+    run = Path(re.findall("all of it is in (.+)", log)[-1])
+    summary = json.loads((run / "summary.json").read_bytes())
+    metric = summary["metrics"][0]
+    x = {f"{when}_{metric}": summary[when][metric] for when in ("start", "end")}
+    x["first_step_s"] = read_jsonl(run / "metrics.jsonl")[1]["time/total"]
+    return last_json(json.dumps(x | {"seconds": summary["seconds"]}), cuda)
+
+
+def read_peers(log: str, cuda: bool) -> dict:
+    x = last_json(log, cuda)
+    told = []
+    for row in x.get("rows", []):
+        speed = row["note"] or f"{row['tflops']:.0f} TFLOP/s, error {row['error']:.1e}"
+        told.append(f"{row['name']}, {row['tokens']} x {row['H']} x {row['V']}: {speed}")
+    return x | {"line": "; ".join(told)}
+
+
 @dataclass
 class Part:
     """One part: what it needs, how long it may take, its command, and how its log is read."""
@@ -116,7 +149,7 @@ class Part:
     name: str
     limit: float  # seconds
     needs: str  # modules that must be installed
-    command: str  # arguments of python
+    command: str  # arguments of python; OUT is the folder of the logs
     toy: str = ""  # flags that follow them on a CPU; "" where it takes cards
     # (log, whether on a GPU) -> figures, "line" and the goals "missed"
     read: Callable[[str, bool], dict] = last_json
@@ -133,12 +166,29 @@ ON_GPU = (
 )
 WORLD, TOY = "-m extras.bench.resume", "--device cpu --steps 3 --kill_at 2"
 HEAD = "-m kernels.bench --json --seconds 0.5 --peers ours Liger torch, three"
+ARM = "inspo.py --preset smollm2-135m --model OUT/real/cold/policy --seed 0"
+SMALL = "--preset world --model world --T 2 --batch 2 --mini_batch 4 --G 2 --eval_n 2 --D_B 0"
 STAGES = {
-    "card": ("kernels", "update", "head", "wide", "peer"),
+    "card": ("kernels", "update", "head", "peer"),
     "run": ("world", "ranks", "url"),
     "engine": ("vllm", "beside", "lora"),
+    "next": ("cold", "inspo", "static", "step", "hybrid", "update", "flash2", "peers"),
 }
+USUAL = "card", "run", "engine"
 PARTS = [
+    Part("cold", 200, RUN, "-m extras.real --out OUT/real --parts 3", "--parts 0", read_done),
+    Part("inspo", 330, RUN, f"{ARM} --out OUT/inspo", SMALL, read_run),
+    Part("static", 280, RUN, f"{ARM} --mode static --out OUT/static", SMALL, read_run),
+    Part(
+        "step", 240, f"vllm {RUN}",
+        "-m extras.bench.paced --batch 32 --mini_batch 80 --engine vllm --vllm_memory 0.3",
+        "--shape toy --repeat 1 --batch 2 --mini_batch 10 --max_response 4 --max_observation 32 --engine torch",
+    ),
+    Part(
+        "hybrid", 120, f"fla causal_conv1d {RUN}",
+        "-m extras.bench.paced --shape qwen3.5 --repeat 1 --batch 2 --mini_batch 10 --max_turns 1 --max_response 16"
+        " --engine torch",
+    ),
     Part(
         "kernels", 90, "torch transformers triton pytest", f"{TESTS} -k '({ON_GPU}) and not fsdp2'",
         "-k 'equals_rows_torch or (test_settings and beta) or packed_attention or fused_layers'", read_tests,
@@ -152,12 +202,17 @@ PARTS = [
         read_head,
     ),
     Part(
-        "wide", 80, "torch triton", f"{HEAD} --tokens 8192 --shapes 4096x151936", "--tokens 16 --shapes 64x512",
-        read_head,
-    ),
-    Part(
         "peer", 120, "torch transformers triton liger_kernel trl datasets",
         "-m extras.bench.trl --shape Qwen/Qwen2.5-3B --repeat 2", "--shape toy --trajectories 10 --repeat 1",
+    ),
+    Part(
+        "flash2", 100, "flash_attn torch transformers triton", "-m extras.bench.update --attention 2",
+        "--device cpu --steps 1 --trajectories 10",
+    ),
+    Part(
+        "peers", 100, "torch triton",
+        "-m kernels.bench --json --seconds 0.5 --peers ours QuACK CCE three --tokens 2048 16384 --masked 0"
+        " --shapes 2048x151936 4096x128256", "--tokens 16 --shapes 32x512", read_peers,
     ),
     Part("world", 110, RUN, WORLD, TOY),
     Part("ranks", 110, RUN, f"{WORLD} --ranks 2", TOY, cards=2),
@@ -204,10 +259,13 @@ def attempt(part: Part, cards: int, limit: float, out: Path, env: dict[str, str]
     if absent:
         where = "-r requirements.txt -r requirements/guests.txt"
         return row | {"line": f"without {', '.join(absent)}: pip install {where}"}
+    if limit < 1:
+        return row | {"line": "no time is left"}
     if cards < part.cards and (cuda or not part.toy):
         return row | {"line": f"it takes {part.cards} cards; here is {cards}"}
     path = out / f"{part.name}.log"
-    command = [sys.executable, *shlex.split(part.command if cuda else f"{part.command} {part.toy}")]
+    command = shlex.split(part.command if cuda else f"{part.command} {part.toy}")
+    command = [sys.executable, *(word.replace("OUT", str(out)) for word in command)]
     code, seconds = timed(lambda: run(command, limit, path, env))
     row |= {"status": "FAIL", "log": str(path), "seconds": round(seconds, 1)}
     log = path.read_text("utf-8", "replace")
@@ -293,7 +351,11 @@ def main() -> int:
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy shapes, without a GPU"
     )
     parser.add_argument("--out", default="runs/gpu", help="folder of the logs and of gpu.json")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="for all; what has no time left is skipped"
+    )
     args = parser.parse_args()
+    end = time.monotonic() + 60 * args.minutes
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running part ends, too
     out, cuda = Path(args.out).absolute(), args.device == "cuda"
@@ -309,10 +371,11 @@ def main() -> int:
         raise Fault("torch finds no GPU here; --device cpu tries everything on toy shapes")
     print(", ".join(f"{k} {v}" for k, v in machine.items() if v), flush=True)
     rows = []
-    chosen = {name for given in args.only or STAGES for name in STAGES.get(given, (given,))}
+    chosen = {name for given in args.only or USUAL for name in STAGES.get(given, (given,))}
     for part in PARTS:
         if part.name in chosen:
-            row = attempt(part, machine.get("cards", 0), part.limit * (1 if cuda else 3), out, env)
+            limit = min(part.limit * (1 if cuda else 3), end - time.monotonic())
+            row = attempt(part, machine.get("cards", 0), limit, out, env)
             where = f" ({row['log']})" if row["status"] == "FAIL" else ""
             print(
                 f"{row['status']} {part.name:8} {row['seconds']:4.0f} s  {row['line']}{where}",

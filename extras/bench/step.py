@@ -11,24 +11,33 @@ takes from its start to the end of its first step. The median of the others coun
 import json
 import statistics
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from extras.bench.harness import ROOT, parser_of, train_command, write_instruction
+from extras.bench.harness import ROOT, kill_tree, parser_of, train_command, write_instruction
 from plumbing.files import read_jsonl
 
 
 def measure(repeat: int, flags: Sequence[str]) -> dict[str, float]:
     """Returns medians of `repeat` steps of a run with these flags, after one that warms up."""
-    fixed = ["--mode", "static", "--lr", "0", "--eval_n", "1", "--T", str(repeat + 1)]
+    # it is killed before it writes a checkpoint
+    fixed = "--mode static --lr 0 --eval_n 1 --eval_every 0 --save_every 1000 --T 1000".split()
     with tempfile.TemporaryDirectory() as tmp:
         run = Path(tmp, "run")
         command = train_command(
             run, 1, ["--instruction", str(write_instruction(Path(tmp))), *flags, *fixed]
         )
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        first, *rows = read_jsonl(run / "metrics.jsonl")[1:]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        while process.poll() is None and len(read_jsonl(run / "metrics.jsonl")) < repeat + 2:
+            time.sleep(0.1)
+        code = process.poll()
+        kill_tree(process)
+        if code:
+            sys.exit(code)  # its own last line says why
+        first, *rows = read_jsonl(run / "metrics.jsonl")[1 : repeat + 2]
     result = {
         f"{name}_s": statistics.median(row[f"time/{name}"] for row in rows)
         for name in ("rollout", "update")

@@ -44,13 +44,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3_5TextConfig
 
 from config import Config
 from engines.choose import dtype_of
 from extras.bench.harness import parser_of, timed
 from extras.fit import KNOWN, RESERVE, estimate, find_peak
 from grpo import Learner, minibatches
+from models import packing
 from models.model import defer_sync, empty, forward_packed, skeleton
 from plumbing.faults import Fault, first_line, one_line
 from tasks import Question, Trajectory
@@ -71,6 +72,10 @@ SHAPES = {
     "smollm2-135m": LlamaConfig(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
         num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True,
+    ),
+    "qwen3.5": Qwen3_5TextConfig(  # of 0.8B parameters
+        hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=8,
+        num_key_value_heads=2, linear_num_value_heads=16, tie_word_embeddings=True,
     ),
     "toy": Qwen2Config(**TOY),
 }  # fmt: skip
@@ -423,7 +428,12 @@ def main() -> None:
     parser.add_argument(
         "--shape", choices=SHAPES, default="qwen2.5-3b", help="of the policy, with --micro"
     )
+    parser.add_argument(
+        "--attention", type=int, default=4, help="2: torch's, where flash-attn-4 is installed, too"
+    )
     args = parser.parse_args()
+    if args.attention == 2:
+        packing.find_flash_attention_4 = lambda: None
     ranks = begin_ranks(args.device)
     x = sweep(args) if args.micro else measure(args)
     if ranks.grouped:

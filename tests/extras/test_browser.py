@@ -5,6 +5,7 @@ import gzip
 import json
 import shutil
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from test_page import RUN, read_lines, write
@@ -121,12 +122,24 @@ def test_the_first_screen_answers_three_questions(open_page):
     learned = text(browser, ".learned")
     for row in SUMMARY["held_out"].values():
         assert f"{row['em']:.2f}" in learned
-    assert "EM 0.08 → 0.17" in learned
+    # 1 and 2 of 12 questions: 2 sqrt((11 / 144 + 20 / 144) / 12) is more than their distance
+    assert "EM 0.08 → 0.17" in learned and "within noise (±0.27)" in learned
+    assert not count(browser, ".learned .headline .good")
     assert f"#{WON}" in text(browser, ".winner") and EVIL in text(browser, ".winner")
     assert "93.3 % of the training rollouts" in text(browser, ".spent") and "5 calls" in text(
         browser, ".spent"
     )
     assert count(browser, ".chart canvas") >= 11
+
+
+def test_a_curve_is_saved_as_a_table(open_page):
+    link = find(open_page(), "#panel-reward .csv")
+    assert link.get_attribute("download") == "reward.csv"
+    head, *lines = unquote(link.get_attribute("href").partition(",")[2]).splitlines()
+    steps = read_lines(RUN / "metrics.jsonl")
+    assert head == '"step","mean reward","best weight w"' and len(lines) == len(steps)
+    for line, row in zip(lines[1:], steps[1:], strict=True):
+        assert [float(x) for x in line.split(",")] == [row["t"], row["reward"], row["w_best"]]
 
 
 def test_a_click_in_the_tree_shows_a_text_against_its_parent_and_why_it_came(open_page):

@@ -7,8 +7,7 @@ const PANELS = [
   { id: "logp", title: "Log-prob per token of the demonstrations", keys: { logp: "mean" } },
   { id: "entropy", title: "Entropy per token, nats", keys: { entropy: "entropy" } },
   { id: "clip_fraction", title: "Clipped tokens", keys: { clip_fraction: "share" } },
-  { id: "logp_gap", title: "Engine against trainer, nats per token; by quarter of the longest context", keys: { logp_gap: "mean", "logp_gap/q1": "1st", "logp_gap/q2": "2nd", "logp_gap/q3": "3rd", "logp_gap/q4": "4th" } },
-  { id: "logp_gap_tail", title: "Its tail: 99th percentile, nats, and largest ratio", keys: { "logp_gap/p99": "99 %", "logp_gap/max_ratio": "ratio" } },
+  { id: "logp_gap", title: "Engine against trainer, nats per token", keys: { logp_gap: "mean" } },
   { id: "zero_variance_groups", title: "Groups with rewards all alike", keys: { zero_variance_groups: "share" } },
   { id: "grad_norm", title: "Gradient norm before clipping", keys: { grad_norm: "norm" } },
   {
@@ -130,7 +129,7 @@ function drawChart(box, chart, height = 150) {
   const caption = h("figcaption", {}, h("span", { class: "title" }, chart.title));
   const keys = chart.lines.map((line, k) => h("span", { class: "key" }, swatch(line.colour), line.label, " ", values[k]));
   const where = h("span", { class: "where" });
-  caption.append(h("span", { class: "keys" }, keys, where));
+  caption.append(h("span", { class: "keys" }, keys, where, chart.title && csvLink(chart)));
   box.append(caption);
   const show = (at) => {
     chart.lines.forEach((line, k) => {
@@ -173,6 +172,14 @@ function drawChart(box, chart, height = 150) {
   });
   resize.observe(box);
   return { destroy: () => (resize.disconnect(), plot.destroy()) };
+}
+
+// Returns a link that saves the chart's lines as a table, a row for each step.
+function csvLink(chart) {
+  const cell = (x) => (typeof x === "string" ? `"${x.replaceAll('"', '""')}"` : x ?? "");
+  const rows = [["step", ...chart.lines.map((line) => line.label)], ...chart.t.map((t, k) => [t, ...chart.lines.map((line) => line.values[k])])];
+  const text = rows.map((row) => row.map(cell).join(",") + "\n").join("");
+  return h("a", { class: "csv", download: `${chart.id}.csv`, href: `data:text/csv;charset=utf-8,${encodeURIComponent(text)}` }, "CSV");
 }
 
 // Returns the range of the y axis: it starts at 0 unless the values leave no doubt that they do not belong there.

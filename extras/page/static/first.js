@@ -32,9 +32,9 @@ function learnedCard(run) {
   const end = table["trained policy, I_star"] || table["trained policy, first instruction"];
   const out = [];
   if (first && end) {
-    const [from, to] = [first[run.metric], end[run.metric]];
-    out.push(h("p", { class: "headline" }, `${named(run.metric)} `, h("b", {}, fixed(from)), " → ", h("b", { class: to > from ? "good" : "" }, fixed(to))));
-    out.push(h("p", { class: "under" }, `on ${num(questions)} held-out questions, greedy, after ${plural(run.t, "step")}`));
+    const [from, to] = [first[run.metric], end[run.metric]], noise = noiseOf(from, to, questions), lost = noise !== null && Math.abs(to - from) <= noise;
+    out.push(h("p", { class: "headline" }, `${named(run.metric)} `, h("b", {}, fixed(from)), " → ", h("b", { class: lost ? "muted" : to > from ? "good" : "" }, fixed(to))));
+    out.push(h("p", { class: "under" }, `on ${num(questions)} held-out questions, greedy, after ${plural(run.t, "step")}` + (lost ? `: within noise (±${fixed(noise)})` : "")));
     out.push(corners(run));
   } else if (rewards) {
     out.push(h("p", { class: "headline" }, "Reward ", h("b", {}, fixed(rewards[0])), " → ", h("b", { class: rewards[1] > rewards[0] ? "good" : "" }, fixed(rewards[1]))));
@@ -44,6 +44,13 @@ function learnedCard(run) {
   }
   out.push(h("figure", { class: "spark" }), pairLink(run));
   return card("learned", "Did it learn?", out);
+}
+
+// Returns two standard errors of the difference between two means on n questions. Scores from 0 to 1 vary most as zeros
+// and ones do; of others it is not known.
+function noiseOf(a, b, n) {
+  if (Math.min(a, b) < 0 || Math.max(a, b) > 1) return null;
+  return 2 * Math.sqrt((a * (1 - a) + b * (1 - b)) / n);
 }
 
 // The final table: which policy under which instruction. Its four corners say whose gain it is.

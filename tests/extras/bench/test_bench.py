@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from extras.bench import step, trl
+from extras.bench import paced, step, trl
 
 
 @pytest.mark.slow
@@ -20,6 +20,18 @@ def test_a_step_with_searches_is_measured_of_any_policy(monkeypatch, capsys, tin
     assert found["context_tokens"] > 5 * 8
     assert min(found[k] for k in ("rollout_s", "update_s")) > 0
     assert found["start_to_end_of_first_step_s"] > found["rollout_s"] + found["update_s"]
+
+
+@pytest.mark.slow
+def test_the_work_of_a_paced_step_is_fixed(monkeypatch, capsys):
+    given = "--shape toy --repeat 1 --batch 2 --G 2 --max_response 4 --max_observation 32 --engine torch"
+    monkeypatch.setattr(sys, "argv", ["paced.py", *given.split()])
+    paced.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    # five turns, four reminders, a prompt
+    tokens = found["response_tokens"], found["context_tokens"]
+    assert tokens == pytest.approx((5 * 4, 300 + 5 * 4 + 4 * 32), rel=0.05)  # EOS is drawn at times
+    assert min(found[k] for k in ("rollout_s", "update_s")) > 0
 
 
 @pytest.mark.slow

@@ -69,6 +69,20 @@ def test_a_missed_goal_of_the_head_is_named(ours, liger, line, missed):
 
 
 @pytest.mark.slow
+def test_what_comes_next_on_a_card_runs_on_toys(tmp_path):
+    flags = ["--device", "cpu", "--out", tmp_path, "--only", "cold", "static", "peers", "update"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*COMMAND, *flags, "--minutes", "6"], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    parts = json.loads(done.stdout.splitlines()[-1])["parts"]
+    found = {part["name"]: part["status"] for part in parts}
+    assert found == dict.fromkeys(("cold", "static", "update", "peers"), "PASS"), done.stdout
+    assert parts[1]["figures"]["first_step_s"] < parts[1]["figures"]["seconds"]
+    assert gpu.attempt(gpu.PARTS[0], 0, 0, tmp_path, env)["line"] == "no time is left"
+
+
+@pytest.mark.slow
 def test_a_part_that_fails_is_reported_and_the_next_one_runs(tmp_path):
     (tmp_path / "bm25s.py").write_text("raise ImportError('this one is broken')")
     flags = ["--device", "cpu", "--out", tmp_path / "out", "--only", "world", "update", "vllm"]
