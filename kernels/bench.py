@@ -11,7 +11,6 @@ A peer that is installed is measured as its users get it and, after a comma, at 
 that we know:
 
 Liger fused            LigerFusedLinearGRPOLoss, compiled; a sequence is a chunk, or all 8 are one
-Liger Triton + logits  logits in the dtype of the weights, then triton_grpo_loss
 TRL                    ChunkedLogProbFunction with its trainer's tiles of the vocabulary, or one tile; then Eq. 2
 QuACK                  linear_cross_entropy_func, all logits, then Eq. 2; or chunked_linear_cross_entropy,
                        which gives no token's loss: cross-entropy alone
@@ -143,27 +142,6 @@ def liger_fused(b, **settings):
     return loss(X, b.weight, y, mask, b.sequence_adv, old_per_token_logps=old)[0]
 
 
-def liger_triton(b):
-    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
-
-    X, y, mask, old = sequences(b)
-    z = F.linear(F.pad(X, (0, 0, 0, 1)), b.weight)  # it ignores the logits of the last position
-    return triton_grpo_loss(
-        z,
-        old,
-        None,
-        y,
-        b.sequence_adv,
-        mask,
-        temperature=1.0,
-        beta=0.0,
-        eps_low=EPS,
-        eps_high=EPS,
-        loss_type="bnpo",
-        reduce=True,
-    )[0]
-
-
 def bare_products(b):
     """Computes the products of forward and backward for the unmasked rows, without accumulating
     them."""
@@ -189,7 +167,6 @@ PEERS = {
     "ours": ours,
     "Liger fused": liger_fused,  # compiled, a sequence at a time
     "Liger fused, one chunk": partial(liger_fused, chunk_size=SEQUENCES),
-    "Liger Triton + logits": liger_triton,
     "TRL": trl_logp,
     "TRL, one tile": partial(trl_logp, one_tile=True),
     "QuACK": quack_logp,

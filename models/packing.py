@@ -10,16 +10,13 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cached_property
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 # The tokens of a packed row are a multiple of this. oneDNN compiles a kernel, of 0.6 MB, for each
 # shape that it meets, so there should be few.
@@ -194,57 +191,18 @@ def packed_attention(
     return attend(q, k, v, packing, window, scaling).unsqueeze(0), None
 
 
-@functools.cache
-def find_flash_attention_4() -> Any:
-    """Returns its function for ragged rows; None where it is not installed, or the card is neither
-    Hopper nor Blackwell."""
-    if torch.cuda.get_device_capability()[0] in (9, 10):
-        with suppress(ImportError):
-            version("flash-attn-4")  # the package flash-attn has an old part of it, too
-            from flash_attn.cute import flash_attn_varlen_func
-
-            return flash_attn_varlen_func
-    return None
-
-
 def attend(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, window: int | None, scaling: float | None
 ) -> Tensor:
     """Causal attention of a packed row, q, k, v (T, heads, dim) -> (T, heads, dim), in which a token
     sees at most `window` tokens."""
-    max_q, max_k = packing.longest
-    window = window or max_k  # all that there is
-    # FlashAttention, whose causal mask ends at a piece's last query and last key
+    window = window or packing.longest[1]  # all that there is
     if q.dtype == torch.bfloat16 and q.is_cuda:
+        from kernels.flash import attend_ragged
+
         if any(packing.before):
             k, v = KeysOfPieces.apply(k, v, *packing.key_indices)
-        # None: no window, for which the kernels have a faster variant
-        reach = window - 1 if window < max_k else None
-        flash_attention_4 = find_flash_attention_4()
-        if flash_attention_4:
-            return flash_attention_4(  # type: ignore[no-any-return]
-                q,
-                k,
-                v,
-                cu_seqlens_q=packing.query_ends,
-                cu_seqlens_k=packing.key_ends,
-                max_seqlen_q=max_q,
-                max_seqlen_k=max_k,
-                softmax_scale=scaling,
-                window_size=(reach, 0),
-            )[0]
-        return varlen_attn(
-            q,
-            k,
-            v,
-            packing.query_ends,
-            packing.key_ends,
-            max_q,
-            max_k,
-            scale=scaling,
-            window_size=(-1 if reach is None else reach, 0),
-            enable_gqa=True,
-        )
+        return attend_ragged(q, k, v, packing, window, scaling)
 
     # In any other dtype or on any other device: piece by piece.
     # The float32 kernel that keeps no matrix (T, T) needs as many heads of keys as of queries

@@ -146,10 +146,10 @@ MOST = {
     "extras": 64203,
     "grpo.py": 2424,
     "inspo.py": 2720,
-    "kernels": 5802,
+    "kernels": 5929,
     "labs": 15793,
     "log.py": 2639,
-    "models": 5951,
+    "models": 5792,
     "plumbing": 5040,
     "population.py": 1538,
     "reflect.py": 1482,
@@ -158,7 +158,7 @@ MOST = {
     "run.py": 2152,
     "tasks": 7880,
     "tests": 169693,
-    "training": 4781,
+    "training": 4785,
     "world": 2061,
 }
 SILENT = (

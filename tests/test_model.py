@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from config import WORLD
 from engines.torch_engine import TorchEngine
-from models import packing
+from kernels import flash
 from models.model import (
     empty,
     export,
@@ -95,13 +95,13 @@ def ragged_attention(
 
 def install_flash_attention_4(monkeypatch, capability, installed=True):
     """A stand-in, on a card of this capability."""
-    find = packing.find_flash_attention_4.__wrapped__  # without its cache
-    monkeypatch.setattr(packing, "find_flash_attention_4", find)
+    find = flash.find_flash_attention_4.__wrapped__  # without its cache
+    monkeypatch.setattr(flash, "find_flash_attention_4", find)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     cute = SimpleNamespace(flash_attn_varlen_func=ragged_attention)
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=cute))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
-    monkeypatch.setattr(packing, "version", lambda _: installed or version("not installed"))
+    monkeypatch.setattr(flash, "version", lambda _: installed or version("not installed"))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_flash_attention_4_is_taken_where_it_is_installed_and_the_card_has_it(
     capability, installed, taken, monkeypatch
 ):
     install_flash_attention_4(monkeypatch, capability, installed)
-    assert packing.find_flash_attention_4() == (ragged_attention if taken else None)
+    assert flash.find_flash_attention_4() == (ragged_attention if taken else None)
 
 
 @pytest.mark.parametrize("device, dtype, off", PLACES)

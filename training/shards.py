@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from config import Config
+from kernels.flash import find_flash_attention_4
 from models import lora
 from models.model import fill, forward_packed, load_config, materialize, skeleton
-from models.packing import Packing, attend, find_flash_attention_4
+from models.packing import Packing, attend
 from training.ranks import Ranks
 
 # prefixes of transformers' classes; the tests compare each with transformers

@@ -51,7 +51,7 @@ from engines.choose import dtype_of
 from extras.bench.harness import parser_of, timed
 from extras.fit import KNOWN, RESERVE, estimate, find_peak
 from grpo import Learner, minibatches
-from models import packing
+from kernels import flash
 from models.model import defer_sync, empty, forward_packed, skeleton
 from plumbing.faults import Fault, first_line, one_line
 from tasks import Question, Trajectory
@@ -433,7 +433,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.attention == 2:
-        packing.find_flash_attention_4 = lambda: None
+        flash.find_flash_attention_4 = lambda: None
     ranks = begin_ranks(args.device)
     x = sweep(args) if args.micro else measure(args)
     if ranks.grouped:
