@@ -200,7 +200,7 @@ def test_a_server_that_stays_away_ends_the_run_with_one_line(
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     monkeypatch.setattr(vllm_server.VllmServer, "retries", 1)
-    monkeypatch.setattr(server.clients[url], "retries", 1)
+    monkeypatch.setitem(server.clients, url, vllm_server.Client(url, server.timeout, 1))
     server.loads = 0
     with pytest.raises(Outage, match=f"^{url}/inference/v1/generate: ConnectionError, 2 times$"):
         turns(server, contexts_of(tiny[1]), 5, 0.0)
