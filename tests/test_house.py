@@ -157,7 +157,7 @@ MOST = {
     "rollout.py": 1107,
     "run.py": 2152,
     "tasks": 7880,
-    "tests": 169693,
+    "tests": 169701,
     "training": 4785,
     "world": 2061,
 }
