@@ -116,7 +116,7 @@ function costCard(run) {
     ["Time", `${duration(cost.seconds)}${run.t ? `, ${num(cost.seconds / run.t, 2)} s per step` : ""}`],
     cost.optimizer_calls && ["Optimizer", `${plural(cost.optimizer_calls, "call")}, ${plural(cost.prompt_tokens + cost.completion_tokens, "token")}`],
     ...speedFacts(cost.speed),
-    share && ["Verification", h("span", {}, `${percent(share, 1)} of the training rollouts `, h("span", { class: "muted" }, "(the paper: 1.4–7 %)"))],
+    share && ["Verification", h("span", {}, `${percent(share, 1)} of the training rollouts `, h("span", { class: "muted" }, "(the paper: 1.4–7\u00a0%)"))],
   ];
   return card("spent", "What did it cost?", definitions(facts.filter(Boolean)), phaseBar(cost.phases), h("p", { class: "more" }, h("a", { href: "#cost" }, "All costs")));
 }
