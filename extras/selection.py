@@ -1,7 +1,7 @@
 """Other rules for choosing instructions, singly or combined; docs/selection.md has the formulas.
 
-    python extras/selection.py --lower_bound --rounds 2         # a revision must almost surely be hardly worse
-    python extras/selection.py --groups question                     # Eq. 3 compares a question's rollouts under all
+    python extras/selection.py --lower_bound --rounds 2         # with 80 % confidence, who joins is hardly worse
+    python extras/selection.py --groups question                     # Eq. 3 compares a question's rollouts under any
     python extras/selection.py --groups question --objective gspo     # any of objectives.py, and the flags of inspo.py
 
 A rule is a subclass of Population with the methods in which it differs from Algorithm 1;
