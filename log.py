@@ -24,7 +24,7 @@ from plumbing.outside import printable
 from population import Instruction, Population, TestedCandidate
 from run import LOGS, Run
 from tasks import Question, Task, Trajectory
-from tasks.task import STORED, average_by_source, rate_failures, compute_metrics, space_evenly
+from tasks.task import STORED, average_by_source, compute_metrics, rate_failures, space_evenly
 
 Batch = Sequence[Trajectory]
 # What the last line of a run shows.

@@ -20,7 +20,7 @@ from config import PRESETS, Config
 from plumbing.faults import Fault, ToolDown
 from tasks.functions import TypedFunction
 from tasks.search_qa import SearchQA
-from tasks.task import choose_instruction, rate_failures, load_task
+from tasks.task import choose_instruction, load_task, rate_failures
 from tasks.tools import Failure, check_words
 
 
