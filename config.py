@@ -537,8 +537,8 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
         differing -= {*REMOVED}
     for name in sorted(differing):
         raise Fault(
-            f"{path} is of another version of {about['program']} (commit {about['commit']}; only one of the two has"
-            f" --{name}): use that one"
+            f"{path} was written by another version of {about['program']} (commit {about['commit']}; only one of the"
+            f" two has --{name}): use that version"
         )
     settings = {name: content[name] for name in names}
     if about["program"] != own:

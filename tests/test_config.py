@@ -422,7 +422,7 @@ def test_a_flag_of_an_earlier_version_is_one_line_and_does_not_close_its_runs(
     old = dataclasses.asdict(Config(batch=4, mini_batch=10)) | {name: 1}
     (tmp_path / "config.json").write_text(json.dumps(old))
     assert read_config(tmp_path) == Config(batch=4, mini_batch=10)
-    with pytest.raises(Fault, match="of another version of inspo.py"):
+    with pytest.raises(Fault, match="by another version of inspo.py"):
         read_config(tmp_path, resume=True)
 
 
