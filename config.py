@@ -55,7 +55,7 @@ class RunKnobs(Knobs):
     mode: Literal["inspo", "static"] = "inspo"
     """inspo; or static: Search-R1's baseline, one fixed instruction"""
     model: str = "world"
-    """a preset (world, smollm2-135m, qwen2.5-0.5b to -7b), Hugging Face id or local folder"""
+    """a preset (world, smollm2-135m, qwen2.5-0.5b to -7b), a Hugging Face id or a local folder"""
     instruction: str = ""
     """file with the first instruction; empty: the task's own (Search-R1's, App. F)"""
     optimizer_model: str = ""
@@ -96,7 +96,7 @@ class TaskKnobs(Knobs):
     mcp:URL-or-command; none: no tools"""
     format: str = "tags"
     """how calls are written: tags, the paper's; hermes: as the model's chat template does;
-    hermes_tools: likewise, and the tools' descriptions evolve, too; or module:Class"""
+    hermes_tools: likewise, and the tools' descriptions evolve too; or module:Class"""
     topk: Annotated[int, Field(ge=1, le=100)] = 3
     """passages a search returns"""
 
@@ -115,7 +115,7 @@ class RolloutKnobs(Knobs):
     """tokens per observation; a longer one is cut inside its tag"""
     max_prompt: Count = 4096
     """tokens of context with which a turn may start: a result that leaves no room is cut, and
-    one turn follows"""
+    the next turn is the last"""
 
     @property
     def longest(self) -> int:
@@ -136,7 +136,8 @@ class GRPOKnobs(RolloutKnobs):
     G: Annotated[int, Field(ge=2)] = 5
     """G: trajectories per question, the group of Eq. 3"""
     lr: NonNegative = 5e-7
-    """peak learning rate of AdamW; cosine. 0 freezes the policy; adapters get more"""
+    """peak learning rate of AdamW, of a cosine schedule; 0 freezes the policy; --lora_rank raises
+    the default"""
     eps: Positive = 0.2
     """epsilon of Eq. 2: the clip"""
     beta: NonNegative = 0.001
@@ -154,7 +155,7 @@ class GRPOKnobs(RolloutKnobs):
     """1: gather weights and reduce gradients once an optimizer step; 0: block by block, in less
     memory"""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """share of T in which lr rises"""
+    """share of T over which lr rises"""
 
     def find_fault(self) -> str:
         step, ranks = self.batch * self.G, count_ranks()
@@ -201,8 +202,8 @@ class ReflectionKnobs(Knobs):
     D_B: Natural = 200
     """|D_B|: questions on which candidates are verified; 0: they join unverified (Fig. 3)"""
     gate: Bit = 1
-    """1: of a round's best candidates those join that are not below their parent on D_B; 0: the
-    best (CHOICE-12)"""
+    """1: candidates whose reward on D_B is below their parent's do not join; 0: a round's best
+    join (CHOICE-12)"""
     rounds: Count = 5
     """rounds of generate and verify in one evolution, at most (App. C)"""
     top_n: Count = 6
@@ -246,7 +247,7 @@ class KeepKnobs(Knobs):
     eval_every: Natural = 100
     """steps between evaluations on --valid and --test; 0: only --test, at the start and the end"""
     eval_n: Natural = 0
-    """questions of an evaluation, a fixed sample with every source in its share; 0: all"""
+    """questions of an evaluation, a fixed sample in which every source has its share; 0: all"""
     save_every: Count = 25
     """steps between checkpoints"""
     keep: Count = 2
@@ -278,7 +279,7 @@ class Config(
         """Returns what makes this configuration impossible, in one line; "" if nothing does. Every
         class has its own part of it."""
         if self.engine != "torch" and self.temperature > 2:
-            return f"--temperature {self.temperature}: vLLM takes 2 at most (--engine torch any)"
+            return f"--temperature {self.temperature}: vLLM takes 2 at most (--engine torch: any)"
         return ""
 
 

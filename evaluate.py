@@ -231,7 +231,7 @@ def collect_questions(
         else:
             questions = load(name)
         if title in sets or not questions:
-            raise Fault(f"--data {name}: it has no questions, or its name twice")
+            raise Fault(f"--data {name}: it has no questions, or is named twice")
         sets[title] = take_subset(questions, n, seed)
     return sets
 

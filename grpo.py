@@ -177,7 +177,7 @@ class Learner:
             if k == 0 and math.isfinite(sums["loss"]) and not gap <= self.max_gap:
                 self.optimizer.zero_grad(set_to_none=True)
                 raise EngineFault(
-                    f"log-probs of engine and trainer differ by {gap:.3f} nat a token"
+                    f"log-probs of engine and trainer differ by {gap:.3f} nats per token"
                 )
 
             norm = self.step(sums["loss"])

@@ -390,7 +390,7 @@ def main(
 def show_page(run: Path) -> None:
     """Writes the page of a run, which is complete without it."""
     try:
-        print("see it:", importlib.import_module(PAGE).write_page([run], run / "report.html"))
+        print("page:", importlib.import_module(PAGE).write_page([run], run / "report.html"))
     except (ModuleNotFoundError, Fault) as e:
         print(f"no page: {e}")
 

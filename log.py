@@ -27,16 +27,8 @@ from tasks import Question, Task, Trajectory
 from tasks.task import STORED, average_by_source, compute_metrics, count_failures, space_evenly
 
 Batch = Sequence[Trajectory]
-# What the last line of a run shows. Places of P that stayed empty, of all evolutions; steps in which
-# P was one instruction, up to the last evolution.
-COSTS = (
-    "training_rollouts",
-    "verification_rollouts",
-    "optimizer_tokens",
-    "empty_places",
-    "steps_of_one",
-    "seconds",
-)
+# What the last line of a run shows.
+COSTS = ("training_rollouts", "verification_rollouts", "optimizer_tokens", "seconds")
 START = "first policy, first instruction"
 TABLE = (
     "trained policy, I_star",
@@ -248,6 +240,8 @@ class Log:
             "training_rollouts": sum(sum(row.get("n", {}).values()) for row in steps),
             "verification_rollouts": sum(row.get("rollouts", 0) for row in reflections),
             "optimizer_tokens": sum(x["prompt_tokens"] + x["completion_tokens"] for x in calls),
+            # places of P that stayed empty, in all evolutions; steps in which P was one instruction,
+            # up to the last evolution
             "empty_places": sum(cfg.N_P - len(row["P"]) for row in evolved),
             "steps_of_one": sum(len(row.get("w", ())) == 1 for row in steps[: last + 1]),
             "generations": line,
@@ -258,7 +252,7 @@ class Log:
         final = {f"final/{name}": x for name, x in summary["end"].items()}
         self.track({"I_star": I_star.text, **final}, cfg.T)
         self.bar.close()
-        print(printable("\n".join(tabulate(summary))), f"\nall of it is in {run.path}", flush=True)
+        print(printable("\n".join(tabulate(summary))), f"\neverything is in {run.path}", flush=True)
         return summary
 
     # ---- parts
@@ -277,7 +271,7 @@ class Log:
             if self.tell_tracker:
                 self.tell_tracker(row, step=t)
         except Exception as e:  # a lost network, a process of its own that has died
-            self.print(f"--tracker has failed ({e!r}) and is told no more")
+            self.print(f"--tracker failed ({e!r}) and gets no more data")
             self.tell_tracker = None
 
 
@@ -300,7 +294,7 @@ def open_tracker(cfg: Config, run: Run) -> Any:
         return api.log
     except Exception as e:  # no key, no network, no room
         raise Fault(
-            f"--tracker {name} does not start ({first_line(e)}); mend that, or leave it out"
+            f"--tracker {name} does not start ({first_line(e)}); fix that, or leave it out"
         ) from None
 
 

@@ -354,7 +354,7 @@ def main() -> None:
         index = BM25.build(corpus.texts())
     if len(index) != len(corpus):
         raise Fault(
-            f"--index {args.index}: of {len(index):,} passages, not {len(corpus):,}; give its --corpus"
+            f"--index {args.index}: it has {len(index):,} passages, --corpus {len(corpus):,}; give its own corpus"
         )
     print(f"{len(corpus):,} passages of {corpus.path}, {index.name}", flush=True)
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))  # that is how a server ends: no line

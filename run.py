@@ -322,7 +322,7 @@ def read_state(checkpoint: Path) -> Row:
     except Exception as e:
         raise CheckpointFault(f"{checkpoint} cannot be read ({reason(e)})") from None
     if count_files(checkpoint) != files:
-        raise CheckpointFault(f"{checkpoint} has not all of its {files} files of weights")
+        raise CheckpointFault(f"{checkpoint} lacks some of its {files} files of weights")
     return state
 
 

@@ -49,7 +49,7 @@ class Player(Agent):
     def __init__(self, *args: Any, **how: Any):
         super().__init__(*args, **how)
         if not isinstance(self.task, SearchQA):
-            raise Fault(f"--method {type(self).__name__}: it plays search QA alone")
+            raise Fault(f"--method {type(self).__name__}: it plays only search QA")
         self.cfg, self.search = self.task.cfg, self.task.search
         self.words = wording(self.cfg.model)
 

@@ -163,8 +163,8 @@ def anchored(b: Batch, A: Array) -> Array:
 
 
 def mixed_groups(b: Batch) -> Mask:
-    """DAPO (Eq. 11): only groups with both right and wrong answers. The authors sample more until
-    the batch is full."""
+    """DAPO (Eq. 11): only groups with both right and wrong answers; extras/refill.py draws more of
+    them."""
     return ((b.share_correct > 0) & (b.share_correct < 1))[b.tau]
 
 

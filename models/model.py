@@ -71,7 +71,7 @@ def load_config(path: str, longest: int = 0) -> Any:
     most = getattr(text, "max_position_embeddings", None)
     if most and longest > most:
         raise Fault(
-            f"--model {path}: it ends at {most} tokens; lower --max_prompt + --max_response, which are {longest}"
+            f"--model {path}: it takes {most} tokens at most; lower --max_prompt + --max_response, now {longest}"
         )
     for name, value in list(vars(text).items()):
         if isinstance(value, float) and re.search("drop|jitter", name):

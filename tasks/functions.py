@@ -142,7 +142,7 @@ class TypedFunction(SchemaTool):
 
     def __init__(self, function: Callable[..., Any], where: str):
         if not hasattr(function, "__name__"):  # a partial, an object
-            raise Fault(f"{where}: it is no function; write one with `def`")
+            raise Fault(f"{where}: it is not a function; write one with `def`")
         # here: it takes seconds, and few runs have such a tool
         from transformers.utils import get_json_schema
 

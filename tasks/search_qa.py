@@ -224,8 +224,9 @@ class Search(Tool):
         self.connect(url)
         self._batches = Batches(self._retrieve, 256)
 
-    def connect(self, url: str, restart: Callable[[], object] = lambda: None) -> None:
-        """Searches at another server from now on; `restart` starts it again if it has died."""
+    def connect(self, url: str, restart: Callable[[], object] | None = None) -> None:
+        """Searches at another server from now on; `restart` starts one of this run's own again if it
+        has died."""
         self.url, self._restart = url, restart
         self._client = Client(url, self.timeout, self.retries)
 
@@ -246,14 +247,15 @@ class Search(Tool):
         def read(answer: Any) -> dict[str, list[str]]:
             passages = {}
             for query, hits in zip(queries, answer["result"], strict=True):
-                best = [hit["document"] if "document" in hit else hit for hit in hits[: self.topk]]
+                best = [hit.get("document", hit) for hit in hits[: self.topk]]
                 passages[query] = [contents_of(document) for document in best]
             return passages
 
         body = {"queries": queries, "topk": self.topk, "return_scores": True}
-        for _ in range(2):  # this run's own server may die while it is asked
+        for _ in range(2 if self._restart else 1):  # this run's own may die while it is asked
             try:
-                self._restart()
+                if self._restart:
+                    self._restart()
                 return self._client.ask("/retrieve", body, read)
             except Outage as e:
                 fault = e
@@ -283,8 +285,8 @@ def probe(url: str, topk: int) -> BaseException | None:
     return Search(url, topk, retries=0).submit("is anyone there").exception()
 
 
-def start_server(cfg: Config, serve: Callable[..., str]) -> tuple[str, Callable[[], object]]:
-    """Returns the URL of --retriever, which answers, or of a BM25 server over --corpus; and what
+def start_server(cfg: Config, serve: Callable[..., str]) -> tuple[str, Callable[[], object] | None]:
+    """Returns the URL of --retriever, which answers, or of a BM25 server over --corpus and what
     restarts that."""
     if cfg.retriever:
         fault = probe(cfg.retriever, cfg.topk)
@@ -292,7 +294,7 @@ def start_server(cfg: Config, serve: Callable[..., str]) -> tuple[str, Callable[
             raise Fault(
                 f"--retriever: {fault}; start it (at http://...), or serve --corpus with --retriever ''"
             )
-        return cfg.retriever, lambda: None  # there is nothing to restart
+        return cfg.retriever, None
     # a slow core makes BM25 of 1 MB of passages a second (docs/LOG.md)
     deadline = 60 + Path(cfg.corpus).stat().st_size / 1e6
     own = partial(serve, "-m", "retrieval_server", "--corpus", cfg.corpus, deadline=deadline)
@@ -346,9 +348,9 @@ class SearchQA(Task):
             self.tools, self.instruction = [], WITHOUT_SEARCH
         self.takes_preset = self.instruction == SEARCH_R1
 
-    def connect(self, address: str, restart: Callable[[], object] = lambda: None) -> None:
+    def connect(self, address: str) -> None:
         """Searches at this URL."""
-        self.search.connect(address, restart)
+        self.search.connect(address)
 
     def address(self) -> str:
         return self.search.url
@@ -361,7 +363,7 @@ class SearchQA(Task):
         if self.search not in self.tools:
             return super().start(serve) or "tools: none"
         url, restart = start_server(self.cfg, serve)
-        self.connect(url, restart)
+        self.search.connect(url, restart)
         where = f"search: {without_secrets(url)}"
         if not self.cfg.retriever:
             where += f" (BM25 over {self.cfg.corpus}, started by this run)"

@@ -54,16 +54,15 @@ def main() -> None:
     rank = dist.get_rank()
     cfg, minibatches = pickle.loads(Path(args.batches).read_bytes())
     config, source = load_config(args.policy), load_model(args.policy) if rank == 0 else None
-    frozen = torch.bfloat16 if args.bf16 and cfg.lora_rank else torch.float32
     cfg = replace(cfg, gather=int(args.gather))
-    reference = skeleton(config, frozen)
+    reference = skeleton(config, torch.float32)
     reference = fill(shard(reference, "cpu", frozen=True, gather=args.gather), source)
-    model = skeleton(config, frozen)
+    model = skeleton(config, torch.float32)
     for whole in [model] + [source] * (rank == 0):
         lora.add(whole, cfg.lora_rank, cfg.lora_alpha)
     compute = torch.bfloat16 if args.bf16 else None
     model = fill(shard(model, "cpu", compute=compute, gather=args.gather), source)
-    plain = {name: p.to(frozen) for name, p in source.named_parameters()} if source else {}
+    plain = dict(source.named_parameters()) if source else {}
     for (name, whole), (_, copy) in zip(weights(model), weights(reference), strict=True):
         assert torch.equal(whole, copy.to(whole.dtype)) and (
             source is None or torch.equal(copy, plain[name])
@@ -92,7 +91,7 @@ def main() -> None:
         model,
         load_tokenizer(args.policy),
         args.out / "policy" if rank == 0 else None,
-        frozen,
+        torch.float32,
     )
     if rank == 0:
         torch.save({"metrics": metrics, "weights": final}, args.out / "result.pt")

@@ -297,7 +297,7 @@ def search(query: str):
     [
         ("my_tools:typeless", "--tools my_tools:typeless: "),
         ("search, my_tools:half", "--tools my_tools:half: "),
-        ("my_tools:part", "--tools my_tools:part: it is no function"),
+        ("my_tools:part", "--tools my_tools:part: it is not a function"),
         ("my_tools:nothing", "nothing is not a function in my_tools"),
         ("my_toolz:search", "--tools my_toolz:search: my_toolz cannot be imported"),
         ("my_tools:", "--tools my_tools:: give it as module:name, for a function"),

@@ -327,7 +327,7 @@ def test_a_stale_engine_is_refused_before_anything_has_changed(model, reference)
     engine = [x for tau in parts[0] for x, m in zip(tau.logps, tau.mask, strict=True) if m]
     gap = (trained - torch.tensor(engine)).abs().mean().item()
     learner.max_gap = gap * 0.999
-    with pytest.raises(EngineFault, match=f"differ by {gap:.3f} nat a token"):
+    with pytest.raises(EngineFault, match=f"differ by {gap:.3f} nats per token"):
         learner.update(2, parts)
     assert torch.equal(flat(learner.model), before) and not learner.optimizer.state
     assert all(p.grad is None for p in learner.model.parameters())

@@ -136,7 +136,7 @@ def test_a_run_leaves_what_it_promises(short):
     for name, row in rows.items():
         wanted = [*name.split(), *(f"{row[k]:.3f}" for k in ("em", "f1", "searches"))]
         assert wanted in [line.split() for line in stdout.splitlines()], name
-    assert stdout.splitlines()[-1] == f"see it: {out}/report.html"
+    assert stdout.splitlines()[-1] == f"page: {out}/report.html"
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from torch import nn
 
 from config import PRESETS
 from models import linear as module
-from models import lora, packing
 from models import model as models
+from models import packing
 from models.linear import Linear
 from models.model import hidden_states, load_config, load_model, skeleton, speed_up
 from models.packing import ROW_MULTIPLE, pack, prefer_onednn
@@ -86,22 +86,3 @@ def test_onednn_is_preferred_on_amd_with_avx512(name, avx512, preferred, monkeyp
     cpu = {"cpu_name": name, "avx512_f": avx512}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
     assert prefer_onednn.__wrapped__() == preferred
-
-
-def test_a_layer_with_adapters_is_multiplied_by_onednn_too(monkeypatch):
-    """Forward and backward, and as in float64."""
-    prefer(True, monkeypatch)
-    asked, multiply = [], module.multiply
-    monkeypatch.setattr(module, "multiply", lambda *a: asked.append(a[0].shape) or multiply(*a))
-    torch.manual_seed(0)
-    x, W, bias, A, B = map(torch.randn, ((1, ROW_MULTIPLE, 24), (40, 24), (40,), (4, 24), (40, 4)))
-    trained = [tensor.requires_grad_() for tensor in (x, A, B)]
-    wide = [tensor.detach().double().requires_grad_() for tensor in trained]
-    out = lora.Product.apply(x, W, bias, A, B, 0.5, torch.zeros(64, dtype=torch.int32))
-    want = wide[0] @ (W.double() + 0.5 * wide[2] @ wide[1]).T + bias
-    torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-5)
-    dy = torch.randn_like(out)
-    torch.autograd.backward([out, want], [dy, dy.double()])
-    assert asked == [x.shape, dy.shape]
-    for mine, theirs in zip(trained, wide, strict=True):
-        torch.testing.assert_close(mine.grad.double(), theirs.grad, atol=1e-3, rtol=1e-4)

@@ -258,6 +258,11 @@ def test_a_run_trains_adapters_and_exports_them_merged(tmp_path):
 
 
 @pytest.fixture(scope="module")
+def path(tiny_path):
+    return tiny_path
+
+
+@pytest.fixture(scope="module")
 def batches(tmp_path_factory):
     """Returns a file of seven groups of three, and the settings of a run with adapters."""
     taus = scaled(made_up(7, seed=3), 3)
@@ -306,26 +311,6 @@ def test_a_checkpoint_of_two_is_loaded_by_any_number(path, batches, tmp_path, tw
     found, merged = together(n, path, batches, tmp_path / "o", "--load", two[0] / "dcp")
     assert len(found) == 1
     same(found, merged, one)
-
-
-@pytest.mark.ranks
-def test_frozen_weights_in_bf16_agree_within_its_rounding(path, batches, tmp_path, one):
-    cfg, parts = pickle.loads(batches.read_bytes())
-    (alone := tmp_path / "alone.pkl").write_bytes(
-        pickle.dumps((replace(cfg, micro_tokens=1), parts))
-    )
-    # A shared prompt is rounded otherwise than each one's own, and other numbers of ranks cut other
-    # batches.
-    (mine, *_), merged = together(2, path, alone, tmp_path / "2", "--bf16")
-    (theirs, *_), _ = together(1, path, alone, tmp_path / "1", "--bf16")
-    for name in ("loss", "grad_norm", "entropy"):
-        assert mine[name] == pytest.approx(theirs[name], rel=0.02, abs=1e-3), name
-    still = {
-        name: torch.equal(W.float(), one[2][name].bfloat16().float()) for name, W in merged.items()
-    }
-    assert [name for name in still if not still[name]] == [
-        name for name in one[2] if name.endswith("_proj.weight")
-    ]
 
 
 @pytest.mark.ranks

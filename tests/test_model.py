@@ -381,7 +381,7 @@ def test_a_folder_with_a_mistake_is_refused_by_whatever_loads_it_first(
 def test_a_policy_ends_where_its_positions_do(family, settings, tmp_path):
     getattr(transformers, f"{family}Config")(**settings).save_pretrained(tmp_path)
     load_config(str(tmp_path), 64)
-    assert "it ends at 64 tokens" in refused(load_config, str(tmp_path), 65)
+    assert "it takes 64 tokens at most" in refused(load_config, str(tmp_path), 65)
 
 
 def test_a_narrow_copy_has_the_buffers_of_transformers_model_in_bfloat16(tiny_path, tmp_path):

@@ -108,7 +108,7 @@ def test_a_run_evaluates_the_questions_that_there_are_resumed_too(tmp_path):
 
 
 README = (ROOT / "README.md").read_text()
-[TASK] = re.findall(r"```python\n(.*?)```", README, re.S)
+TASK, CALL = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 @pytest.mark.slow
@@ -117,7 +117,8 @@ def test_the_page_shows_what_runs_as_a_script_and_in_a_notebook(tmp_path):
     notebook the class is defined above."""
     [page] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.S)
     (tmp_path / "alliteration.py").write_text(TASK)
-    page = page.replace("T=40", "T=1, batch=2")
+    assert page.startswith(CALL)
+    page = page.replace("T=60", "T=1, batch=2")
     notebook = TASK + page.removeprefix("from alliteration import Alliteration\n")
     env = ENV | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     argv = [sys.executable, "-c", page + notebook]

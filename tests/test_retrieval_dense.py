@@ -224,7 +224,7 @@ def test_what_does_not_belong_together_is_refused(flat, corpus, shallow, tmp_pat
     faiss.write_index(faiss.IndexFlatIP(24), str(small := tmp_path / "small"))
     encoder = ["--encoder", shallow, "--corpus", other]
     for argv, complaint in [
-        ([*encoder, "--index", flat], f"of {N} passages, not {N - 1}"),
+        ([*encoder, "--index", flat], f"has {N} passages, --corpus {N - 1}"),
         ([*encoder, "--index", junk], f"--index {junk}: "),
         ([*encoder, "--index", small], "vectors of 24 numbers"),
         (["--corpus", other, "--index", "/proc/x", "--build", "bm25"], "--index /proc/x: "),

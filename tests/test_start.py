@@ -62,7 +62,7 @@ def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start
         Fault, match=f"--max_prompt 10: .* are {shortest} tokens at least, .*; raise it"
     ):
         choose_for_machine(replace(cfg, max_prompt=10), task)
-    with pytest.raises(Fault, match="it ends at 1024 tokens; lower --max_prompt"):
+    with pytest.raises(Fault, match="it takes 1024 tokens at most; lower --max_prompt"):
         choose_for_machine(replace(cfg, max_prompt=1000), task)
 
 

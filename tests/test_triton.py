@@ -97,14 +97,14 @@ def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
         ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__")
     )
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    flags = "--tokens 16 --shapes 32x512 --masked 0 50 --seconds 0.01 --json"
+    flags = "--tokens 16 --shapes 32x512 --masked 50 --seconds 0.01 --json"
     command = [sys.executable, "-m", "kernels.bench", *flags.split()]
     done = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
-    assert len(rows) == 24 and {row["masked"] for row in rows} == {0, 50}
+    assert len(rows) == 12
     for row in rows:
         if row["name"].startswith(("ours", "torch", "TRL", "Liger fused")):
             assert (

@@ -125,7 +125,7 @@ def read_head(log: str, cuda: bool) -> dict:
 def read_run(log: str, cuda: bool) -> dict:
     """Reads what a run says of itself in the end: its first metric before and after, its first
     step."""
-    run = Path(re.findall("all of it is in (.+)", log)[-1])
+    run = Path(re.findall("everything is in (.+)", log)[-1])
     summary = json.loads((run / "summary.json").read_bytes())
     metric = summary["metrics"][0]
     x = {f"{when}_{metric}": summary[when][metric] for when in ("start", "end")}

@@ -23,8 +23,6 @@ enqueue   ms of the host for a micro-batch: reference, forward, backward; the de
 wall      ms a micro-batch, of several without a wait between them
 busy      ms in which the device computes; the kinds of its kernels add up to more where they overlap
 launches  kernels and copies
-waits     times that the host waits for the device, and where
-ops       operations that torch dispatches for a micro-batch, and autograd's nodes, a layer
 """
 
 import argparse
@@ -33,7 +31,6 @@ import itertools
 import json
 import random
 import statistics
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import MethodType
@@ -43,7 +40,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, Qwen2Config, Qwen3_5TextConfig
 
 from config import Config
@@ -91,7 +87,6 @@ KINDS = {  # words in the names of kernels, in the order in which they are looke
     "copies": "memcpy memset copy cat split",
     "elementwise": "elementwise reduce",
 }
-WAITS = "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"
 
 
 def randomize(model, seed: int) -> None:
@@ -188,13 +183,6 @@ def fit_layers(cfg, shape, margin=1.0):
         shape["num_hidden_layers"] //= 2
 
 
-def find_missed(x: dict) -> list[str]:
-    """Names the goals that the figures miss."""
-    return ["more than 15 % above the estimate of memory"] * (
-        x["peak_gb"] > 1.15 * x["estimate_gb"]
-    )
-
-
 def wait(work: Callable[[], Any]) -> Any:
     """Returns what the work gave, once the device has done it."""
     result = work()
@@ -222,8 +210,7 @@ def measure(args: argparse.Namespace) -> dict:
     )
     config, estimated = fit_layers(cfg, KNOWN["Qwen/Qwen2.5-3B"] if cuda else TOY)
     learner = build_learner(config, args.device, cfg)
-    name = torch.cuda.get_device_name() if cuda else args.device
-    peak = find_peak(name) or float("inf")
+    peak = find_peak(torch.cuda.get_device_name() if cuda else args.device) or float("inf")
     parameters = sum(p.numel() for p in learner.model.parameters())
     rng, rows = random.Random(0), []
     for t in range(1, args.steps + 2):
@@ -244,7 +231,8 @@ def measure(args: argparse.Namespace) -> dict:
     x |= {key: statistics.median(row[key] for row in rows[1:]) for key in ("tokens_per_s", "mfu")}
     x |= {"peak_gb": max(row["peak_gb"] for row in rows), "estimate_gb": estimated / 1e9}
     x["rows"] = rows
-    return x | {"missed": find_missed(x)}
+    above = x["peak_gb"] > 1.15 * x["estimate_gb"]
+    return x | {"missed": ["more than 15 % above the estimate of memory"] * above}
 
 
 # ---- single micro-batches
@@ -272,75 +260,20 @@ def kind_of(kernel: str) -> str:
 
 
 def read_profile(work: Callable[[], Any]) -> dict:
-    """Returns what the device did: busy ms, kernels, ms by kind; and the ms that the host waited."""
+    """Returns what the device did: busy ms, kernels, ms by kind."""
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         wait(work)
-    kinds, waited, spans = Counter(), 0, []
+    kinds, spans = Counter(), []
     for event in prof.profiler.kineto_results.events():
         name, ms = event.name(), event.duration_ns() / 1e6
         if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation():
             kinds[kind_of(name)] += ms
             spans.append((event.start_ns() / 1e6, event.end_ns() / 1e6))
-        elif name in WAITS:
-            waited += ms
     busy, last = 0, 0
     for start, end in sorted(spans):
         busy += max(0, end - max(start, last))
         last = max(last, end)
-    # the host's waits include the one at the end, which is this measurement's
-    row = {"busy_ms": busy, "launches": len(spans), "waited_ms": waited}
-    return row | {"kinds_ms": dict(kinds.most_common())}
-
-
-def count_waits(work: Callable[[], Any]) -> dict:
-    """Returns how often the host waits for the device, and where."""
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            work()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    places = Counter(
-        f"{w.filename.rpartition('/')[2]}:{w.lineno}"
-        for w in seen
-        if "synchroniz" in str(w.message)
-    )
-    return {"waits": sum(places.values()), "waits_at": dict(places.most_common())}
-
-
-class Operations(TorchDispatchMode):
-    """Counts what torch dispatches; what it dispatches of a DTensor when it reaches its shares."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented
-        if func is not torch.ops.prim.device.default:  # fake tensors ask for it
-            self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def count_nodes(loss: torch.Tensor) -> int:
-    """Returns the nodes of autograd's graph; recomputed ones are not in it."""
-    seen, left = set(), [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node and node not in seen:
-            seen.add(node)
-            left += [parent for parent, _ in node.next_functions]
-    return len(seen)
-
-
-def count_operations(learner: Learner, taus: list[Trajectory]) -> dict:
-    """Returns the operations of a micro-batch and its nodes, per layer, head and all."""
-    with Operations() as mode, torch.autograd.set_multithreading_enabled(False):
-        loss, _ = learner.loss(taus, slice(None), learner.make_loss_inputs(taus, None))
-        nodes = count_nodes(loss)
-        loss.backward()
-    layers = learner.model.config.num_hidden_layers
-    return {"ops": mode.count / layers, "nodes": nodes / layers}
+    return {"busy_ms": busy, "launches": len(spans), "kinds_ms": dict(kinds.most_common())}
 
 
 def measure_row(learner: Learner, row: dict, vocab: int) -> None:
@@ -371,11 +304,9 @@ def measure_row(learner: Learner, row: dict, vocab: int) -> None:
     row |= {"enqueue_ms": 1e3 * enqueued, "wall_ms": 1e3 * seconds / n}
     row["tokens_per_s"] = tokens * n / seconds
 
-    # counts
-    row |= count_operations(learner, taus)
+    # memory and kernels
     if cuda:
         row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        row |= count_waits(work)
         row |= read_profile(work)
 
     # the end of an update, which also frees what was gathered

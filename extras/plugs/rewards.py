@@ -81,7 +81,7 @@ def read_score(item: str) -> Score:
     with suppress(ValueError):
         weight = float(factor or 1)
     if not math.isfinite(weight):
-        raise Fault(f"{where}: {factor} is no finite number; write 0.5*module:function")
+        raise Fault(f"{where}: {factor} is not a finite number; write 0.5*module:function")
     function = import_named(where, spec, "function")
     parameters = inspect.signature(function).parameters
     needs = [
@@ -95,7 +95,7 @@ def read_score(item: str) -> Score:
     if len(needs) == 1 and parameters[needs[0]].kind is not inspect.Parameter.KEYWORD_ONLY:
         return Score(item, weight, function, "ours")
     raise Fault(
-        f"{where}: {inspect.signature(function)} is no known form; write f(taus), TRL's"
+        f"{where}: {inspect.signature(function)} has no known form; write f(taus), TRL's"
         f" f(completions, **columns) or verl's f({', '.join(VERL)})"
     )
 

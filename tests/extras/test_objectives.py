@@ -11,20 +11,24 @@ import pickle
 import random
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from test_algorithm import Exam, questions
 from test_grpo import G, batch_of, clip, error, gradient, gradients, logprobs, settings_of
 from test_inspo import SMALL, finish, metrics
 
 from config import PRESETS
-from extras import objectives
+from extras import objectives, refill
 from extras.batch import turn_lengths
 from extras.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveLearner
+from extras.refill import Refilling
 from grpo import minibatches
 from kernels import eq2, grpo_head
 from models.model import load_model
+from population import Population
 from tasks import Question, Trajectory, Turn
 
 LIMIT = 10  # tokens that a trajectory may sample
@@ -636,3 +640,42 @@ def test_what_an_objective_remembers_is_resumed(tmp_path):
         (tmp_path / name / "policy/model.safetensors").read_bytes() for name in ("whole", "resumed")
     ]
     assert weights[0] == weights[1]
+
+
+# ---- dynamic sampling
+
+
+@pytest.mark.parametrize("mixed, draws, kept", [(4, 1, 4), (2, 2, 4), (1, 4, 4), (0, 4, 0)])
+def test_a_step_draws_until_its_groups_are_mixed_and_updates_on_these(mixed, draws, kept):
+    """Of 4 groups of 2 the first `mixed` of every draw have a right and a wrong answer, the others
+    two right ones."""
+    D = {q.id: q for q in questions("q", 9).values()}
+    cfg = ObjectiveConfig(batch=4, G=2)
+    P, played, updated = Population(cfg), [], []
+    P.join("I", None, 0)
+
+    def rollout(t, purpose, jobs):
+        answers = [k % 8 % 2 and k % 8 < 2 * mixed for k in range(len(jobs))]
+        played.append([
+            Trajectory(0, job.question, job.group, [], 0, prediction=None if wrong else job.question.golds[0])
+            for job, wrong in zip(jobs, answers, strict=True)
+        ])  # fmt: skip
+        return list(played[-1])
+
+    policy = SimpleNamespace(rollout=rollout, update=lambda t, taus: updated.extend(taus))
+    evolution = SimpleNamespace(D=D, P=P)
+    refilling = Refilling(cfg, Exam(cfg, D), policy, evolution)
+    jobs = P.draw_jobs(np.random.default_rng(0), list(D.values())[:4], 2)
+    taus = refilling.rollout(3, "rollout", jobs)
+    assert taus == sum(played, []) and len(played) == draws
+    assert [tau.group for tau in taus] == [k for k in range(4 * draws) for _ in range(2)]
+    refilling.update(3, taus)
+    whole = [sum(tau.failed for tau in updated[k : k + 2]) for k in range(0, 8, 2)]
+    assert len(updated) == 8 and whole == [1] * kept + [0] * (4 - kept)
+    assert refilling.rollout(3, "verify 0", jobs) == played[draws] and len(played) == draws + 1
+
+
+@pytest.mark.slow
+def test_a_whole_run_draws_again(tmp_path):
+    refill.main(["--out", str(tmp_path / "r"), "--objective", "dapo", *SMALL])
+    assert metrics(tmp_path / "r")

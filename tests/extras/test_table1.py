@@ -193,7 +193,7 @@ def test_a_method_is_measured_by_evaluate_and_plays_search_qa_alone(tmp_path, ca
     table1.main([*flags, "direct", "--out", str(tmp_path / "direct")])
     assert "gold_recall 0.000" in capsys.readouterr().out
     game = "rag", "--task", "extras.tasks.guess:Guess", "--out", str(tmp_path / "o")
-    with pytest.raises(SystemExit, match="--method RAG: it plays search QA alone"):
+    with pytest.raises(SystemExit, match="--method RAG: it plays only search QA"):
         table1.main(["world", "--method", *game])
 
 

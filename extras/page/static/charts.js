@@ -1,20 +1,20 @@
 // The curves: one small chart for each thing that a run measures, with one cursor for all of them.
 
 const PANELS = [
-  { id: "answered", title: "Ends in an answer, valid actions", keys: { answered: "answered", valid_actions: "valid actions" } },
-  { id: "tokens", title: "Tokens", keys: { context_tokens: "whole", prompt_tokens: "prompt", response_tokens: "response" } },
+  { id: "answered", title: "Answered, valid actions", keys: { answered: "answered", valid_actions: "valid actions" } },
+  { id: "tokens", title: "Tokens per trajectory", keys: { context_tokens: "all", prompt_tokens: "prompt", response_tokens: "response" } },
   { id: "kl", title: "KL to the first policy, nats", keys: { kl: "k3 estimate" } },
   { id: "logp", title: "Log-prob per token of the demonstrations", keys: { logp: "mean" } },
   { id: "entropy", title: "Entropy per token, nats", keys: { entropy: "entropy" } },
   { id: "clip_fraction", title: "Clipped tokens", keys: { clip_fraction: "share" } },
-  { id: "logp_gap", title: "Engine against trainer, nats per token", keys: { logp_gap: "mean" } },
-  { id: "zero_variance_groups", title: "Groups with rewards all alike", keys: { zero_variance_groups: "share" } },
+  { id: "logp_gap", title: "Log-prob gap, engine to trainer, nats", keys: { logp_gap: "mean" } },
+  { id: "zero_variance_groups", title: "Groups whose rewards are all equal", keys: { zero_variance_groups: "share" } },
   { id: "grad_norm", title: "Gradient norm before clipping", keys: { grad_norm: "norm" } },
   {
     id: "seconds", title: "Seconds per step",
-    keys: { "time/rollout": "rollouts", "time/tools": "of them waiting for tools", "time/reward": "rewards", "time/update": "update", "time/evolve": "evolution" },
+    keys: { "time/rollout": "rollouts", "time/tools": "of which waiting for tools", "time/reward": "rewards", "time/update": "update", "time/evolve": "evolution" },
   },
-  { id: "speed", title: "Tokens per second", keys: { "time/sampled_per_s": "sampled, of rollouts", "time/trained_per_s": "trained on, of updates" } },
+  { id: "speed", title: "Tokens per second", keys: { "time/sampled_per_s": "sampled, in rollouts", "time/trained_per_s": "trained on, in updates" } },
 ];
 const charts = [];
 
@@ -29,6 +29,11 @@ function panelsOf(runs) {
     { id: "calls", title: "Tool calls per trajectory", keys: Object.fromEntries(tools.map((name) => [name, name])) },
     ...PANELS,
   ];
+}
+
+// Returns whether a series has values at few steps, which are drawn as points.
+function isSparse(key) {
+  return /^(test|valid)\/|evolve$/.test(key);
 }
 
 function identical(series, a, b) {
@@ -67,7 +72,7 @@ function single(run) {
   return panelsOf([run]).map((panel) => ({
     id: panel.id, title: panel.title, t,
     lines: keysOf(panel, series).map(([key, label], k) => ({
-      label, values: series[key], colour: colours[k % colours.length], sparse: /^(test|valid)\//.test(key),
+      label, values: series[key], colour: colours[k % colours.length], sparse: isSparse(key),
     })),
   })).filter((chart) => chart.lines.length);
 }
@@ -92,7 +97,7 @@ function groupLines(key, t, colours) {
     const columns = group.runs.map((k) => valuesAt(DATA.runs[k].curves, key, t));
     const at = (step) => columns.map((values) => values[step]).filter((x) => x !== null);
     const pick = (reduce) => t.map((_, step) => (at(step).length ? reduce(at(step)) : null));
-    const line = { label: group.label, values: pick(mean), colour: colours[g % colours.length], sparse: /^(test|valid)\//.test(key) };
+    const line = { label: group.label, values: pick(mean), colour: colours[g % colours.length], sparse: isSparse(key) };
     if (columns.length > 1) {
       line.low = pick((values) => Math.min(...values));
       line.high = pick((values) => Math.max(...values));

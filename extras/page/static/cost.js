@@ -1,6 +1,6 @@
 // What a run has cost: calls, tokens, money at a price, verification against training, seconds by phase; its settings.
 
-const PHASES = { rollout: "rollouts", tools: "waiting for tools", reward: "rewards", update: "update", verify: "verification", evolve: "optimizer and rest of evolution", evaluate: "evaluation", other: "the rest: start, final evaluation, checkpoints" };
+const PHASES = { rollout: "rollouts", tools: "waiting for tools", reward: "rewards", update: "update", verify: "verification", evolve: "the optimizer's calls", evaluate: "evaluation", other: "the rest: start, final evaluation, checkpoints" };
 
 function drawCost(k) {
   const { cost } = DATA.runs[k];
@@ -12,12 +12,12 @@ function drawCost(k) {
       definitions([["Training", num(cost.training_rollouts)], ["Verification", num(cost.verification_rollouts)], ["Tool calls", num(cost.tool_calls)]]),
       overheadBar(cost)),
     h("div", {}, h("h3", {}, `Time: ${duration(cost.seconds)}`), phaseBar(cost.phases, false), phaseTable(cost),
-      h("h3", {}, "Speed of the middle step"), definitions(speedFacts(cost.speed)))));
+      h("h3", {}, "Speed, median of the steps"), definitions(speedFacts(cost.speed)))));
 }
 
 // Returns [[name, text], ...] of the speeds that were measured.
 function speedFacts(speed) {
-  return [["Sampled", "sampled_per_s"], ["Trained on", "trained_per_s"]].filter(([, key]) => key in speed).map(([name, key]) => [name, `${num(Math.round(speed[key]))} tokens a second`]);
+  return [["Sampled", "sampled_per_s"], ["Trained on", "trained_per_s"]].filter(([, key]) => key in speed).map(([name, key]) => [name, `${num(Math.round(speed[key]))} tokens per second`]);
 }
 
 // Dollars for a million tokens, of prompts and of replies: from the address.
@@ -30,7 +30,7 @@ function priceFields(cost) {
     const inputs = event.target.parentElement.querySelectorAll("input");
     go({ section: "cost", price: [...inputs].map((input) => input.value || "0").join(",") });
   } });
-  return h("span", { class: "price" }, amount, h("span", {}, " at $", field(0, "dollars a million tokens of prompts"), " and $", field(1, "dollars a million tokens of replies"), " a million tokens"));
+  return h("span", { class: "price" }, amount, h("span", {}, " at $", field(0, "dollars per million tokens of prompts"), " and $", field(1, "dollars per million tokens of replies"), " per million tokens"));
 }
 
 // Verification rollouts as a share of the training rollouts, beside the paper's 1.4 to 7 %.

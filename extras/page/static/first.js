@@ -40,7 +40,7 @@ function learnedCard(run) {
     out.push(h("p", { class: "headline" }, "Reward ", h("b", {}, fixed(rewards[0])), " → ", h("b", { class: rewards[1] > rewards[0] ? "good" : "" }, fixed(rewards[1]))));
     out.push(h("p", { class: "under" }, `means of the first and the last ${plural(few, "step")} of ${run.t}` + (run.T ? `; ${run.T} are planned` : "")));
   } else {
-    out.push(h("p", { class: "headline" }, "Nothing measured yet"));
+    out.push(h("p", { class: "headline" }, "Nothing has been measured yet"));
   }
   out.push(h("figure", { class: "spark" }), pairLink(run));
   return card("learned", "Did it learn?", out);
@@ -86,7 +86,7 @@ function winnerCard(run, k) {
   return card("winner", finished ? "Which instruction won?" : "Which instruction leads?",
     h("p", { class: "headline" }, line),
     diffText(first.text, I.text, false),
-    h("p", { class: "note" }, I.id === first.id ? "It is the first instruction." : ["Marked: what the first instruction does not say."]),
+    h("p", { class: "note" }, I.id === first.id ? "It is the first instruction." : ["Marked: what it adds to the first instruction."]),
     why.length ? [h("h3", {}, "Why"), h("ul", { class: "why" }, why.map((text) => h("li", {}, text)))] : null);
 }
 
@@ -97,12 +97,12 @@ function reasons(won, I, run) {
     out.push(`Its weight is ${fixed(won.w)}${rival}.`);
   }
   if (typeof I.r === "number") out.push(`When it joined at step ${I.born} it scored ${fixed(I.r)} on ${plural(I.questions, "question")}, its parent ${fixed(I.r_parent)}.`);
-  else if (I.born === 0 && I.parents.length) out.push("It was there from the start, as a paraphrase of the first one.");
+  else if (I.born === 0 && I.parents.length) out.push("It is a paraphrase of the first one, there from the start.");
   const { "trained policy, first instruction": before, "trained policy, I_star": after } = run.learned.table;
   if (before && after) {
     const used = Object.fromEntries(callsOf(run, before));
     const calls = callsOf(run, after).filter(([name]) => name in used).map(([name, n]) => [name, fixed(n, 1), fixed(used[name], 1)]).filter(([, now, then]) => now !== then).map(([name, now, then]) => `, with ${now} ${name} instead of ${then}`);
-    out.push(`The trained policy has ${fixed(after[run.metric])} under it and ${fixed(before[run.metric])} under the first one${calls.join("")}.`);
+    out.push(`The trained policy scores ${fixed(after[run.metric])} under it and ${fixed(before[run.metric])} under the first one${calls.join("")}.`);
   }
   const { instructions, refused } = run.tree;
   out.push(`It is one of ${plural(instructions.length, "instruction")} that were tried; ${plural(refused.length, "candidate was", "candidates were")} refused.`);
@@ -113,12 +113,12 @@ function costCard(run) {
   const cost = run.cost;
   const share = cost.training_rollouts ? cost.verification_rollouts / cost.training_rollouts : null;
   const facts = [
-    ["Time", `${duration(cost.seconds)}${run.t ? `, ${num(cost.seconds / run.t, 2)} s a step` : ""}`],
-    ...speedFacts(cost.speed),
+    ["Time", `${duration(cost.seconds)}${run.t ? `, ${num(cost.seconds / run.t, 2)} s per step` : ""}`],
     cost.optimizer_calls && ["Optimizer", `${plural(cost.optimizer_calls, "call")}, ${plural(cost.prompt_tokens + cost.completion_tokens, "token")}`],
-    share && ["Verification", h("span", {}, `${percent(share, 1)} of the training rollouts `, h("span", { class: "muted" }, "(the paper: 1.4–7 %)"))],
+    ...speedFacts(cost.speed),
+    share && ["Verification", h("span", {}, `${percent(share, 1)} of the training rollouts `, h("span", { class: "muted" }, "(the paper: 1.4–7\u00a0%)"))],
   ];
-  return card("spent", "What did it cost?", definitions(facts.filter(Boolean)), phaseBar(cost.phases), h("p", { class: "more" }, h("a", { href: "#cost" }, "All of it")));
+  return card("spent", "What did it cost?", definitions(facts.filter(Boolean)), phaseBar(cost.phases), h("p", { class: "more" }, h("a", { href: "#cost" }, "All costs")));
 }
 
 function definitions(facts) {

@@ -50,12 +50,12 @@ function filters(run) {
   const same = (values) => values.map((value) => [value, value]);
   const field = (key, label, type, extra = {}) => h("label", {}, label, h("input", { name: key, type, value: state[key], oninput: (event) => filter({ [key]: event.target.value }), ...extra }));
   return h("form", { class: "filters", "aria-label": "Filters", onsubmit: (event) => event.preventDefault() },
-    choose("kind", "played for", same(distinct("kind"))),
+    choose("kind", "kind", same(distinct("kind"))),
     field("from", "from step", "number", { min: 0 }), field("to", "to step", "number", { min: 0 }),
     choose("by", "instruction", distinct("ins").map((key) => [key, nameOf(key)])),
     choose("outcome", "outcome", same(["solved", "failed"])),
     choose("stop", "ended by", same(distinct("stop"))), choose("source", "source", same(distinct("source"))),
-    choose("calls", "tool calls", same(distinct("calls"))), field("ask", "question has", "search", { placeholder: "text" }),
+    choose("calls", "tool calls", same(distinct("calls"))), field("ask", "question contains", "search", { placeholder: "text" }),
     h("button", { type: "reset", onclick: (event) => (event.preventDefault(), clearFilters()) }, "Clear"));
 }
 

@@ -39,8 +39,8 @@ function besideChoice(peers, row, beside) {
   const others = peers.filter((peer) => peer.kind !== row.kind || peer.t !== row.t || peer.group !== row.group);
   const same = peers.filter((peer) => !others.includes(peer));
   const option = (peer) => h("option", { value: peer.k, selected: beside === peer }, `${whenOf(peer)}, ${nameOf(peer.ins)}: ${outcomeOf(peer)}, reward ${num(peer.reward)}`);
-  return h("label", {}, "the same question", h("select", { name: "beside", onchange: (event) => go({ section: "trajectories", open: String(row.k), beside: event.target.value }, true) },
-    h("option", { value: "" }, `beside this (${peers.length})`),
+  return h("label", {}, "compare with", h("select", { name: "beside", onchange: (event) => go({ section: "trajectories", open: String(row.k), beside: event.target.value }, true) },
+    h("option", { value: "" }, `the same question (${peers.length} more)`),
     others.length ? h("optgroup", { label: "at another time or under another instruction" }, others.map(option)) : null,
     same.length ? h("optgroup", { label: "in the same group" }, same.map(option)) : null));
 }

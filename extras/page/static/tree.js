@@ -21,7 +21,7 @@ function treeLegend(run, refused) {
   const { low, high } = weightScale(run);
   const ramp = h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${colour("ramp-0")}, ${colour("ramp-1")})` } });
   return h("p", { class: "note" }, "A bar is an instruction from its birth to its end: its height is its share of the step's samples, its colour its weight, ", num(low), " ", ramp, ` ${num(high)}. `,
-    refused ? "Grey rings are candidates that were refused. " : "", "Select one to read it. In the log, P are the instructions in use, w is the mean reward of one over the last steps that drew it, and D_B are the questions on which a revision is held against its parent.");
+    refused ? "Grey rings are candidates that were refused. " : "", "Select one to read it. In the log, P is the set of instructions in use, w is an instruction's mean reward over the last steps that drew it, and D_B is the set of questions on which a revision is compared with its parent.");
 }
 
 // Returns the instructions and refused candidates in the order of their rows: by birth, the refused after their siblings.
