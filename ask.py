@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("question", nargs="*", help="without one, questions are read from the keyboard")
+    add("question", nargs="*", help="without one, it reads questions from the keyboard")
     add("--run", default="", help="a finished run, or a checkpoint of it [the newest in runs/]")
     add_player_flags(parser)
     args = parser.parse_args(argv)

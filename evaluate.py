@@ -329,10 +329,10 @@ def show(x: Any) -> str:
 def add_player_flags(parser: argparse.ArgumentParser, knobs: Sequence[str] = KNOBS) -> None:
     """Adds how an agent plays, and the settings that may be given anew."""
     add = parser.add_argument
-    add("--seed", type=int, default=0, help="of what is sampled")
+    add("--seed", type=int, default=0, help="seed of the sampling")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     for name in knobs:
-        add(f"--{name}", default=argparse.SUPPRESS, help="as inspo.py's")
+        add(f"--{name}", default=argparse.SUPPRESS, help="as in inspo.py")
 
 
 def read_player_flags(args: argparse.Namespace, knobs: Sequence[str] = KNOBS) -> Row:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from config import GRPOKnobs
 from kernels import clipped_surrogate, eq2
 from models.model import defer_sync, is_adapter, named_weights, reshard, without_adapters
-from models.packing import micro_batches, pack, send
+from models.packing import micro_batches, pack, to_device
 from plumbing.faults import EngineFault
 from plumbing.files import Row
 from plumbing.threads import compute_alone
@@ -48,7 +48,7 @@ def group_advantages(r: Array) -> Array:
 def minibatches(taus: Batch, cfg: GRPOKnobs) -> list[Batch]:
     """Returns the trajectories of a step in their order, cut into parts of `cfg.mini_batch`, one
     for each optimizer update. A part may cut a group; the last may be smaller."""
-    n = cfg.mini_batch  # CHOICE-10
+    n = cfg.mini_batch  # trajectories, where cfg.batch counts questions: CHOICE-10
     return [taus[k : k + n] for k in range(0, len(taus), n)]
 
 
@@ -87,12 +87,12 @@ class Learner:
         self.device = first.device
         self.sharded = isinstance(first, DTensor)
         self.rank: int = dist.get_rank() if self.sharded else 0
-        self.ranks: int = dist.get_world_size() if self.sharded else 1
+        self.size: int = dist.get_world_size() if self.sharded else 1
         self.reference = None
         if cfg.beta:
             self.reference = model if cfg.lora_rank else reference.requires_grad_(False).eval()
         small = sum(p.numel() for p in model.parameters()) < SMALL
-        # adapters are switched off for all threads at once
+        # with LoRA the reference switches adapters off, for all threads at once
         shareable = small and not self.sharded and not cfg.lora_rank
         self.threads = torch.get_num_threads() if shareable else 1
         self.optimizer = torch.optim.AdamW(  # CHOICE-17
@@ -126,10 +126,10 @@ class Learner:
         """
         counts = np.array([sum(tau.mask) for tau in minibatch], int)
         # 1/|tau|, then the mean
-        average = 1 / (np.maximum(1, counts) * len(minibatch))  # Eq.2 CHOICE-9
+        weight = 1 / (np.maximum(1, counts) * len(minibatch))  # Eq.2 CHOICE-9
         return {
             "adv": np.repeat([tau.advantage for tau in minibatch], counts),
-            "token_weight": np.repeat(average, counts),
+            "token_weight": np.repeat(weight, counts),
             "old_logp": None if old is None else old[0],
             "eps_low": self.cfg.eps,
             "eps_high": self.cfg.eps,
@@ -140,13 +140,13 @@ class Learner:
         tokens among the N; `models.model.probe` says what the row of one may hold."""
         # of the N action tokens trajectory k has those from starts[k] to starts[k + 1]
         starts = np.cumsum([0, *(sum(tau.mask) for tau in minibatch)])
-        # 1: each trajectory alone
+        # tokens; a limit of 1 leaves each trajectory alone
         most = 1 if self.model.row_kind == "single" else self.cfg.micro_tokens
         if self.model.row_kind != "shared":
-            # then no two have a prompt to share
+            # a prompt of no tokens is shared by none
             minibatch = [replace(tau, prompt_tokens=0) for tau in minibatch]
-        batches = micro_batches(minibatch, most, self.ranks)  # CHOICE-37
-        for batch in batches[self.rank :: self.ranks]:
+        batches = micro_batches(minibatch, most, self.size)  # CHOICE-37
+        for batch in batches[self.rank :: self.size]:
             indices = [np.arange(starts[k], starts[k + 1]) for k in batch]
             # a batch that only keeps the ranks in step is empty
             yield [minibatch[k] for k in batch], np.concatenate(indices or [np.arange(0)])
@@ -163,7 +163,8 @@ class Learner:
         lr = lr_at(t, self.cfg)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # of each mini-batch under pi_old; None: at the first the policy still is pi_old
+        # Of each mini-batch under pi_old, by the trainer: the engine's tau.logps only measure the gap.
+        # None: at the first the policy still is pi_old.
         old_scores = [None, *map(self.score_tokens, minibatches[1:])]
         total = dict.fromkeys((*SUMS, "tokens"), 0.0)
         norms = []
@@ -236,7 +237,7 @@ class Learner:
             loss.backward()
             return stats, ()
 
-        # threads compute micro-batches, each with one core; this one adds them up in their order
+        # several threads compute micro-batches, one core each; this one adds them up in order
         with ThreadPoolExecutor(self.threads, initializer=compute_alone) as pool:
             map_batches = pool.map if self.threads > 1 else map
             for stats, gradients in map_batches(compute, range(len(mine))):
@@ -280,7 +281,7 @@ class Learner:
             packed = pack(batch, self.device)
             # without the loss's inputs it returns log-probs and entropies
             both = torch.stack(self.model.forward_packed(*packed, self.cfg.temperature))
-            scores[:, send(torch.from_numpy(indices), self.device)] = both.double()
+            scores[:, to_device(torch.from_numpy(indices), self.device)] = both.double()
         if self.sharded:
             dist.all_reduce(scores)  # adds the ranks' tokens to zeros
         out: Array = scores.cpu().numpy()
@@ -301,7 +302,7 @@ class Learner:
         inputs = dict(inputs)
         for name, x in inputs.items():
             if isinstance(x, np.ndarray):
-                inputs[name] = send(torch.from_numpy(x[indices]), self.device)
+                inputs[name] = to_device(torch.from_numpy(x[indices]), self.device)
 
         # log-probs under pi_ref, then the loss
         ref_logp = None
@@ -324,12 +325,12 @@ class Learner:
         logps = list[float]()
         for tau in batch:
             logps += compress(tau.logps, tau.mask)
-        engine = send(torch.tensor(logps, dtype=torch.float32), self.device)
+        engine_logp = to_device(torch.tensor(logps, dtype=torch.float32), self.device)
         # without pi_old's log-probs the policy in training still is pi_old
         old = stats["logp"]
         if inputs["old_logp"] is not None:
             old = inputs["old_logp"].to(old.dtype)
-        return loss, stats | {"old_logp": old, "gap": (old - engine).abs()}
+        return loss, stats | {"old_logp": old, "gap": (old - engine_logp).abs()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns trained weights and AdamW's moments by name; what is written into these tensors

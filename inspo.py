@@ -25,7 +25,7 @@ from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown, one_line
 from plumbing.hub import check_model
 from plumbing.servers import Servers
-from population import Experience, Instruction, Population, ReplayBuffer, VerifiedCandidate
+from population import Experience, Instruction, Population, ReplayBuffer, TestedCandidate
 from reflect import (
     PROMPT_BUDGET,
     Optimizer,
@@ -47,7 +47,7 @@ from tasks.task import (
     set_rewards,
 )
 
-PAGE = "extras.page"  # a guest, asked for where a run ends
+PAGE = "extras.page"  # draws the page of a finished run, where it is installed
 
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
@@ -68,22 +68,24 @@ def inspo(
     """Trains `policy` on a task while its instructions, P, evolve; returns it with the best
     instruction."""
     D, P, B = evolution.D, evolution.P, evolution.B
-    # the step to play; of a resumed run P and B are filled, and L2 is done
+    # the first step to play; a resumed run comes with P and B filled, and skips L2
     start = checkpoints.restore()
     if not P.family:
         evolution.fill_population()  # Alg.1 L2
+        # the first row of the final table, and the seconds that its rollouts took
         log.write_start(policy.evaluate(0, P.family[0], "test"), policy.seconds["rollout"])
         checkpoints.end_step(0)
     for t in range(start, cfg.T + 1):  # Alg.1 L3
         # Policy optimization with dynamic instructions                                      # Alg.1 L4
+        # L5: questions q ~ D, each with an instruction
         questions = draw_questions(D, cfg.batch, cfg.seed, t)
         jobs = P.draw_jobs(rng_of(cfg.seed, t, "instructions"), questions, cfg.G)  # Alg.1 L5
         taus = policy.rollout(t, "rollout", jobs)  # Alg.1 L6
         with log.timing("reward"):
             set_rewards(task, taus)  # Alg.1 L7
         policy.learner.set_advantages(taus)  # Eq.3
-        # Texts for L15, before the update: `task.show` and `task.metrics` are the task's own code, whose
-        # fault here leaves no update half recorded.
+        # Before the update, so that a fault of the task's own code leaves none half recorded:
+        # task.metrics, which add_rollouts calls, and task.show, whose texts are for L15.
         log.add_rollouts(t, taus)
         texts = [task.show(tau) for tau in taus]
         metrics = policy.update(t, taus)  # Alg.1 L8 Eq.5
@@ -92,7 +94,7 @@ def inspo(
         if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
             ranked = P.ranked()  # Alg.1 L11 CHOICE-16
             P.prune(ranked, cfg.N_parent, t)  # Alg.1 L12
-            log.add_event(t, "prune", P)
+            log.write_event(t, "prune", P)
         # Experience-driven instruction generation                                           # Alg.1 L14
         B.add(t, taus, texts)  # Alg.1 L15
         if t % cfg.K_e == 0 and t < cfg.T_e and evolution.optimizer:  # Alg.1 L16 CHOICE-2
@@ -111,8 +113,8 @@ def inspo(
 
 
 class Evolution:
-    """How instructions evolve: the population P, the replay buffer B, and the LLM-based optimizer
-    that revises.
+    """How instructions evolve: the population P, the replay buffer B, the training questions D, and
+    the LLM-based optimizer that revises.
 
     For another way, subclass it and override `evolve`.
     """
@@ -124,8 +126,9 @@ class Evolution:
         self.optimizer: Any = optimizer  # None: nothing evolves
         self.B = ReplayBuffer(cfg.buffer)  # that many trajectories
         self.D = {q.id: q for q in task.questions("train")}
-        self.t = self.round = 0  # the evolution under way; 0: of the first population
-        self.used = set[str]()  # the texts used in it, normalized: none is proposed again
+        # step and round of the evolution under way; the first population is made at t = 0
+        self.t = self.round = 0
+        self.used = set[str]()  # normalized texts that it has had: a repetition is refused
 
     def fill_population(self) -> None:
         """Fills P with P_0: the first instruction, and N_P - 1 paraphrases of it that one call to
@@ -145,15 +148,15 @@ class Evolution:
                 f"the optimizer gave no reply to its first call: {e}; check OPENAI_BASE_URL, OPENAI_API_KEY and"
                 " --optimizer_model, or choose --mode static"
             ) from None
-        self.log.add_event(0, "start", self.P)
+        self.log.write_event(0, "start", self.P)
 
     def evolve(self, t: int, policy: Policy) -> None:
         """Replaces P by its parents and the revisions of them that join; if none does, P and W stay
         as they are."""
         cfg, P, B = self.cfg, self.P, self.B
-        P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
-        P_new = list[VerifiedCandidate]()
-        # how many revisions a call asks for: CHOICE-24
+        P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17 CHOICE-26
+        P_new = list[TestedCandidate]()
+        # how many revisions a call asks for (L21's n is cfg.top_n): CHOICE-24
         n = cfg.N_P - cfg.N_parent
         self.t = t
         self.used = {fold_words(I.text) for I in P_parent}
@@ -165,13 +168,13 @@ class Evolution:
                 break
             self.round = round
 
-            # A parent, failures, and questions that these do not ask. Of cfg, `failures` and `D_B`
-            # say how many; without a D_B nothing is verified.
+            # A parent, cfg.failures failures at most, and cfg.D_B other questions than theirs (0:
+            # nothing is verified).
             rng = rng_of(cfg.seed, t, f"evolve {round}")
             I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
             tau_fail = B.draw_failures(rng, cfg.failures, I_parent.id)
             D_B = [self.D[id] for id in B.draw_question_ids(rng, cfg.D_B, tau_fail)]
-            # with --D_B 0 an empty D_B is right
+            # cfg.D_B is |D_B|: with 0 an empty list is right
             if not tau_fail or (cfg.D_B and not D_B):
                 reason = "no failure to learn from, or no question left to verify on"
                 break
@@ -186,10 +189,10 @@ class Evolution:
                 tested = self.verify(policy, I_parent, I_new, D_B)  # Alg.1 L21
                 joining = P.choose_joining(tested, min(room, cfg.top_n))
                 P_new += joining
-                self.log.add_verification(t, round, D_B, tested, joining)
+                self.log.write_verification(t, round, D_B, tested, joining)
 
         P.replace_by(P_parent, P_new, t)  # Alg.1 L23
-        self.log.add_event(t, "evolve", P, reason)
+        self.log.write_event(t, "evolve", P, reason)
 
     def propose(self, I_parent: Instruction, tau_fail: list[Experience], n: int) -> list[str]:
         """Returns at most `n` well-formed revisions of a parent by the optimizer, and adds them to
@@ -214,7 +217,7 @@ class Evolution:
         shows these golds."""
         call = self.optimizer.ask(prompt)
         row: dict[str, Any] = dict(t=self.t, round=self.round, parent=I_parent.id)
-        # before it is read, since it was billed
+        # A row for the call, before its reply is read: it was billed. Another says what is accepted.
         self.log.run.append("reflections", row | {"call": vars(call)})
         accepted, rejected = read_candidates(
             call.reply,
@@ -225,14 +228,14 @@ class Evolution:
             n,
             unfit=self.task.make_format().find_unfit,
         )
-        # by their place in the reply
+        # the keys of `accepted` are places in the reply
         row |= {"accepted": list(accepted), "rejected": rejected}
         self.log.run.append("reflections", row)
         return list(accepted.values())
 
     def verify(
         self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
-    ) -> list[VerifiedCandidate]:
+    ) -> list[TestedCandidate]:
         """Returns the revisions, the highest mean reward on D_B first, each with its parent's
         rewards on the same questions."""
         # an instruction's id (None: it is not in P) and its text
@@ -240,25 +243,26 @@ class Evolution:
         # |D_B| trajectories of the parent, then as many of each revision
         taus = self.play(policy, f"verify {self.round}", trials, D_B)
         n = len(D_B)
-        self.log.keep_verification(self.t, self.round, I_parent.id, taus, n)
+        self.log.write_trials(self.t, self.round, I_parent.id, taus, n)
 
         # the parent is trial 0, so the revisions count from 1
         rewards = [tau.reward for tau in taus]
         tested = []
         for k, text in enumerate(I_new, 1):
             own = rewards[k * n : (k + 1) * n]
-            tested.append(VerifiedCandidate(text, I_parent.id, own, rewards[:n]))
+            tested.append(TestedCandidate(text, I_parent.id, own, rewards[:n]))
         # with --D_B 0 all have the mean 0 and keep the optimizer's order
         return sorted(tested, key=lambda c: -c.r)
 
     def play(
         self, policy: Policy, purpose: str, trials: list[Any], D_B: list[Question]
     ) -> list[Trajectory]:
-        """Plays and rewards D_B under the first instruction, then under the next, and so on."""
+        """Returns rollouts of D_B, with rewards: under the first instruction, then the next, and so
+        on."""
         jobs = list[Job]()
         for id, text in trials:
             for q in D_B:
-                jobs.append(Job(id, text, q, len(jobs)))  # CHOICE-13
+                jobs.append(Job(id, text, q, len(jobs)))  # a group of its own: CHOICE-13
         with self.log.timing("verify"):
             taus = policy.rollout(self.t, purpose, jobs)
             set_rewards(self.task, taus)
@@ -266,8 +270,8 @@ class Evolution:
 
 
 def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: Log) -> None:
-    """Evaluates both policies under both instructions, except the first pair, with which a run
-    begins."""
+    """Evaluates the trained and the first policy under I_0 and I_star, except the first one under
+    I_0, with which a run begins."""
     log.add_result("trained policy, first instruction", policy.evaluate(T, I_0, "test"))
     if I_star.text != I_0.text:
         log.add_result("trained policy, I_star", policy.evaluate(T, I_star, "test"))

@@ -21,10 +21,10 @@ from config import Config, preset_of
 from plumbing.faults import Fault, first_line
 from plumbing.files import Row
 from plumbing.outside import printable
-from population import Instruction, Population, VerifiedCandidate
+from population import Instruction, Population, TestedCandidate
 from run import LOGS, Run
 from tasks import Question, Task, Trajectory
-from tasks.task import STORED, average_by_source, compute_metrics, count_failures, space_evenly
+from tasks.task import STORED, average_by_source, compute_metrics, rate_failures, space_evenly
 
 Batch = Sequence[Trajectory]
 # What the last line of a run shows.
@@ -109,7 +109,7 @@ class Log:
         self.row |= average_by_source(taus, [{"reward": tau.reward} for tau in taus])
         self.row |= self.average(taus, compute_metrics(self.task, taus, self.metrics))
         for tool in self.task.tools:
-            self.row |= count_failures(turns, tool)
+            self.row |= rate_failures(turns, tool)
         self.row |= {
             "answered": fmean(tau.stop == "answer" for tau in taus),
             "valid_actions": 1 - sum(tau.invalid for tau in taus) / max(1, len(turns)),
@@ -144,6 +144,7 @@ class Log:
         numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
         self.track(numbers | {f"w/{j}": w for j, w in row.get("w", {}).items()}, t)
         scores = [f"{split}/{self.metrics[0]}" for split in ("valid", "test")]
+        # logp: of a cold start, which has no reward
         columns = ["reward", "logp", "kl", "w_best", *self.tools, *scores]
         if row.get("skipped_updates"):
             columns.append("skipped_updates")
@@ -153,7 +154,7 @@ class Log:
 
     # ---- the instructions
 
-    def add_event(self, t: int, event: str, P: Population, text: str = "") -> None:
+    def write_event(self, t: int, event: str, P: Population, text: str = "") -> None:
         """Writes down that the population has changed, or why it has not, and the population."""
         row = {"t": t, "event": event, "text": text, "P": [asdict(I) for I in P.active]}
         self.run.append("population", row)
@@ -161,13 +162,13 @@ class Log:
         texts = [f"#{I.id} (w {I.w:.2f}): {I.text}" for I in P.active]
         self.track({"instructions": "\n\n".join(texts)}, t)
 
-    def add_verification(
+    def write_verification(
         self,
         t: int,
         round: int,
         D_B: Sequence[Question],
-        tested: Sequence[VerifiedCandidate],
-        joining: Sequence[VerifiedCandidate],
+        tested: Sequence[TestedCandidate],
+        joining: Sequence[TestedCandidate],
     ) -> None:
         """Writes down the rewards of revisions and of their parent on D_B, and who joins."""
         verified = []
@@ -177,7 +178,7 @@ class Log:
         row |= {"rollouts": (1 + len(tested)) * len(D_B), "verified": verified}
         self.run.append("reflections", row)
 
-    def keep_verification(self, t: int, round: int, parent: int, taus: Batch, n: int) -> None:
+    def write_trials(self, t: int, round: int, parent: int, taus: Batch, n: int) -> None:
         """Writes the trajectories of a verification on n questions: under a parent, whose
         `candidate` is 0, and then under each accepted revision."""
         rows = []

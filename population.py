@@ -31,7 +31,7 @@ class Instruction:
     born: int = 0  # step at which it joined
     verified: float | None = None  # its mean reward on D_B when it joined
     left: int | None = None  # step at which it was pruned or replaced
-    # r_bar of the last `window` steps in which it was drawn
+    # not of trajectories: r_bar of the last `window` steps in which it was drawn
     rewards: list[float] = field(default_factory=list)
 
     @property
@@ -107,23 +107,21 @@ class Population:
         kept = max(N_parent, len(ranked) - len(ranked) // 2)  # CHOICE-3
         return self._drop(ranked[kept:], t)
 
-    def choose_joining(
-        self, tested: Sequence[VerifiedCandidate], n: int
-    ) -> list[VerifiedCandidate]:
+    def choose_joining(self, tested: Sequence[TestedCandidate], n: int) -> list[TestedCandidate]:
         """Returns which of a round's candidates, best first, join: at most `n`, with --gate 1 none
         below its parent."""
         # without the gate all pass
         return [c for c in tested if c.r >= c.r_parent or not self.cfg.gate][:n]  # CHOICE-12
 
     def replace_by(
-        self, parents: Sequence[Instruction], new: Sequence[VerifiedCandidate], t: int
+        self, parents: Sequence[Instruction], new: Sequence[TestedCandidate], t: int
     ) -> None:
         """Replaces P by the parents, with weight 0, and the new ones. Without new ones P and W
         stay."""
         if not new:  # CHOICE-26
             return
         self._drop([I for I in self.active if I not in parents], t)
-        self.ids = [I.id for I in parents]  # by rank
+        self.ids = [I.id for I in parents]  # those that were left, now by rank
         for I in parents:
             I.rewards = []  # the W <- 0 of line 17, only now: CHOICE-26
         for c in new:
@@ -158,9 +156,9 @@ def mean_rewards(taus: Iterable[Trajectory | Experience]) -> dict[int, float]:
 
 
 @dataclass
-class VerifiedCandidate:
-    """An I_new of line 20 after line 21: the rewards (|D_B|,) of it and of its parent, on the same
-    questions of D_B."""
+class TestedCandidate:
+    """An I_new of line 20 after line 21, whether it joins or not: the rewards (|D_B|,) of it and of
+    its parent, on the same questions of D_B."""
 
     text: str
     parent: int  # id of the instruction it revises

@@ -168,14 +168,14 @@ def find_flaw(
     """Returns why a candidate cannot join, or ""; `used` holds the normalized texts of the parents
     and of what was proposed in this evolution.
 
-    `unfit(candidate, parent)` says what the policy would miss to act under it (Tags.find_unfit).
+    `unfit(candidate, parent)` says why the policy could not act under it, or "" (Tags.find_unfit).
     Everything else may change: other tags, another example of an answer, other words.
     """
-    # the whole text
-    words = fold_words(candidate)
-    if not words:
+    # faults of the text as a whole
+    folded = fold_words(candidate)
+    if not folded:
         return "empty"
-    if words in used:  # CHOICE-28
+    if folded in used:  # CHOICE-28
         return "duplicate"
     if count_tokens(candidate) > max_tokens:  # CHOICE-27
         return f"longer than {max_tokens} tokens"
@@ -303,7 +303,8 @@ def connect_optimizer(cfg: Config, serve: Callable[..., str]) -> Optimizer | Non
         return None
 
     def start() -> str:
-        """Starts the scripted optimizer, or starts it again; "": this run has no server of its own."""
+        """Returns the URL of the scripted optimizer, which is started unless it is running; "": this
+        run has no server of its own."""
         if not scripted(cfg):
             return ""
         control = ["--guess"] if cfg.optimizer_model == "guessing" else []

@@ -1,9 +1,9 @@
-"""A search server over a passage file, with Search-R1's wire format: BM25, or an encoder's vectors under FAISS.
+"""A search server over a passage file, with Search-R1's wire format: BM25, or an encoder's vectors in a FAISS index.
 
-    python retrieval_server.py --corpus corpus.jsonl                               BM25, made at the start
-    python retrieval_server.py --corpus wiki-18.jsonl --index e5_Flat.index        vectors of --encoder, E5
-    python retrieval_server.py --corpus wiki.jsonl --index wiki-bm25 --build bm25            makes an index and ends
-    python retrieval_server.py --corpus wiki.jsonl --index e5.index --build IVF16384,SQ8     so, by FAISS's names
+    python retrieval_server.py --corpus corpus.jsonl                                 BM25, made at the start
+    python retrieval_server.py --corpus wiki.jsonl --index wiki-bm25 --build bm25    makes an index and exits
+    python retrieval_server.py --corpus wiki-18.jsonl --index e5_Flat.index --encoder intfloat/e5-base-v2
+    python retrieval_server.py --corpus wiki.jsonl --index wiki-e5 --encoder intfloat/e5-base-v2 --build IVF16384,SQ8
 
     curl localhost:8000/retrieve -H 'Content-Type: application/json' -d '{"queries": ["who wrote Emma ?"]}'
 
@@ -311,30 +311,28 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--corpus", required=True, help='JSONL: {"id", "contents"} or {"id", "title", "text"}')
-    add("--index", default="", help="FAISS file, or a folder of BM25 (BM25, made at the start)")
+    add("--index", default="", help="FAISS file or BM25 folder (BM25, made at the start)")
+    add("--build", default="", help="make --index and exit: bm25, or a FAISS type (Flat, HNSW32)")
+    add("--encoder", default="", help="the model that made a FAISS file's vectors")
     add(
-        "--build", default="", help="make --index and end: bm25, or FAISS's name, as Flat or HNSW32"
+        "--family", choices=FAMILIES, help="whose prompts --encoder takes (its own, or by its name)"
     )
-    add("--encoder", default="", help="model of a FAISS file")
-    add("--family", choices=FAMILIES, help="of --encoder (its own prompts, or by its name)")
-    add("--device", default="", help="of --encoder: cpu, cuda, cuda:1 (a GPU if there is one)")
+    add("--device", default="", help="--encoder's: cpu, cuda, cuda:1 (a GPU if there is one)")
     add("--nprobe", type=int, default=64, help="cells of an IVF index that a query visits (64)")
     add("--ef", type=int, default=128, help="search width in an HNSW graph (128)")
     add("--shard_gpus", action="store_true", help="split the index over all GPUs, fp16 (faiss-gpu)")
     add("--topk", type=int, default=3, help=f"passages per query, 1 to {MAX_TOPK} (3)")
     add("--host", default="127.0.0.1", help="address to bind (127.0.0.1: this machine only)")
-    add("--port", type=int, default=8000, help="0 takes a free one (8000)")
+    add("--port", type=int, default=8000, help="port; 0: a free one (8000)")
     add("--child", action="store_true", help="exit when standard input ends")
     args = parser.parse_args()
     if not 1 <= args.topk <= MAX_TOPK:
         parser.error(f"argument --topk: {args.topk} is not from 1 to {MAX_TOPK}")
     dense = args.build not in ("", "bm25") or os.path.isfile(args.index)
     if args.build and not args.index:
-        parser.error("argument --index: name the one to make")
+        parser.error("argument --index: say where to write it")
     if dense != bool(args.encoder):
-        parser.error(
-            "argument --encoder: vectors have one, the model that makes them; BM25 has none"
-        )
+        parser.error("argument --encoder: give the model of a FAISS index's vectors; BM25 has none")
 
     # before the corpus is read, so that a port in use is reported at once
     sock = None if args.build else listen(args.host, args.port)

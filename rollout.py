@@ -52,7 +52,7 @@ class Episode:
 
     @property
     def ended(self) -> bool:
-        # a game may stop in a call, whose result is read all the same
+        # a tool may set tau.stop ("over"): its result is read all the same
         return bool(self.tau.stop) and not self.call
 
     def act(self, ids: list[int], logps: list[float], stop: str) -> None:
@@ -74,11 +74,11 @@ class Episode:
         if action.tool:
             turn.tool = action.tool.tag
             turn.argument = action.argument
-        # more turns than may call: this was the one to answer
+        # no turn follows, and a call is not served: this was the one to answer
         if stop or self.last_turn or len(tau.turns) > self.calling_turns:  # CHOICE-1 CHOICE-21
             tau.stop = stop or ("length" if self.last_turn else "turns")
         elif action.tool:
-            self.call = action.tool.of(tau).submit(action.argument)
+            self.call = action.tool.bind(tau).submit(action.argument)
         else:
             self.observe(self.form.encode_reminder(action))
 
@@ -91,9 +91,9 @@ class Episode:
         encode = partial(self.form.encode_result, self.action)
         ids = encode(result, self.cfg.max_observation)
         room = self.cfg.max_prompt - len(self.tau.ids)
-        # a result is cut to the room that is left; where not even its tags fit, `observe` ends the episode
+        # A result is cut to the room that is left, if that holds its tags; else `observe`, given all of
+        # it, ends the episode.
         if len(ids) > room and not self.tau.stop:  # CHOICE-20
-            # do its tags alone fit?
             if len(encode([], self.cfg.max_observation)) <= room:
                 ids = encode(result, room)
                 self.last_turn = True
@@ -140,7 +140,7 @@ def rollout(
             progress(ended)
 
         for e in episodes:
-            e.tau.response = form.read_response(e.tau.ids[e.tau.prompt_tokens :])
+            e.tau.response = form.decode_response(e.tau.ids[e.tau.prompt_tokens :])
             task.finish(e.tau)
             taus.append(e.tau)
     return taus
@@ -173,7 +173,7 @@ def play(
 
         calls = [e.call for e in playing.values() if e.call]
         # A lockstep engine gets all results first: its next batch is independent of timing. Any other
-        # waits only where all episodes do. Without calls there is no wait.
+        # waits only where all episodes do. With nothing to wait for, `wait` returns at once.
         if engine.lockstep or len(calls) == len(playing):
             began = time.perf_counter()
             wait(calls, return_when=ALL_COMPLETED if engine.lockstep else FIRST_COMPLETED)

@@ -212,7 +212,7 @@ class Checkpoints:
         for left in (run.path / "checkpoints").glob(".*.tmp"):  # of a process that was killed
             remove(left)
         found = run.checkpoints()
-        if not found:
+        if not found:  # none yet: the run begins anew
             run.drop_after(-1)
             return 1
         state = read_state(found[-1])
@@ -240,7 +240,7 @@ class Checkpoints:
         }
         self.state = copy.deepcopy(state) | {"buffer": self.B.state_dict()}
         cfg = self.cfg
-        # a stop in step t + 1 may come after its update, when nothing can be saved
+        # step t + 1 will evolve (L16), after its update: a stop there could save nothing
         evolving = (t + 1) % cfg.K_e == 0 and t + 1 < cfg.T_e and evolves(cfg)
         if evaluated or evolving or (t and t % cfg.save_every == 0) or t == cfg.T:
             self.save()

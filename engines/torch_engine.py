@@ -26,7 +26,7 @@ class RowCache:
     attention reads a prompt's keys only once. Slot b M + m is context m of row b.
     """
 
-    is_initialized = True  # HRM asks whether the cache is still empty, where a prefix may stand
+    is_initialized = True  # read by some of transformers' models (HRM), as of its own caches
 
     def __init__(self, shared: Tensor, M: int = 1, capacity: int = 1):
         """shared: how many tokens the contexts of each row have in common, (B,), 0 where a row is
@@ -43,8 +43,8 @@ class RowCache:
         # how far a column is past the prompt of its row, and the contexts of a row, 0 to M - 1
         past = torch.arange(capacity, device=shared.device) - shared[:, None, None]
         members = torch.arange(M, device=shared.device)[:, None]
-        # (B, M, capacity): whether a context may attend to a column: one of the prompt, or behind it, where
-        # the contexts' columns alternate, one of its own
+        # (B, M, capacity): a context reads the prompt's columns (past < 0) and, behind them, every
+        # M-th: its own
         self.readable = (past < 0) | (past % M == members)
 
     def update(
@@ -165,8 +165,8 @@ class TorchEngine:
         slots = torch.arange(len(self.order), device=self.device)
         turns = [FinishedTurn(key, [], []) for key in self.order]
         finished = set()  # slots
-        # Tokens of each context: `starts`, before the turn, stays by slot; `lengths`, by row, are those
-        # that a forward pass has seen.
+        # Tokens of each context, equal for now. `starts`: before the turn, by slot, never changed.
+        # `lengths`: those that a forward pass has seen, by row.
         starts = lengths = self._tensor([len(contexts[key]) for key in self.order])
         capacity = int(starts.max()) + max_new
         while True:
@@ -230,9 +230,9 @@ class TorchEngine:
         self.cache = RowCache(torch.zeros_like(lengths))
         h = self._extend([0] * len(prompts), prompts)[prompt_of]
 
-        # One context a row, unless the k-th has prompt k // M (groups of one size, one after the
-        # other) and no turn can become longer than the prompts: behind these M times as many columns are
-        # read.
+        # M contexts share a row where groups of one size follow one another (the k-th context has
+        # prompt k // M) and prompts are at least as long as a turn: behind them M times as many columns
+        # are read. Otherwise a row has one context.
         M = len(prompt_of) // len(prompts)
         if max_new > longest or prompt_of.tolist() != [k // M for k in range(len(prompt_of))]:
             M = 1

@@ -92,7 +92,7 @@ class VllmEngine:
                 seed=seed,
                 logprobs=0,  # the sampled token's only
                 detokenize=False,
-                ignore_eos=True,  # what vLLM takes for it
+                ignore_eos=True,  # self.ended knows the policy's own ends
             )
             request = EngineCoreRequest(
                 request_id=str(next(self.requests)),

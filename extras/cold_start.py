@@ -166,7 +166,7 @@ def encode_row(
             )
             action = dataclasses.replace(form.parse_turn(turn.text), tool=as_it_stands)
             tau.observe(form.encode_result(action, turn.result, cfg.max_observation))
-    tau.response = form.read_response(tau.ids[tau.prompt_tokens :])
+    tau.response = form.decode_response(tau.ids[tau.prompt_tokens :])
     return tau
 
 

@@ -208,7 +208,7 @@ class FromOne(Evolution):
 
     def fill_population(self) -> None:
         self.P.join(self.task.instruction, None, 0)
-        self.log.add_event(0, "start", self.P)
+        self.log.write_event(0, "start", self.P)
 
 
 class ESPL(FromOne):
@@ -257,7 +257,7 @@ class ESPL(FromOne):
         mu, sigma = P.ratings[best]
         outcome = f"{len(joined)} joined" if joined else f"none joined: {shortfall}"
         outcome = f"best #{best} (rated {mu:.1f} ± {2 * sigma:.1f}); {outcome}"
-        self.log.add_event(t, "evolve", P, outcome)
+        self.log.write_event(t, "evolve", P, outcome)
 
 
 def mutation_prompt(

@@ -122,7 +122,7 @@ class GEPA(FromOne):
                 batch = [self.D[e.question_id] for e in tau_fail]
                 [c] = self.verify(policy, I_parent, I_new, batch)
                 better = c.r > c.r_parent
-                self.log.add_verification(t, round, batch, [c], [c] if better else [])
+                self.log.write_verification(t, round, batch, [c], [c] if better else [])
                 passed += [(c.text, I_parent.id)] * better
         if passed:
             new: list[Any] = [(None, text) for text, _ in passed]
@@ -140,7 +140,7 @@ class GEPA(FromOne):
             f"{len(passed)} passed, {len(joined)} joined" if joined else f"none joined: {shortfall}"
         )
         outcome = f"front of {len(P)} on {len(D_B)} questions; {outcome}"
-        self.log.add_event(t, "evolve", P, outcome)
+        self.log.write_event(t, "evolve", P, outcome)
 
     def rewards_on(
         self, policy: Policy, purpose: str, prompts: list[Any], D_B: list[Question]

@@ -1,7 +1,7 @@
 """Other rules for choosing instructions, singly or combined; docs/selection.md has the formulas.
 
-    python extras/selection.py --lower_bound --rounds 2         # a revision must almost surely be hardly worse
-    python extras/selection.py --groups question                     # Eq. 3 compares a question's rollouts under all
+    python extras/selection.py --lower_bound --rounds 2         # with 80 % confidence, who joins is hardly worse
+    python extras/selection.py --groups question                     # Eq. 3 compares a question's rollouts under any
     python extras/selection.py --groups question --objective gspo     # any of objectives.py, and the flags of inspo.py
 
 A rule is a subclass of Population with the methods in which it differs from Algorithm 1;
@@ -23,7 +23,7 @@ from scipy.special import stdtrit
 
 import inspo
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
-from population import Population, VerifiedCandidate
+from population import Population, TestedCandidate
 from tasks import Job, Question
 
 # of the lower bound: certainty, and the loss of mean reward that does not matter
@@ -65,9 +65,7 @@ class ByQuestion(Population):
 class LowerBound(Population):
     """A candidate joins if it loses at most TOLERANCE against its parent, with confidence SURE."""
 
-    def choose_joining(
-        self, tested: Sequence[VerifiedCandidate], room: int
-    ) -> list[VerifiedCandidate]:
+    def choose_joining(self, tested: Sequence[TestedCandidate], room: int) -> list[TestedCandidate]:
         return [
             c for c in tested if lower_bound(c.rewards, c.parent_rewards) + TOLERANCE >= c.r_parent
         ][:room]

@@ -1,7 +1,7 @@
 """The control for evolving along with training: train, evolve with the policy frozen, train; as
 many rollouts in all.
 
-    python extras/fork.py --parts extras.staged:Staged,extras.staged:Late --T_e 60
+    python extras/fork.py --parts extras.staged:Staged,extras.staged:Late --T_e 54
 
 The policy trains for a quarter of the T steps, is frozen for half of them, in which all evolutions
 fall, and trains for the last quarter.

@@ -140,7 +140,7 @@ def _two_passes(
     """
     w = terms["token_weight"]
     logp, entropy, kept = backend.logp_rows(z, targets, temperature)
-    # constants: where old is None, rho is 1 and still has a gradient
+    # detached: where old is None, rho is 1 and its gradient is that of logp
     least = logp - 40
     most = logp + 40
     old = logp if old is None else old.clamp(least, most)

@@ -45,7 +45,8 @@ def read_row(Z, Y, row, V, inv_t, BLOCK: tl.constexpr):
         j = start + cols
         x = tl.load(Z + row * V + j, mask=j < V, other=0.0).to(tl.float32) * inv_t
         x = tl.where(j < V, x, LOW)
-        # the sums so far are brought from the old maximum to the new one, `top`
+        # The sums so far are brought from the old maximum to the new one, `top`: in t each x - m
+        # becomes x - top, hence s * (m - top).
         top = tl.maximum(m, x)
         old_scale = tl.exp(m - top)
         e = tl.exp(x - top)
@@ -150,7 +151,7 @@ def grad_kernel(Z, Y, DZ, LOGP, ENTROPY, C, A, V, dz_stride, inv_t, BLOCK: tl.co
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(Y + row)
     z_y = tl.load(Z + row * V + y, mask=(y >= 0) & (y < V), other=float("nan"))
-    # log p[y] = x[y] - M for an M that holds the log_total, too, which is 0 below
+    # x[y] - log p[y] = M + log_total: taken as M, with log_total = 0 below
     M = z_y.to(tl.float32) * inv_t - tl.load(LOGP + row)
     c = tl.load(C + row) * inv_t
     a = tl.load(A + row) * inv_t
@@ -240,7 +241,7 @@ def _in_memory_of(z, dtype):
     """Returns (n, V) of a dtype in the memory of z, row over row: bf16 fills the first half of a
     row of float32.
 
-    Block k of dL/dz then ends at byte 2 (k + 1) BLOCK of its row, and block k + 1 of the logits
+    In bf16 over float32 block k of dL/dz ends at byte 2 (k + 1) BLOCK of its row, and block k + 1 of the logits
     starts at byte 4 (k + 1) BLOCK: a write never hits unread logits once all threads have read
     block k.
     """

@@ -14,7 +14,7 @@ with app.setup:
     from config import Config
     from inspo import Evolution
     from labs import desk, play
-    from population import Population, ReplayBuffer, VerifiedCandidate
+    from population import Population, ReplayBuffer, TestedCandidate
     from reflect import fold_words, read_candidates
     from tasks.task import rng_of
     from world.clauses import CLAUSES, FRAMES, read_clauses
@@ -208,7 +208,7 @@ def choose_joining(verified, room):
 @app.function(hide_code=True)
 def check_choose_joining(choose_joining):
     def named(*r, parent=0.2):
-        return [VerifiedCandidate(str(x), 0, [x], [parent]) for x in r]
+        return [TestedCandidate(str(x), 0, [x], [parent]) for x in r]
 
     cases = [(named(0.5, 0.2, 0.1), 3), (named(0.5, 0.4, 0.3), 2), (named(0.1, 0.0), 2), (named(0.0, parent=0.0), 1)]
     for verified, room in cases:
@@ -257,7 +257,7 @@ def _(
     room = cfg.N_P - cfg.N_parent
     # a run would keep its trajectories
     _log = SimpleNamespace(
-        timing=lambda phase: nullcontext(), keep_verification=lambda *sample: None
+        timing=lambda phase: nullcontext(), write_trials=lambda *sample: None
     )
     _evolution = Evolution(cfg, task, None, P, _log)
     _prompt = _evolution.prompt(P.family[0], failures, room)

@@ -175,7 +175,8 @@ def probe(model: Any, longest: int) -> str:
                 " they have a constant, a bias or a soft cap, or are not finite"
             )
 
-    # in training: both in a row, unmarked and marked; each in a row of its own
+    # in training: both in a row, unmarked and marked; each in a row of its own; row_kind is set to
+    # each in turn
     alone = [sequences[:1], sequences[1:]]
     model.train()
     for model.row_kind, rows in ("shared", [sequences]), ("whole", [sequences]), ("single", alone):

@@ -35,7 +35,7 @@ def prefer_onednn() -> bool:
     return amd_has("avx512_f")
 
 
-def send(x: Tensor, device: torch.device | str) -> Tensor:
+def to_device(x: Tensor, device: torch.device | str) -> Tensor:
     """Copies a tensor from the CPU to the device. The host does not wait: a GPU's stream keeps the
     order."""
     on_gpu = torch.device(device).type == "cuda"
@@ -63,10 +63,10 @@ class Packing:
         self.longest = max(self.lengths), max(seen)  # queries, keys
         # a piece's tokens stand behind its parent's, wherever they are in the row
         spans = [torch.arange(before, n) for before, n in zip(self.before, seen, strict=True)]
-        self.positions = send(torch.cat(spans), device)  # (T,)
+        self.positions = to_device(torch.cat(spans), device)  # (T,)
         # where each piece ends among the queries, and among the keys: cumulative, from 0
         ends = torch.tensor([[0, *self.lengths], [0, *seen]]).cumsum(1, dtype=torch.int32)
-        self.query_ends, self.key_ends = send(ends, device)  # (pieces + 1,) each
+        self.query_ends, self.key_ends = to_device(ends, device)  # (pieces + 1,) each
         self.masks: dict[tuple, Tensor] = {}
 
     def with_parents(self, x: Tensor) -> list[Tensor]:
@@ -82,9 +82,10 @@ class Packing:
     def key_indices(self) -> tuple[Tensor, ...]:
         """Returns what `KeysOfPieces` copies, and how its gradients come back.
 
-        The pieces attend to K keys in all: those of a shared prompt count once for each piece. The
-        token of each key (K,); the first key of each token (T,); the S tokens that have several keys
-        (S,), and all of theirs (S, most), filled up with K.
+        The pieces attend to K keys in all: those of a shared prompt count once for each piece.
+
+        (K,): the token of each key; (T,): the first key of each token; (S,): the tokens that have
+        several keys; (S, most): all keys of these, filled up with K.
         """
         # the keys of each piece: its parent's tokens and its own
         pieces = np.split(np.arange(sum(self.lengths)), np.cumsum(self.lengths)[:-1])
@@ -104,7 +105,7 @@ class Packing:
         keys_of[token, nth] = order
         shared = np.flatnonzero(keys_of[:, 1] < K)  # tokens that have a second key
         indices = token_of, keys_of[:, 0], shared, keys_of[shared]
-        return tuple(send(torch.from_numpy(x), self.positions.device) for x in indices)
+        return tuple(to_device(torch.from_numpy(x), self.positions.device) for x in indices)
 
     def mask(self, before: int, n: int, window: int, like: Tensor) -> Tensor:
         """Returns what is added to a piece's scores, (n - before, n) in the dtype of `like`: 0
@@ -269,7 +270,7 @@ def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> lis
             begun.add(prefix)
         return batches, sizes
 
-    # the smallest limit with which there are no more batches a rank than with micro_tokens
+    # n batches are needed anyway: bisect for the smallest limit that needs no more
     n = math.ceil(len(cut(micro_tokens)[0]) / ranks) * ranks
     low, high = 1, micro_tokens
     while low < high:
@@ -305,8 +306,7 @@ def pack(batch: Sequence[Any], device: torch.device) -> tuple[Tensor, Packing, T
             parents.append(-1)
             ids += prefix
 
-        # What the trajectory adds is the next piece. Its token k is at offset + k in the row, where
-        # its token 0 would be if all of it stood here.
+        # What the trajectory adds is the next piece. Its token k >= shared is at offset + k in the row.
         offset = len(ids) - shared
         lengths.append(len(tau.ids) - shared)
         parents.append(begun.get(prefix, -1))
@@ -327,6 +327,6 @@ def pack(batch: Sequence[Any], device: torch.device) -> tuple[Tensor, Packing, T
 
     # a batch without trajectories, which other ranks may have, is one token without an action
     packing = Packing(lengths or [1], parents, device)
-    row = send(torch.tensor(ids or [0]), device)
-    both = send(torch.tensor([predicting, targets]).long(), device)
+    row = to_device(torch.tensor(ids or [0]), device)
+    both = to_device(torch.tensor([predicting, targets]).long(), device)
     return row, packing, *both

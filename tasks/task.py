@@ -115,7 +115,8 @@ class Trajectory:
 
     @property
     def invalid(self) -> int:
-        """Turns that neither called a tool nor answered."""
+        """How many turns neither called a tool nor answered."""
+        # the turn that answers has no tool either
         without_call = sum(not turn.tool for turn in self.turns)
         return without_call - (self.stop == "answer")
 
@@ -163,6 +164,7 @@ def draw_questions(D: Mapping[Any, Any], n: int, seed: int, t: int) -> list[Any]
     epoch, place = divmod((t - 1) * n, len(questions))
     while len(drawn) < n:
         order = rng_of(seed, epoch, "epoch").permutation(len(questions))
+        # from `place` on, as many as are missing
         drawn += [questions[k] for k in order[place : place + n - len(drawn)]]
         epoch += 1
         place = 0
@@ -327,7 +329,7 @@ class Task(ABC):
 
 def set_rewards(task: Task, taus: Sequence[Trajectory]) -> None:
     """Sets `reward` and `failed` of the trajectories; raises Fault unless the task returns a
-    number for each. A task is not asked about none."""
+    number for each. A task never gets an empty list."""
     if not taus:
         return
     with may_stop():  # a judge may take minutes
@@ -407,7 +409,7 @@ def average_by_source(
     return {name: sum(x) / len(x) for name, x in sorted(columns.items())}
 
 
-def count_failures(turns: Sequence[Turn], tool: Tool) -> dict[str, float]:
+def rate_failures(turns: Sequence[Turn], tool: Tool) -> dict[str, float]:
     """Returns the share of a tool's results that say why a call failed, if one did."""
     results = [turn.result for turn in turns if turn.tool == tool.tag and turn.result is not None]
     failed = sum(isinstance(result, Failure) for result in results)

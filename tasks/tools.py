@@ -54,7 +54,7 @@ class Tool(ABC):
     # what it does, where a format describes it (--format hermes); "": made from its noun
     description: str = ""
 
-    def of(self, tau: Trajectory) -> Tool:
+    def bind(self, tau: Trajectory) -> Tool:
         """Returns the tool as an episode has it, for one that reads or changes `tau.state`."""
         return self
 
@@ -250,7 +250,7 @@ class Tags:
 
     def read_turn(self, ids: Sequence[int]) -> Action:
         """Returns what a sampled turn says."""
-        return self.parse_turn(self.read_response(ids))
+        return self.parse_turn(self.decode_response(ids))
 
     def encode_result(self, action: Action, result: list[str], limit: int) -> list[int]:
         """Returns the ids between a call and the next turn: the result in its tool's tag, as `limit`
@@ -274,6 +274,6 @@ class Tags:
         """Returns the ids between a turn that neither called nor answered and the next one."""
         return encode(self.tokenizer, explain_invalid_action(self.task.tools))
 
-    def read_response(self, ids: Sequence[int]) -> str:
+    def decode_response(self, ids: Sequence[int]) -> str:
         """Returns sampled tokens, or everything after the prompt, as a text to read."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))

@@ -47,7 +47,7 @@ class Move(Function):
         self.game, self.tau = game, tau
         vars(self).update({word: getattr(game, word) for word in WORDS})
 
-    def of(self, tau):
+    def bind(self, tau):
         return Move(self.game, tau)
 
     def run(self, argument):

@@ -117,10 +117,10 @@ class Recorder:
             write_trajectories=lambda *sample: self.samples.append(sample), append=self.append
         )
 
-    add_event, add_verification, keep_verification = (
-        Log.add_event,
-        Log.add_verification,
-        Log.keep_verification,
+    write_event, write_verification, write_trials = (
+        Log.write_event,
+        Log.write_verification,
+        Log.write_trials,
     )
     print = track = lambda self, *args: None
 

@@ -20,7 +20,7 @@ from config import PRESETS, Config
 from plumbing.faults import Fault, ToolDown
 from tasks.functions import TypedFunction
 from tasks.search_qa import SearchQA
-from tasks.task import choose_instruction, count_failures, load_task
+from tasks.task import choose_instruction, load_task, rate_failures
 from tasks.tools import Failure, check_words
 
 
@@ -171,8 +171,8 @@ def test_the_calls_of_a_tool_that_failed_are_a_column_of_metrics(tiny):
     zero, three = (f'<broken>{{"days": {days}}}</broken>' for days in (0, 3))
     tau, _ = play(tiny[1], task, zero, zero, three, "<shout>ja</shout>", zero)
     # one is unserved
-    assert count_failures(tau.turns, tool) == {"broken_calls/failed": 2 / 3}
-    assert count_failures(tau.turns, task.tools[0]) == {}
+    assert rate_failures(tau.turns, tool) == {"broken_calls/failed": 2 / 3}
+    assert rate_failures(tau.turns, task.tools[0]) == {}
 
 
 # ---- what the policy and the loop know of them

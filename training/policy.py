@@ -72,10 +72,10 @@ def on_all_ranks(
     def mark(method: Callable[Concatenate[Policy, S], A]) -> Callable[Concatenate[Policy, S], R]:
         @functools.wraps(method)
         def run(self: Policy, /, *args: S.args, **kwargs: S.kwargs) -> R:
-            # every rank comes through here: rank 0 by its own call, the others by `follow`
             began = time.perf_counter()
-            self.ranks_ready = self.ranks.size == 1  # several may hang in this call
-            # this wrapper, pickled by its name: `follow` calls it on the other ranks
+            # False while several ranks are in this call: one may hang, and `close` must not wait for it
+            self.ranks_ready = self.ranks.size == 1
+            # the others come here by `follow`, which unpickles this wrapper by its name
             if self.ranks.rank == 0:
                 self.ranks.broadcast((run, args, kwargs))
             answer: A | BaseException
@@ -89,7 +89,7 @@ def on_all_ranks(
                 ) from None
             except (Fault, stop.Stopped) as e:  # after it all ranks can still work together
                 answer = e
-            answers = self.ranks.gather(answer)  # one of a single rank; [] on ranks that are not 0
+            answers = self.ranks.gather(answer)  # [answer] of a single rank; [] on ranks but 0
             self.ranks_ready = True
             self.seconds[method.__name__] = time.perf_counter() - began
             for answer in answers:
@@ -350,7 +350,7 @@ class Policy:
     def sleep(self) -> None:
         """Makes room for training: the engine's weights and cache wait until the next rollout."""
         if not self.synced:
-            return  # its copy is out of date, so it sleeps already
+            return  # it has slept since the last call
         self.synced = self.same_model  # the update outdates a copy, never the learner's own model
         self.engine.sleep()
 

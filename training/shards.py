@@ -90,14 +90,14 @@ def shard(
         return materialize(model, device)  # one rank has the whole: there is nothing to gather
     mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),))
     # cast_forward_inputs would also cast the log-probs that enter the loss
-    policy = MixedPrecisionPolicy(
+    precision = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    # by default FSDP keeps the root's weights gathered for the backward pass
+    # None is FSDP's default: it keeps the root's weights gathered for the backward pass
     freed = False if gather else frozen or None
     # the root holds embedding, last norm and head, which are needed together
     for part in [*blocks(model), model]:
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=freed)
+        fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=freed)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
         if dist.get_world_size() > 1:  # on one rank FSDP would divide by it, too
             # the loss is already normalized over all ranks: sum the gradients

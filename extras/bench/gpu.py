@@ -345,14 +345,14 @@ def report(machine: dict, row: dict) -> str:
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument(
-        "--only", nargs="+", choices=[*STAGES, *(part.name for part in PARTS)], help="these parts"
+        "--only", nargs="+", choices=[*STAGES, *(part.name for part in PARTS)], help="only these"
     )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy shapes, without a GPU"
     )
     parser.add_argument("--out", default="runs/gpu", help="folder of the logs and of gpu.json")
     parser.add_argument(
-        "--minutes", type=float, default=60, help="for all; what has no time left is skipped"
+        "--minutes", type=float, default=60, help="time for all parts; what does not fit is skipped"
     )
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes

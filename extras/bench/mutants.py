@@ -158,9 +158,7 @@ def measure(room, paths, names, n):
 def main():
     parser = parser_of(__doc__)
     parser.add_argument("rooms", nargs="*", metavar="ROOM", help=" ".join(ROOMS))
-    parser.add_argument(
-        "--n", type=int, default=150, help="mutants of a room that are tried at most"
-    )
+    parser.add_argument("--n", type=int, default=150, help="mutants to try in a room, at most")
     args = parser.parse_args()
     for room in args.rooms or ROOMS:
         measure(room, *ROOMS[room], args.n)

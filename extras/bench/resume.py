@@ -109,9 +109,9 @@ def main() -> None:
         "--kill_at", type=int, default=3, help="the step after which it is killed; 0: none"
     )
     parser.add_argument(
-        "--lora_rank", type=int, default=0, help="of adapters; 0: all weights are trained"
+        "--lora_rank", type=int, default=0, help="rank of LoRA adapters; 0: train all weights"
     )
-    parser.add_argument("--ranks", type=int, default=1, help="processes, a card each")
+    parser.add_argument("--ranks", type=int, default=1, help="processes, each with its own card")
     args = parser.parse_args()
     saved, before = 0, []
     with contextlib.ExitStack() as stack:

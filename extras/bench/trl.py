@@ -304,8 +304,10 @@ def main() -> None:
         "--repeat", type=int, default=4, help="steps after the first, which warms up"
     )
     parser.add_argument("--agent", action="store_true", help="rollouts of several turns")
-    parser.add_argument("--shape", choices=(*KNOWN, "toy"), help="updates alone, of this shape")
-    parser.add_argument("--trajectories", type=int, default=20, help="an update, in groups of 5")
+    parser.add_argument("--shape", choices=(*KNOWN, "toy"), help="only updates, of this shape")
+    parser.add_argument(
+        "--trajectories", type=int, default=20, help="trajectories per update, in groups of 5"
+    )
     args, flags = parser.parse_known_args()
     print(json.dumps(compare_updates(args) if args.shape else compare_steps(args, flags)))
 

@@ -351,13 +351,17 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
     )
-    parser.add_argument("--steps", type=int, default=3, help="timed, after one that is not")
-    parser.add_argument("--trajectories", type=int, default=50, help="a step, a multiple of 10")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="steps timed, after a first one that is not"
+    )
+    parser.add_argument(
+        "--trajectories", type=int, default=50, help="trajectories per step, a multiple of 10"
+    )
     parser.add_argument(
         "--micro", type=int, nargs="+", help="tokens of the micro-batches to measure"
     )
     parser.add_argument(
-        "--shape", choices=SHAPES, default="qwen2.5-3b", help="of the policy, with --micro"
+        "--shape", choices=SHAPES, default="qwen2.5-3b", help="shape of the policy, with --micro"
     )
     parser.add_argument(
         "--attention", type=int, default=4, help="2: torch's, where flash-attn-4 is installed, too"

@@ -54,7 +54,7 @@ class Method(TypedFunction):
 
     run_async = staticmethod(wait_for)  # in the loop of `reset`, which may have opened its client
 
-    def of(self, tau: Trajectory) -> Method:
+    def bind(self, tau: Trajectory) -> Method:
         bound = copy.copy(self)
         bound.tau = tau
         bound.function = getattr(tau.state, self.name, _refuse)

@@ -198,7 +198,7 @@ class Hermes(Tags):
         )
         return head[: max(len(first), limit - len(last))] + last
 
-    def read_response(self, ids: Sequence[int]) -> str:
+    def decode_response(self, ids: Sequence[int]) -> str:
         """Returns a text without the template's control tokens, whoever reads it: results are in
         <tool_response>."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)

@@ -119,7 +119,7 @@ def text_of(observation: Any) -> str:
 class Step(CheckedTool):
     """A tool of the environment, and in an episode that of its session."""
 
-    def of(self, tau: Trajectory) -> Step:
+    def bind(self, tau: Trajectory) -> Step:
         bound = copy.copy(self)
         bound.tau = tau
         return bound

@@ -39,7 +39,7 @@ class Move(Function):
         for word in WORDS:
             setattr(self, word, getattr(game, word))
 
-    def of(self, tau: Trajectory) -> Move:
+    def bind(self, tau: Trajectory) -> Move:
         return Move(self.game, tau)
 
     def run(self, argument: str) -> str:
