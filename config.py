@@ -95,7 +95,7 @@ class TaskKnobs(Knobs):
     """the agent's tools, comma-separated: search, calculator, module:function,
     mcp:URL-or-command; none: no tools"""
     format: str = "tags"
-    """how calls are written: tags, the paper's; hermes: JSON, in the model's chat template;
+    """how calls are written: tags, the paper's; hermes: as the model's chat template does;
     hermes_tools: likewise, and the tools' descriptions evolve too; or module:Class"""
     topk: Annotated[int, Field(ge=1, le=100)] = 3
     """passages a search returns"""

@@ -143,7 +143,7 @@ MOST = {
     "engines": 5117,
     "evaluate.py": 2674,
     "export.py": 620,
-    "extras": 64213,
+    "extras": 64211,
     "grpo.py": 2424,
     "inspo.py": 2720,
     "kernels": 5929,
@@ -157,7 +157,7 @@ MOST = {
     "rollout.py": 1107,
     "run.py": 2152,
     "tasks": 7875,
-    "tests": 169632,
+    "tests": 169629,
     "training": 4785,
     "world": 2061,
 }

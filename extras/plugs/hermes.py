@@ -1,5 +1,5 @@
-"""`--format hermes`: calls as JSON in `<tool_call>`, schemas and results where the model's own chat
-template has them.
+"""`--format hermes`: calls in `<tool_call>`, as JSON or as Qwen 3.5's XML, schemas and results where
+the model's own chat template has them.
 
 The instruction is the system message, the question the user's. A turn ends with one of `turn_ends`.
 What has been sampled is never rendered again: its ids stay, and those that follow come from a dummy
@@ -16,6 +16,8 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from plumbing.chat import rendered, template_of, turn_ends
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from tasks import Message, Question, Task
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
+PARAMETER = re.compile(r"<parameter=([^<>]+)>\n?((?:(?!</?parameter).)*?)\n?</parameter>\s*", re.S)
+XML = re.compile(rf"\s*<function=([^<>]+)>\s*((?:{PARAMETER.pattern})*)</function>\s*", re.S)
 OURS = ("tool_call", "tool_response")  # such tags are no section
 NAME = r"tool_(?!(?:call|response)>)([\w-]+)"
 SECTION = re.compile(rf"<{NAME}>((?:(?!</?tool_[\w-]+>).)*)</tool_\1>", re.S)  # tag, description
@@ -49,15 +53,19 @@ END = re.compile(r"\n\Z")
 IN_TEMPLATE = SEARCH_R1.replace(
     "call a search engine by <search> query </search>", "call the search tool"
 ).replace(" between <information> and </information>", "")
-REMEDY = "take --format tags, or a model whose template calls tools so (Qwen 2.5 and 3, Hermes)"
-RESULT = 'a "result"\n<b> é'  # of the dummy conversation: with what a template could escape
+REMEDY = "take --format tags, or a model whose template calls tools so (Qwen, Hermes)"
+# of the dummy conversation
+ASKED: dict[str, Any] = {"role": "user", "content": "What is it?"}
+RESULT = 'a "result"\n<b> é'  # with what a template could escape
 
 
 class Hermes(Tags):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` calls; a turn that calls nothing
-    is the answer."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` calls, or the XML that the chat
+    template asks for; a turn that calls nothing is the answer."""
 
     evolves_tools = False  # whether an instruction ends with the tools' descriptions
+    opened = ""  # <think> where the template writes it
+    begin, end, form = "", "", "JSON"
 
     def __init__(self, task: Task, tokenizer: Tokenizer | None = None):
         """Raises Fault, in one line, where the tokenizer's chat template cannot do this."""
@@ -66,12 +74,11 @@ class Hermes(Tags):
             return
         self.ends = tokenizer.convert_ids_to_tokens(turn_ends(tokenizer))
         self.pattern = match_markup(tokenizer, self.reserved_tags())
-        self.begin, self.end = frame(tokenizer) if task.tools else ("", "")
-        names = [schema_of(tool)["name"] for tool in task.tools]
-        if twice := [name for k, name in enumerate(names) if name in names[:k]]:
-            raise Fault(f"--format hermes: two tools are called {twice[0]}; rename one of them")
+        self.opened = "<think>" * rendered(tokenizer, [ASKED]).rstrip().endswith("<think>")
         for function in self.template_options("")["tools"] or ():
             check_printed(tokenizer, function)
+        if task.tools:
+            self.begin, self.end, self.form = frame(tokenizer)
 
     def stop_strings(self) -> tuple[str, ...]:
         return ()
@@ -92,11 +99,8 @@ class Hermes(Tags):
         )
         for tool in task.tools:
             if f"<{tool.tag}>" in instruction:
-                remedy = "say it in words" + " or leave it out: --instruction ''" * bool(
-                    task.cfg.instruction
-                )
                 raise Fault(
-                    f"{where}: its instruction calls with <{tool.tag}>, which is --format tags; {remedy}"
+                    f"{where}: its instruction calls with <{tool.tag}>, which is --format tags; say it in words"
                 )
         if not self.evolves_tools:
             return instruction
@@ -147,10 +151,10 @@ class Hermes(Tags):
         The answer is what `<answer>` holds, or else all of a turn that has ended, but for its
         thoughts.
         """
-        body = without_thoughts(f"{text}\n", END)
+        body = without_thoughts(f"{self.opened}{text}\n", END)
         if calls := CALL.findall(body):
             try:
-                tool, argument = call_of(calls[0], self.task.tools)
+                tool, argument = call_of(calls[0], self.task.tools, self.form)
             except ValueError as e:
                 return Action(text, ended=ended, note=f"This call cannot be served: {e}.")
             more = f"Of your {len(calls)} calls the first is served: write one at a time.\n" * (
@@ -183,7 +187,7 @@ class Hermes(Tags):
     def _message(self, action: Action, text: str, limit: int) -> list[int]:
         """Returns the ids of the tool's message, `limit` at most, and of what opens the next
         turn."""
-        begin = ("" if action.ended else self.ends[0]) + self.begin
+        begin = self.ends[0] * (not action.ended) + self.begin
         note = escape_markup(action.note, match_markup(self.tokenizer, OURS))  # it names <answer>
         shown = note + text[: limit * TOKEN_CHARACTERS]
         ids = encode(self.tokenizer, begin + shown + self.end)
@@ -206,32 +210,37 @@ class Hermes(Tags):
 # ---- turns
 
 
-def call_of(text: str, tools: Sequence[Tool]) -> tuple[Tool, str]:
-    """Returns the tool that a call names, and its argument; a ValueError says what is wrong with
-    it."""
-    form = 'write {"name": ..., "arguments": {...}}'
+def call_of(text: str, tools: Sequence[Tool], form: str) -> tuple[Tool, str]:
+    """Returns the tool that a call in JSON or XML names, and its argument; a ValueError says what
+    is wrong with it, or the `form` that the template's calls have."""
+    named = {tool.tag: tool for tool in tools}
     try:
-        call = clean(json.loads(text))
-        if isinstance(call, dict) and isinstance(call.get("arguments"), str):
-            call["arguments"] = json.loads(
-                call["arguments"] or "{}"
-            )  # Granite 4 writes their JSON text
-    except ValueError as e:
-        raise ValueError(f"it is no JSON ({str(e)[:100]}); {form}") from None
-    if not isinstance(call, dict) or not isinstance(call.get("arguments"), dict):
-        raise ValueError(f"it has no object of arguments; {form}")
-    named = {schema_of(tool)["name"]: tool for tool in tools}
-    if not isinstance(call.get("name"), str) or call["name"] not in named:
+        if xml := XML.fullmatch(text):
+            name, arguments = xml[1], dict(PARAMETER.findall(xml[2]))
+        else:
+            call = json.loads(text)
+            name, arguments = call["name"], call["arguments"]
+            if isinstance(arguments, str):  # Granite 4 writes their JSON text
+                arguments = json.loads(arguments or "{}")
+        tool, arguments = named.get(name), dict(arguments)
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"it is not of the form {form}") from None
+    if not tool:
         raise ValueError(
-            f"there is no tool {str(call.get('name'))[:40]!r}; there are {', '.join(named) or 'none'}"
+            f"there is no tool {str(name)[:40]!r}; there are {', '.join(named) or 'none'}"
         )
-    tool, arguments = named[call["name"]], call["arguments"]
     if isinstance(tool, SchemaTool):  # it looks at them
-        return tool, json.dumps(arguments, ensure_ascii=False)
-    name = tool.argument
-    if list(arguments) != [name] or not isinstance(arguments[name], str):
-        raise ValueError(f'the arguments of {call["name"]} are {{"{name}": a text}}')
-    return tool, arguments[name].strip()
+        properties = tool.schema["parameters"].get("properties", {})
+        for key, value in arguments.items():
+            # XML has no types: the schema says what is a text
+            if xml and properties.get(key, {}).get("type") != "string":
+                with suppress(ValueError):
+                    arguments[key] = json.loads(value)
+        return tool, clean(json.dumps(arguments, ensure_ascii=False))
+    key = tool.argument
+    if list(arguments) != [key] or not isinstance(arguments[key], str):
+        raise ValueError(f'the arguments of {name} are {{"{key}": a text}}')
+    return tool, clean(arguments[key].strip())
 
 
 # ---- schemas
@@ -241,7 +250,8 @@ def schema_of(tool: Tool, description: str = "") -> dict[str, Any]:
     """Returns name, description and parameters (a JSON schema) of a tool; `description`, if there
     is one, replaces its own. A tool without a schema has one text as its argument."""
     if isinstance(tool, SchemaTool):
-        return tool.schema | ({"description": description} if description else {})
+        own = tool.schema | {"name": tool.tag}
+        return own | ({"description": description} if description else {})
     parameter = {"type": "string", "description": f"The {tool.argument}"}
     parameters = {
         "type": "object",
@@ -258,10 +268,8 @@ def without_sections(instruction: str) -> str:
 
 def malformed(instruction: str, tools: Sequence[Tool]) -> str:
     """Returns why an instruction does not end with one section per tool; "" if it does."""
-    tags, described = (
-        [tool.tag for tool in tools],
-        [tag for tag, text in SECTION.findall(instruction) if text.strip()],
-    )
+    tags = [tool.tag for tool in tools]
+    described = [tag for tag, text in SECTION.findall(instruction) if text.strip()]
     if sorted(described) != sorted(tags):
         return f"describes {', '.join(described) or 'no tool'} in sections <tool_...>, not {', '.join(tags)}"
     rest = without_sections(instruction)
@@ -277,25 +285,19 @@ def malformed(instruction: str, tools: Sequence[Tool]) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def frame(tokenizer: Tokenizer) -> tuple[str, str]:
+def frame(tokenizer: Tokenizer) -> tuple[str, str, str]:
     """Returns what the chat template writes between the end of a turn and a tool's result, and
-    after that, up to the next turn.
+    after that, up to the next turn; and a call.
 
-    Raises Fault unless the template prints tools, writes a call as `read_turn` reads it, ends it as
+    Raises Fault unless the template writes a call as `read_turn` reads it, ends it as
     `turn_ends` says, keeps the tool's message after it whole, and leaves what precedes a turn as it
     was.
     """
-    where, eos = (
-        template_of(tokenizer),
-        str(tokenizer.convert_ids_to_tokens(turn_ends(tokenizer)[0])),
-    )
-    key = {"type": "string", "description": "A key"}
-    parameters = {"type": "object", "properties": {"key": key}, "required": ["key"]}
-    schema = {"name": "lookup", "description": "Looks a key up.", "parameters": parameters}
-    function = {"type": "function", "function": schema}
-    check_printed(tokenizer, function)
-    call = {"type": "function", "function": {"name": "lookup", "arguments": {"key": "a key"}}}
-    asked = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "What is it?"}]
+    eos = str(tokenizer.convert_ids_to_tokens(turn_ends(tokenizer)[0]))
+    tool: Any = SimpleNamespace(tag="tool_name", argument="argument", description="Looks it up.")
+    function = {"type": "function", "function": schema_of(tool)}
+    call = {"type": "function", "function": {"name": tool.tag, "arguments": {"argument": "value"}}}
+    asked = [{"role": "system", "content": "Answer."}, ASKED]
     acted: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
     called = [acted, {"role": "tool", "content": RESULT}]
     prompt, one, two = (
@@ -304,43 +306,41 @@ def frame(tokenizer: Tokenizer) -> tuple[str, str]:
     changes = f"changes what it wrote before when a conversation goes on; {REMEDY}"
     turn, ends, rest = one.removeprefix(prompt).partition(eos)
     begin, _, end = rest.partition(RESULT)
-    try:
-        written = [json.loads(text) for text in CALL.findall(turn)]
-    except ValueError:
-        written = []
-    shown, other = (
-        turn.partition("a key")[0],
-        turn.partition("</tool_call>")[2].partition("\n")[0].strip(),
-    )
-    chat = "take the chat version of the model (-Instruct), or fix eos_token in its tokenizer_config.json"
+    form, written = "".join(CALL.findall(turn)).strip(), None
+    with suppress(ValueError):
+        written = call_of(form, [tool], "")
     checks = [
         (one.startswith(prompt), changes),
-        (written == [call["function"]],
-         f"writes a call as {' '.join(shown.split())[-80:]!r}, not as JSON in <tool_call>; {REMEDY}"),
-        (ends and RESULT not in turn, f"ends a turn with {other!r}, and the tokenizer's EOS is {eos}; {chat}"),
+        (written == (tool, "value"),
+         f"writes a call as {turn[:80]!r}, not as JSON or <function=...> in <tool_call>; {REMEDY}"),
+        (ends, f"ends a turn otherwise, and the tokenizer's EOS is {eos}; take the chat version of the model"
+         " (-Instruct), or fix eos_token in its tokenizer_config.json"),
         (rest.count(RESULT) == 1, f"drops or changes a tool's message; {REMEDY}"),
         (two == f"{one}{turn}{eos}{rest}", changes),
     ]  # fmt: skip
     for right, why in checks:
         if not right:
-            raise Fault(f"{where} {why}")
-    return begin, end
+            raise Fault(f"{template_of(tokenizer)} {why}")
+    return begin, end, form
 
 
 def check_printed(tokenizer: Tokenizer, function: Mapping[str, Any]) -> None:
     """Raises Fault unless the chat template prints a tool's schema."""
     schema = function["function"]
-    where, asked = template_of(tokenizer), [{"role": "user", "content": "What is it?"}]
     try:
-        text = rendered(tokenizer, asked, tools=[function])
+        text = rendered(tokenizer, [ASKED], tools=[function])
     except Fault as e:
         raise Fault(
             f"--format hermes: the schema of the tool {schema['name']} cannot be printed: {e}"
         ) from None
     parts = [schema["name"], schema["description"], *schema["parameters"].get("properties", {})]
     for part in parts:
-        if not any(json.dumps(part, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True)):
-            raise Fault(f"{where} prints no {part[:40]!r} of the tool {schema['name']}; {REMEDY}")
+        if part.strip() not in text and not any(
+            json.dumps(part, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True)
+        ):
+            raise Fault(
+                f"{template_of(tokenizer)} prints no {part[:40]!r} of the tool {schema['name']}; {REMEDY}"
+            )
 
 
 class HermesTools(Hermes):
