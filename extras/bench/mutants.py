@@ -35,7 +35,7 @@ ROOMS = {  # files; names of tests/test_*.py
     "reflect": (["reflect.py"], "reflect optimizer config"),
     "tasks": (
         ["tasks/__init__.py", "tasks/search_qa.py", "tasks/task.py"],
-        "questions seam functions start rollout",
+        "questions seam functions start rollout hub",
     ),
     "tools": (
         ["tasks/tools.py", "tasks/functions.py", "tasks/search_qa.py"],
