@@ -2,7 +2,7 @@
 the same files.
 
 Log, directory and Algorithm 1 are the real ones. The policy is a number that every update moves, so
-that hundreds of runs take seconds; tests/test_stop.py and test_ranks.py do the same to real ones.
+that hundreds of runs take seconds; tests/test_stop.py and test_ranks_runs.py do the same to real ones.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""extras/launch/: what one starts first, as far as this machine can run it. tests/test_ranks.py has
+"""extras/launch/: what one starts first, as far as this machine can run it. tests/test_ranks_runs.py has
 node.sbatch's nodes."""
 
 import json
