@@ -25,7 +25,7 @@ from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown, one_line
 from plumbing.hub import check_model
 from plumbing.servers import Servers
-from population import Experience, Instruction, Population, ReplayBuffer, TestedCandidate
+from population import Experience, Instruction, Population, RatedCandidate, ReplayBuffer
 from reflect import (
     PROMPT_BUDGET,
     Optimizer,
@@ -155,7 +155,7 @@ class Evolution:
         as they are."""
         cfg, P, B = self.cfg, self.P, self.B
         P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17 CHOICE-26
-        P_new = list[TestedCandidate]()
+        P_new = list[RatedCandidate]()
         # how many revisions a call asks for (L21's n is cfg.top_n): CHOICE-24
         n = cfg.N_P - cfg.N_parent
         self.t = t
@@ -235,7 +235,7 @@ class Evolution:
 
     def verify(
         self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
-    ) -> list[TestedCandidate]:
+    ) -> list[RatedCandidate]:
         """Returns the revisions, the highest mean reward on D_B first, each with its parent's
         rewards on the same questions."""
         # an instruction's id (None: it is not in P) and its text
@@ -250,7 +250,7 @@ class Evolution:
         tested = []
         for k, text in enumerate(I_new, 1):
             own = rewards[k * n : (k + 1) * n]
-            tested.append(TestedCandidate(text, I_parent.id, own, rewards[:n]))
+            tested.append(RatedCandidate(text, I_parent.id, own, rewards[:n]))
         # with --D_B 0 all have the mean 0 and keep the optimizer's order
         return sorted(tested, key=lambda c: -c.r)
 

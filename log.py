@@ -21,7 +21,7 @@ from config import Config, preset_of
 from plumbing.faults import Fault, first_line
 from plumbing.files import Row
 from plumbing.outside import printable
-from population import Instruction, Population, TestedCandidate
+from population import Instruction, Population, RatedCandidate
 from run import LOGS, Run
 from tasks import Question, Task, Trajectory
 from tasks.task import STORED, average_by_source, compute_metrics, rate_failures, space_evenly
@@ -167,8 +167,8 @@ class Log:
         t: int,
         round: int,
         D_B: Sequence[Question],
-        tested: Sequence[TestedCandidate],
-        joining: Sequence[TestedCandidate],
+        tested: Sequence[RatedCandidate],
+        joining: Sequence[RatedCandidate],
     ) -> None:
         """Writes down the rewards of revisions and of their parent on D_B, and who joins."""
         verified = []

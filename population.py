@@ -107,14 +107,14 @@ class Population:
         kept = max(N_parent, len(ranked) - len(ranked) // 2)  # CHOICE-3
         return self._drop(ranked[kept:], t)
 
-    def choose_joining(self, tested: Sequence[TestedCandidate], n: int) -> list[TestedCandidate]:
+    def choose_joining(self, tested: Sequence[RatedCandidate], n: int) -> list[RatedCandidate]:
         """Returns which of a round's candidates, best first, join: at most `n`, with --gate 1 none
         below its parent."""
         # without the gate all pass
         return [c for c in tested if c.r >= c.r_parent or not self.cfg.gate][:n]  # CHOICE-12
 
     def replace_by(
-        self, parents: Sequence[Instruction], new: Sequence[TestedCandidate], t: int
+        self, parents: Sequence[Instruction], new: Sequence[RatedCandidate], t: int
     ) -> None:
         """Replaces P by the parents, with weight 0, and the new ones. Without new ones P and W
         stay."""
@@ -156,7 +156,7 @@ def mean_rewards(taus: Iterable[Trajectory | Experience]) -> dict[int, float]:
 
 
 @dataclass
-class TestedCandidate:
+class RatedCandidate:
     """An I_new of line 20 after line 21, whether it joins or not: the rewards (|D_B|,) of it and of
     its parent, on the same questions of D_B."""
 

@@ -23,7 +23,7 @@ from scipy.special import stdtrit
 
 import inspo
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
-from population import Population, TestedCandidate
+from population import Population, RatedCandidate
 from tasks import Job, Question
 
 # of the lower bound: certainty, and the loss of mean reward that does not matter
@@ -65,7 +65,7 @@ class ByQuestion(Population):
 class LowerBound(Population):
     """A candidate joins if it loses at most TOLERANCE against its parent, with confidence SURE."""
 
-    def choose_joining(self, tested: Sequence[TestedCandidate], room: int) -> list[TestedCandidate]:
+    def choose_joining(self, tested: Sequence[RatedCandidate], room: int) -> list[RatedCandidate]:
         return [
             c for c in tested if lower_bound(c.rewards, c.parent_rewards) + TOLERANCE >= c.r_parent
         ][:room]

@@ -14,7 +14,7 @@ with app.setup:
     from config import Config
     from inspo import Evolution
     from labs import desk, play
-    from population import Population, ReplayBuffer, TestedCandidate
+    from population import Population, RatedCandidate, ReplayBuffer
     from reflect import fold_words, read_candidates
     from tasks.task import rng_of
     from world.clauses import CLAUSES, FRAMES, read_clauses
@@ -208,7 +208,7 @@ def choose_joining(verified, room):
 @app.function(hide_code=True)
 def check_choose_joining(choose_joining):
     def named(*r, parent=0.2):
-        return [TestedCandidate(str(x), 0, [x], [parent]) for x in r]
+        return [RatedCandidate(str(x), 0, [x], [parent]) for x in r]
 
     cases = [(named(0.5, 0.2, 0.1), 3), (named(0.5, 0.4, 0.3), 2), (named(0.1, 0.0), 2), (named(0.0, parent=0.0), 1)]
     for verified, room in cases:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from config import Config
-from population import Experience, Population, ReplayBuffer, TestedCandidate, mean_rewards
+from population import Experience, Population, RatedCandidate, ReplayBuffer, mean_rewards
 from tasks import Question, Trajectory
 
 
@@ -163,7 +163,7 @@ def test_pruning_goes_by_the_ranking_it_is_given():
 
 
 def revision(text, parent=0, r=(0.5,), r_parent=(0.5,)):
-    return TestedCandidate(text, parent, list(r), list(r_parent))
+    return RatedCandidate(text, parent, list(r), list(r_parent))
 
 
 def test_none_below_its_parent_is_admitted_and_no_more_than_there_is_room_for():

@@ -9,7 +9,7 @@ from test_algorithm import Evolved, questions
 from config import PRESETS, build, validate
 from extras.selection import ByQuestion, LowerBound, SelectionConfig, lower_bound, population_of
 from plumbing.faults import Fault
-from population import TestedCandidate
+from population import RatedCandidate
 
 
 def test_by_question_every_rollout_of_a_group_draws_its_instruction():
@@ -37,7 +37,7 @@ def test_the_lower_bound_by_hand():
         ([1.0, 1.0, 0.0, 1.0], r_parent), ([1.0, 0.0, 0.0, 1.0], r_parent),
         ([0.5] * 9, [0.5] * 9), ([0.495] * 9, [0.5] * 9), ([0.48] * 9, [0.5] * 9),
     ]  # fmt: skip
-    near = [TestedCandidate(str(k), 0, *pair) for k, pair in enumerate(near)]
+    near = [RatedCandidate(str(k), 0, *pair) for k, pair in enumerate(near)]
     assert [c.text for c in P.choose_joining(near, 9)] == ["0", "2", "3"] and [
         c.text for c in P.choose_joining(near, 2)
     ] == ["0", "2"]
