@@ -28,7 +28,8 @@ Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 Batch = list[Trajectory]
 TokenStats = dict[str, Tensor]  # of a micro-batch's action tokens, (N,) each
-# parameters of a model whose operations are too short for several threads to share one
+# A model with fewer parameters gains little from several threads in one operation: each gets a
+# micro-batch.
 SMALL = 10**7
 MAX_GRAD_NORM = 1.0  # CHOICE-17
 MAX_SKIPPED = 5  # optimizer steps in a row without a finite gradient, after which a run stops
@@ -200,7 +201,7 @@ class Learner:
             metrics["kl"] = total["kl"] / tokens
         return metrics | {
             "loss": total["loss"] / len(norms),
-            "entropy": total["entropy"] / tokens,  # measured alone: CHOICE-32
+            "entropy": total["entropy"] / tokens,  # only measured, no part of the loss: CHOICE-32
             "clip_fraction": total["clipped"] / tokens,
             # mean |trainer - engine| of the sampled tokens' log-probs
             "logp_gap": total["gap"] / tokens,

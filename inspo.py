@@ -84,8 +84,8 @@ def inspo(
         with log.timing("reward"):
             set_rewards(task, taus)  # Alg.1 L7
         policy.learner.set_advantages(taus)  # Eq.3
-        # Before the update, so that a fault of the task's own code leaves none half recorded:
-        # task.metrics, which add_rollouts calls, and task.show, whose texts are for L15.
+        # Before the update: a fault of the task's own code (task.metrics, called by add_rollouts;
+        # task.show, for L15) then leaves no step half recorded.
         log.add_rollouts(t, taus)
         texts = [task.show(tau) for tau in taus]
         metrics = policy.update(t, taus)  # Alg.1 L8 Eq.5
@@ -172,8 +172,8 @@ class Evolution:
             # nothing is verified).
             rng = rng_of(cfg.seed, t, f"evolve {round}")
             I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
-            tau_fail = B.draw_failures(rng, cfg.failures, I_parent.id)
-            D_B = [self.D[id] for id in B.draw_question_ids(rng, cfg.D_B, tau_fail)]
+            tau_fail = B.choose_failures(rng, cfg.failures, I_parent.id)
+            D_B = [self.D[id] for id in B.choose_question_ids(rng, cfg.D_B, tau_fail)]
             # cfg.D_B is |D_B|: with 0 an empty list is right
             if not tau_fail or (cfg.D_B and not D_B):
                 reason = "no failure to learn from, or no question left to verify on"

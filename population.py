@@ -205,7 +205,7 @@ class ReplayBuffer:
             )
         self.items = self.items[-self.capacity :]  # CHOICE-29
 
-    def draw_failures(self, rng: np.random.Generator, n: int, parent: int) -> list[Experience]:
+    def choose_failures(self, rng: np.random.Generator, n: int, parent: int) -> list[Experience]:
         """Returns up to `n` failures, one per question, for the optimizer to learn from.
 
         Those under the parent, which the optimizer is asked to revise, come before all others;
@@ -220,7 +220,7 @@ class ReplayBuffer:
             first.setdefault(e.question_id, e)
         return list(first.values())[:n]
 
-    def draw_question_ids(
+    def choose_question_ids(
         self, rng: np.random.Generator, n: int, shown: Iterable[Experience]
     ) -> list[str]:
         """Returns the ids of up to `n` questions for D_B, latest step first, none of them `shown`."""  # CHOICE-7

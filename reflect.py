@@ -115,7 +115,7 @@ def format_examples(failures: Failures, budget: int) -> list[str]:
 
 def shorten(text: str, budget: int) -> str:
     """Returns a text without so much of its middle that it is `budget` tokens."""
-    return cut_middle(text, 4 * budget - 10)  # the mark of a cut is 7 characters
+    return cut_middle(text, 4 * budget - 10)  # 7 are the mark of a cut, 3 are spare
 
 
 def read_blocks(reply: str) -> list[str]:
@@ -214,6 +214,7 @@ def gives_away(candidate: str, gold: str) -> bool:
     """
     if not _mentions(candidate, gold):
         return False
+    # its words that are not in lower case; one with a hyphen counts as one
     names = [word for word in WORD.findall(plain(gold).replace("-", "")) if not word.islower()]
     text = plain(candidate)
     if len(names) > 1 or any(_mentions(answer, gold) for answer in ANSWER.findall(text)):

@@ -31,7 +31,7 @@ class Episode:
     """A trajectory while it is played: the policy acts, a tool may be called, and the policy reads
     the result."""
 
-    action: Action  # in the last turn
+    action: Action  # of the latest turn
     call: Future[list[str]] | None = None  # to wait for, before the next turn
     last_turn = False  # the context has room for only one more
 

@@ -159,22 +159,22 @@ class TorchEngine:
             return
         h = self._prefill(contexts, max_new)  # (B, H)
 
-        # A turn for each slot of `self.cache`. While the batch shrinks, `cache` holds the rows that
-        # it still has, and `slots` whose they are: row k's is slots[k].
+        # A turn for each slot of `self.cache`. While the batch shrinks, `cache` holds the contexts that
+        # it still has; slots[k] is the slot in `self.cache` of its context k.
         cache = self.cache
         slots = torch.arange(len(self.order), device=self.device)
         turns = [FinishedTurn(key, [], []) for key in self.order]
         finished = set()  # slots
-        # Tokens of each context, equal for now. `starts`: before the turn, by slot, never changed.
-        # `lengths`: those that a forward pass has seen, by row.
+        # How many tokens each context has. `starts`: before the turn, by slot, never changed. `lengths`:
+        # those that a forward pass has seen, by k; the same until then.
         starts = lengths = self._tensor([len(contexts[key]) for key in self.order])
         capacity = int(starts.max()) + max_new
         while True:
-            # the next token of each row; what a finished one samples is ignored
+            # the next token of each context; what a finished one samples is ignored
             sampled, logp = self._sample(h, temperature)
-            unfinished = []  # rows
+            unfinished = []
             samples = zip(slots.tolist(), sampled.tolist(), logp.tolist(), strict=True)
-            for row, (slot, token, lp) in enumerate(samples):
+            for k, (slot, token, lp) in enumerate(samples):
                 if slot in finished:
                     continue
                 turn = turns[slot]
@@ -183,12 +183,12 @@ class TorchEngine:
                 if self.ended(turn.ids) or len(turn.ids) == max_new:
                     finished.add(slot)
                     # all but the last token, which no forward pass has seen
-                    self.cached[turn.key] = int(lengths[row])
+                    self.cached[turn.key] = int(lengths[k])
                     yield turn
                 else:
-                    unfinished.append(row)
+                    unfinished.append(k)
 
-            # Once half of the rows have finished, the batch goes on without them, in a cache of its
+            # Once half of the contexts have finished, the batch goes on without them, in a cache of its
             # own: all keys and values that are new return to `self.cache`, for the next turn.
             if 2 * len(unfinished) <= len(lengths):
                 if cache is not self.cache:
@@ -227,6 +227,7 @@ class TorchEngine:
         prompt_of = self._tensor([prompts.index(tuple(ids)) for ids in contexts.values()])
         lengths = self._tensor(list(map(len, prompts)))
         longest = max(map(len, prompts))
+        # its one readable column broadcasts over the width
         self.cache = RowCache(torch.zeros_like(lengths))
         h = self._extend([0] * len(prompts), prompts)[prompt_of]
 

@@ -96,7 +96,7 @@ class GEPA(FromOne):
         if t == cfg.T:  # no step would play what is new
             return
         rng = rng_of(cfg.seed, t, "gepa")
-        D_B = [self.D[q] for q in self.B.draw_question_ids(rng, cfg.D_B, [])]
+        D_B = [self.D[q] for q in self.B.choose_question_ids(rng, cfg.D_B, [])]
         # what the optimizer may see: no question on which prompts are chosen
         shown = ReplayBuffer(cfg.buffer)
         shown.items = [e for e in self.B.items if e.question_id not in {q.id for q in D_B}]
@@ -107,7 +107,7 @@ class GEPA(FromOne):
         for round in range(cfg.rounds):
             self.round = round
             I_parent = P.active[rng.choice(len(P), p=wins / wins.sum())]
-            tau_fail = shown.draw_failures(rng, cfg.failures, I_parent.id)
+            tau_fail = shown.choose_failures(rng, cfg.failures, I_parent.id)
             if not tau_fail:
                 shortfall = "no failure to learn from that D_B does not have"
                 break

@@ -140,7 +140,7 @@ def _two_passes(
     """
     w = terms["token_weight"]
     logp, entropy, kept = backend.logp_rows(z, targets, temperature)
-    # detached: where old is None, rho is 1 and its gradient is that of logp
+    # logp has no gradient here, logp_n below has: with old None rho is 1, with the gradient of logp_n
     least = logp - 40
     most = logp + 40
     old = logp if old is None else old.clamp(least, most)

@@ -62,7 +62,7 @@ def _():
     _taus = player.play(1, "rollout", first, list(D.values())[:48])
     P.update_weights(_taus)
     B.add(1, _taus, [task.show(_tau) for _tau in _taus])
-    failures = B.draw_failures(rng_of(0, 1, "lab 6"), 12, 0)
+    failures = B.choose_failures(rng_of(0, 1, "lab 6"), 12, 0)
     first_reward = P.family[0].w
     return B, D, P, cfg, failures, first, first_reward, player, task
 
@@ -266,7 +266,7 @@ def _(
         "the world's": reply_to(_prompt, seed=0),
     }
     _golds = [gold for e in failures for gold in e.golds]
-    D_B = [D[q] for q in B.draw_question_ids(rng_of(0, 1, "D_B"), cfg.D_B, failures)]
+    D_B = [D[q] for q in B.choose_question_ids(rng_of(0, 1, "D_B"), cfg.D_B, failures)]
     verified, joined = {}, {}
     for _name, _reply in _replies.items():
         _used = {fold_words(first)}

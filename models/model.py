@@ -139,9 +139,10 @@ def load_model(path: str, longest: int = 0) -> Any:
 
 @torch.no_grad()
 def probe(model: Any, longest: int) -> str:
-    """Finds out what a row of `forward_packed` may hold, `model.row_kind`: "shared" prompts; sequences,
-    each "whole", where other layers than attention are told where one begins; or a "single" one,
-    where they cannot be told. Returns why it would be wrong all the same, "" if it is right.
+    """Finds out what a row of `forward_packed` may hold, `model.row_kind`: "shared": sequences that
+    share prompts; "whole": sequences that do not (layers other than attention are told where each
+    begins); "single": one sequence (they cannot be told). Returns why it would be wrong all the same,
+    "" if it is right.
 
     The model's own logits of two short sequences, each alone, have to be its head's weight times its
     hidden states; and these have to be the same in training, in a row with the last token of a

@@ -286,8 +286,8 @@ def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> lis
 
 
 def pack(batch: Sequence[Any], device: torch.device) -> tuple[Tensor, Packing, Tensor, Tensor]:
-    """Returns ids (T,) of a row in which trajectories follow one another, with a prompt that
-    several share before the first of them alone; its packing; and for the N action tokens where
+    """Returns ids (T,) of a row in which trajectories follow one another; a prompt that several
+    share stands once, before the first of them; its packing; and for the N action tokens where
     the tokens that predict them stand (N,) and their ids (N,)."""
     sharing = Counter(map(prefix_of, batch))
     begun: dict[tuple, int] = {}  # the piece of each prompt that is in the row already

@@ -104,8 +104,9 @@ def read_reply(answer: Any) -> Reply:
 
 
 def without_thoughts(text: str, part: re.Pattern[str]) -> str:
-    """Returns what follows a model's thoughts, which end at the last `</think>` that a `part` of an
-    answer follows: parts and later remarks mention it, too. Nothing follows thoughts without an end.
+    """Returns what follows a model's thoughts: what is behind the last `</think>` before the last
+    `part` of an answer. One inside a part, or after the last part, ends nothing. "" if thoughts never
+    end.
 
     Templates that write `<think>` themselves leave a reply with the closing tag alone.
     """

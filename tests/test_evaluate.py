@@ -254,7 +254,7 @@ def test_each_fault_is_one_line_that_says_what_to_do(tmp_path, finished, monkeyp
     half = shutil.copytree(finished, tmp_path / "half", ignore=shutil.ignore_patterns("policy"))
     policy, gone = WORLD / "policy", tmp_path / "gone"
     for flags, words in (
-        (["world", "--data", "test", "test"], "--data test: it has no questions, or its name"),
+        (["world", "--data", "test", "test"], "--data test: it has no questions"),
         (["world", "--data", "squad"], "squad: no such file"),
         (["world", "--data", "hotpotqa"], "hotpotqa/dev.jsonl: the hub cannot be reached"),
         ([half], "half holds no finished run: wait, resume it, or give a directory"),

@@ -256,48 +256,48 @@ def test_failures_under_the_parent_come_first_then_the_latest_step_s_then_the_lo
     both = [tau("own0", 1.0, 4, "right"), tau("own0", 0.0, 5, "theirs")]
     B = buffer(older, newer, both)
     for seed in range(10):
-        shown = B.draw_failures(rng(seed), 4, 4)
+        shown = B.choose_failures(rng(seed), 4, 4)
         assert {*named(shown[:2])} == {"own0", "own1"} and named(shown[2:]) == ["r0.0", "r0.5"]
         assert "own0? response" in [e.text for e in shown]
-        shown = B.draw_failures(rng(seed), 9, 5)
+        shown = B.choose_failures(rng(seed), 9, 5)
         assert named(shown) == ["own0", "r0.0", "r0.5", "r0.75", "own1"]
         assert shown[0] == Experience(
             3, 5, "own0", "own0? theirs", ("gold", "or this"), 0.0, failed=True
         )
-        assert named(B.draw_failures(rng(seed), 2, 99)) == ["own0", "r0.0"]  # the parent has none
+        assert named(B.choose_failures(rng(seed), 2, 99)) == ["own0", "r0.0"]  # the parent has none
 
 
 def test_no_question_is_shown_twice_among_the_failures():
     B = buffer([tau("s")], [], [tau("q", response=str(k)) for k in range(50)] + [tau("r")])
-    shown = [B.draw_failures(rng(seed), 4, 0) for seed in range(20)]
+    shown = [B.choose_failures(rng(seed), 4, 0) for seed in range(20)]
     assert all(sorted(named(three)) == ["q", "r", "s"] for three in shown)
     # which one is drawn
     assert len({e.text for three in shown for e in three if e.question_id == "q"}) > 5
-    assert B.draw_failures(rng(3), 4, 0) == shown[3]
+    assert B.choose_failures(rng(3), 4, 0) == shown[3]
 
 
 def test_a_success_is_never_shown_as_a_failure():
     judged = [tau("poor", 3.0), tau("good", -1.0)]  # what a failure is, the task says
     judged[0].failed, judged[1].failed = True, False
-    assert named(buffer(judged).draw_failures(rng(), 4, 0)) == ["poor"]
-    assert ReplayBuffer(10).draw_failures(rng(), 4, 0) == []
+    assert named(buffer(judged).choose_failures(rng(), 4, 0)) == ["poor"]
+    assert ReplayBuffer(10).choose_failures(rng(), 4, 0) == []
 
 
 def test_verification_questions_are_distinct_latest_first_and_at_most_n():
     B = buffer(
         *[[tau(f"q{t}-{k % 4}", reward=float(k % 3 == 0)) for k in range(12)] for t in (1, 2, 3)]
     )
-    D_B = B.draw_question_ids(rng(), 6, shown=[])
+    D_B = B.choose_question_ids(rng(), 6, shown=[])
     assert len(D_B) == len(set(D_B)) == 6
     assert {q[:2] for q in D_B[:4]} == {"q3"}  # successes and failures alike
     assert {q[:2] for q in D_B[4:]} == {"q2"}
-    assert len(B.draw_question_ids(rng(), 100, shown=[])) == 12
-    assert B.draw_question_ids(rng(), 6, shown=[]) == D_B
-    shown = B.draw_failures(rng(), 4, 0)
-    assert {*B.draw_question_ids(rng(), 100, shown)} == {e.question_id for e in B.items} - {
+    assert len(B.choose_question_ids(rng(), 100, shown=[])) == 12
+    assert B.choose_question_ids(rng(), 6, shown=[]) == D_B
+    shown = B.choose_failures(rng(), 4, 0)
+    assert {*B.choose_question_ids(rng(), 100, shown)} == {e.question_id for e in B.items} - {
         *named(shown)
     }
-    assert any(B.draw_question_ids(rng(seed), 6, shown=[]) != D_B for seed in range(1, 5))
+    assert any(B.choose_question_ids(rng(seed), 6, shown=[]) != D_B for seed in range(1, 5))
 
 
 def test_a_buffer_restored_from_a_mark_gives_the_same_failures_and_questions():
@@ -307,5 +307,5 @@ def test_a_buffer_restored_from_a_mark_gives_the_same_failures_and_questions():
     mark.seek(0)
     C.load_state_dict(torch.load(mark, weights_only=True))
     assert C.items == B.items
-    assert C.draw_failures(rng(3), 4, 2) == B.draw_failures(rng(3), 4, 2)
-    assert C.draw_question_ids(rng(3), 4, []) == B.draw_question_ids(rng(3), 4, [])
+    assert C.choose_failures(rng(3), 4, 2) == B.choose_failures(rng(3), 4, 2)
+    assert C.choose_question_ids(rng(3), 4, []) == B.choose_question_ids(rng(3), 4, [])

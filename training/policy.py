@@ -350,7 +350,7 @@ class Policy:
     def sleep(self) -> None:
         """Makes room for training: the engine's weights and cache wait until the next rollout."""
         if not self.synced:
-            return  # it has slept since the last call
+            return  # it sleeps already
         self.synced = self.same_model  # the update outdates a copy, never the learner's own model
         self.engine.sleep()
 
