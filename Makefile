@@ -96,7 +96,7 @@ fake-gpu: setup    ## whole presets on fake CUDA tensors: devices, dtypes, memor
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/extras/test_fake_gpu.py -n 2 $(ARGS)
 
 test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in its own environment
-	$(VLLM) -m pytest tests/test_vllm*.py tests/extras/test_vllm*.py -n 2 --dist loadfile $(ARGS)
+	$(VLLM) -m pytest tests/test_vllm*.py tests/extras/test_vllm*.py $(ARGS)
 
 test-real: setup downloads/smollm2-135m/source.json .venv-vllm/done  ## the real model (93 MB, fetched): its vocabulary, its turns in vLLM
 	$(PY) -m pytest -m real tests/extras/test_real_doors.py $(ARGS)

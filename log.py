@@ -27,8 +27,16 @@ from tasks import Question, Task, Trajectory
 from tasks.task import STORED, average_by_source, compute_metrics, rate_failures, space_evenly
 
 Batch = Sequence[Trajectory]
-# What the last line of a run shows.
-COSTS = ("training_rollouts", "verification_rollouts", "optimizer_tokens", "seconds")
+# What the last line of a run shows. Places of P that stayed empty, of all evolutions; steps in which
+# P was one instruction, up to the last evolution.
+COSTS = (
+    "training_rollouts",
+    "verification_rollouts",
+    "optimizer_tokens",
+    "empty_places",
+    "steps_of_one",
+    "seconds",
+)
 START = "first policy, first instruction"
 TABLE = (
     "trained policy, I_star",

@@ -1,6 +1,5 @@
 """The trajectories of a step, or of a mini-batch, as the columns of which variants.py is made."""
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
 from itertools import groupby
@@ -66,12 +65,12 @@ class Batch:
         return np.where([text != "" for text in texts], numbers(texts), -1)
 
     @cached_property
-    def share_correct(self) -> Array:
-        """The share of correct trajectories in each one's group, of the whole step: a mini-batch
+    def mixed(self) -> Mask:
+        """Whether each one's group has both right and wrong answers, in the whole step: a mini-batch
         may cut a group."""
-        size = Counter(tau.group for tau in self.step)
-        right = Counter(tau.group for tau in self.step if not tau.failed)
-        return np.array([right[tau.group] / size[tau.group] for tau in self.taus])
+        right = {tau.group for tau in self.step if not tau.failed}
+        wrong = {tau.group for tau in self.step if tau.failed}
+        return np.array([tau.group in right & wrong for tau in self.taus], bool)
 
     # ---- turns (n, K)
 

@@ -10,26 +10,21 @@ ones first, so that a step has as many optimizer updates as without.
 
 if not __package__:
     import root  # noqa: F401
+from copy import copy
 from dataclasses import replace
-from itertools import groupby
+
+import numpy as np
 
 import inspo
+from extras.batch import Batch
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
 from population import Population
 from tasks.task import rng_of, set_rewards
 
 
-def is_mixed(group):
-    return len({tau.failed for tau in group}) > 1
-
-
-def split(taus):
-    """Returns the groups of trajectories, which follow each other."""
-    return [list(group) for _, group in groupby(taus, lambda tau: tau.group)]
-
-
 class Refilling:
-    """A Policy whose rollouts draw again, and whose updates leave surplus groups out."""
+    """A Policy whose training rollouts draw again and come with their rewards, and whose updates
+    leave surplus groups out."""
 
     def __init__(self, cfg, task, policy, evolution):
         self.cfg, self.task, self.policy, self.evolution = cfg, task, policy, evolution
@@ -44,7 +39,7 @@ class Refilling:
         set_rewards(self.task, taus)
         D, n = list(self.evolution.D.values()), self.cfg.batch
         for draw in range(1, 4):
-            if sum(map(is_mixed, split(taus))) >= n:
+            if Batch(taus, 0).mixed.sum() >= n * self.cfg.G:
                 break
             rng = rng_of(self.cfg.seed, t, f"refill {draw}")
             questions = [D[k] for k in rng.integers(len(D), size=n)]
@@ -56,13 +51,17 @@ class Refilling:
         return taus
 
     def update(self, t, taus):
-        groups = sorted(split(taus), key=is_mixed, reverse=True)  # stable
-        return self.policy.update(t, sum(groups[: self.cfg.batch], []))
+        mixed_first = np.argsort(~Batch(taus, 0).mixed, kind="stable")
+        kept = mixed_first[: self.cfg.batch * self.cfg.G]
+        return self.policy.update(t, [taus[k] for k in kept])
 
 
 def refilled(cfg, task, policy, evolution, *others):
-    """Algorithm 1 with such a policy."""
-    return inspo.inspo(cfg, task, Refilling(cfg, task, policy, evolution), evolution, *others)
+    """Algorithm 1 with such a policy, and a task that does not score its rollouts again."""
+    policy = Refilling(cfg, task, policy, evolution)
+    scored = copy(task)
+    scored.reward = lambda taus: [tau.reward for tau in taus]
+    return inspo.inspo(cfg, scored, policy, evolution, *others)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -165,7 +165,7 @@ def anchored(b: Batch, A: Array) -> Array:
 def mixed_groups(b: Batch) -> Mask:
     """DAPO (Eq. 11): only groups with both right and wrong answers; extras/refill.py draws more of
     them."""
-    return ((b.share_correct > 0) & (b.share_correct < 1))[b.tau]
+    return b.mixed[b.tau]
 
 
 def not_small(b: Batch) -> Mask:

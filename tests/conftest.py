@@ -92,13 +92,6 @@ def tiny_path(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="module", params=[pytest.param("world", marks=pytest.mark.slow), "tiny"])
-def path(request, tiny_path):
-    """The directory of a policy whose embeddings are tied, as whole runs have it, too, and of one
-    whose are not."""
-    return str(WORLD / "policy") if request.param == "world" else tiny_path
-
-
 @pytest.fixture(scope="module")
 def tiny(tiny_path):
     """A random policy with Qwen2.5's byte-level BPE: a tag is many tokens."""

@@ -15,7 +15,7 @@ from test_grpo import batch_of
 from test_inspo import ENV, ROOT, finish, popen
 from transformers import AutoModelForCausalLM
 
-from config import Config
+from config import WORLD, Config
 from grpo import Learner, minibatches
 from models.model import load_model
 
@@ -47,6 +47,13 @@ def torchrun(n: int, *argv: object) -> subprocess.Popen:
 
 
 # ---- one update
+
+
+@pytest.fixture(scope="module", params=[pytest.param("world", marks=pytest.mark.slow), "tiny"])
+def path(request, tiny_path):
+    """The directory of a policy whose embeddings are tied, as whole runs have it, too, and of one
+    whose are not."""
+    return str(WORLD / "policy") if request.param == "world" else tiny_path
 
 
 @pytest.fixture(scope="module")

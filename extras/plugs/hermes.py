@@ -187,7 +187,7 @@ class Hermes(Tags):
     def _message(self, action: Action, text: str, limit: int) -> list[int]:
         """Returns the ids of the tool's message, `limit` at most, and of what opens the next
         turn."""
-        begin = self.ends[0] * (not action.ended) + self.begin
+        begin = ("" if action.ended else self.ends[0]) + self.begin
         note = escape_markup(action.note, match_markup(self.tokenizer, OURS))  # it names <answer>
         shown = note + text[: limit * TOKEN_CHARACTERS]
         ids = encode(self.tokenizer, begin + shown + self.end)

@@ -37,6 +37,7 @@ def test_a_card_has_the_instruction_the_table_and_the_command(tmp_path):
     policy.mkdir()
     (policy / "I_star.txt").write_text("Search twice.\n")
     summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(summary | {"empty_places": 0, "steps_of_one": 0}))
     for _ in range(2):  # a card is written again as well
         card.main([str(run), str(policy)])
     found = ModelCard.load(policy / "README.md")

@@ -30,6 +30,7 @@ from kernels import eq2, grpo_head
 from models.model import load_model
 from population import Population
 from tasks import Question, Trajectory, Turn
+from tasks.search_qa import SearchQA
 
 LIMIT = 10  # tokens that a trajectory may sample
 GROUPS = [  # instruction, question, rewards
@@ -676,6 +677,10 @@ def test_a_step_draws_until_its_groups_are_mixed_and_updates_on_these(mixed, dra
 
 
 @pytest.mark.slow
-def test_a_whole_run_draws_again(tmp_path):
+def test_a_whole_run_scores_every_rollout_once(tmp_path, monkeypatch):
+    scored, reward = [], SearchQA.reward
+    monkeypatch.setattr(
+        SearchQA, "reward", lambda task, taus: scored.extend(taus) or reward(task, taus)
+    )
     refill.main(["--out", str(tmp_path / "r"), "--objective", "dapo", *SMALL])
-    assert metrics(tmp_path / "r")
+    assert metrics(tmp_path / "r") and len(scored) == len(set(map(id, scored)))
