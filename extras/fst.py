@@ -3,7 +3,7 @@ the prompts it keeps.
 
     python extras/fst.py      # and the flags of inspo.py
 
-Read: the paper's abstract and summaries, not its code, which is on the authors' site alone; GEPA
+Read: the paper's abstract and its authors' post, not its code, which is on their site alone; GEPA
 (gepa-ai/gepa, MIT) from its documentation. Policy, world, optimizer, ledger, resume and report are those of INSPO.
 docs/selection.md lists what is restated and what deviates.
 """

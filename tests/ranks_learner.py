@@ -1,16 +1,17 @@
 """Run by torchrun: the learner on a policy that FSDP2 has cut over all ranks; writes what it
 computes.
 
-    torchrun --nproc_per_node=2 tests/ranks_learner.py POLICY BATCHES OUT [--load D] [FLAGS]
+    torchrun --nproc_per_node=2 tests/ranks_learner.py POLICY "BATCHES OUT [--load D] [FLAGS]" ...
 
-Takes two updates on BATCHES, a pickle of (Config, mini-batches). OUT gets result.pt (metrics and
-weights, by rank 0), `dcp/` with the state after the first update, and `policy/`. With --load that
+Each job takes two updates on BATCHES, a pickle of (Config, mini-batches). OUT gets result.pt (metrics
+and weights, by rank 0), `dcp/` with the state after the first update, and `policy/`. With --load that
 state replaces the first update.
 """
 
 import argparse
 import gc
 import pickle
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,26 +43,33 @@ def compare(sent: torch.Tensor, layer: lora.LoRALinear, _: object) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("policy")
-    parser.add_argument("batches")
-    parser.add_argument("out", type=Path)
+    job = argparse.ArgumentParser()
+    job.add_argument("batches")
+    job.add_argument("out", type=Path)
     for flag in ("bf16", "recompute", "gather"):
-        parser.add_argument(f"--{flag}", action="store_true")
-    parser.add_argument("--load")
-    args = parser.parse_args()
+        job.add_argument(f"--{flag}", action="store_true")
+    job.add_argument("--load")
+    policy, *jobs = sys.argv[1:]
     dist.init_process_group("gloo")
+    for words in jobs:
+        compute(policy, job.parse_args(words.split()))
+        gc.collect()  # before the group is gone: gloo's threads abort otherwise
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def compute(policy: str, args: argparse.Namespace) -> None:
     rank = dist.get_rank()
     cfg, minibatches = pickle.loads(Path(args.batches).read_bytes())
-    config, source = load_config(args.policy), load_model(args.policy) if rank == 0 else None
+    config, source = load_config(policy), load_model(policy) if rank == 0 else None
     cfg = replace(cfg, gather=int(args.gather))
     reference = skeleton(config, torch.float32)
     reference = fill(shard(reference, "cpu", frozen=True, gather=args.gather), source)
     model = skeleton(config, torch.float32)
     for whole in [model] + [source] * (rank == 0):
         lora.add(whole, cfg.lora_rank, cfg.lora_alpha)
-    compute = torch.bfloat16 if args.bf16 else None
-    model = fill(shard(model, "cpu", compute=compute, gather=args.gather), source)
+    dtype = torch.bfloat16 if args.bf16 else None
+    model = fill(shard(model, "cpu", compute=dtype, gather=args.gather), source)
     plain = dict(source.named_parameters()) if source else {}
     for (name, whole), (_, copy) in zip(weights(model), weights(reference), strict=True):
         assert torch.equal(whole, copy.to(whole.dtype)) and (
@@ -89,16 +97,12 @@ def main() -> None:
     export(
         config,
         model,
-        load_tokenizer(args.policy),
+        load_tokenizer(policy),
         args.out / "policy" if rank == 0 else None,
         torch.float32,
     )
     if rank == 0:
         torch.save({"metrics": metrics, "weights": final}, args.out / "result.pt")
-    del learner, model, reference
-    gc.collect()  # before the group is gone: gloo's threads abort otherwise
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

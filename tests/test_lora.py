@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from test_grpo import batch_of, eq2, scaled, settings_of
 from test_inspo import SMALL, finish, metrics, start, weights_of
-from test_ranks import CFG, LIMIT, together, torchrun
+from test_ranks import CFG, LIMIT, Job, together, torchrun
 from tiny_model import STOP
 from torch.utils._pytree import tree_leaves
 
@@ -282,12 +282,6 @@ def one(path, batches):
     return [learner.update(t, parts) for t in (1, 2)], dict(weights(model)), first
 
 
-@pytest.fixture(scope="module")
-def two(path, batches, tmp_path_factory):
-    out = tmp_path_factory.mktemp("ranks") / "two"
-    return out, *together(2, path, batches, out)
-
-
 def same(found, merged, one):
     """Asserts equal metrics (5e-5, as docs/gpus.md says) and merged weights, within 1 % of the
     largest move."""
@@ -300,15 +294,13 @@ def same(found, merged, one):
 
 
 @pytest.mark.ranks
-def test_two_processes_compute_what_one_does(two, one):
+def test_two_processes_compute_what_one_does_and_three_load_their_checkpoint(
+    path, batches, tmp_path, one
+):
     assert one[0][0]["grad_norm"] > 0.05 and one[0][1]["kl"] > 1e-4
-    same(two[1], two[2], one)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_checkpoint_of_two_is_loaded_by_any_number(path, batches, tmp_path, two, one, n):
-    found, merged = together(n, path, batches, tmp_path / "o", "--load", two[0] / "dcp")
+    same(*together(2, path, tmp_path, {"two": Job(batches)})["two"], one)
+    load = Job(batches, f"--load {tmp_path / 'two' / 'dcp'}")
+    found, merged = together(3, path, tmp_path, {"three": load})["three"]
     assert len(found) == 1
     same(found, merged, one)
 

@@ -1,5 +1,5 @@
-"""Whole runs of several processes: printed once, killed, resumed, stopped; what is wrong is said
-once."""
+"""Whole runs of several processes: printed once, killed, resumed; test_ranks_faults.py has what ends
+one."""
 
 import json
 import os
@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from config import WORLD
 from plumbing.files import read_jsonl
-from run import read_state
 
 pytestmark = pytest.mark.ranks
 SCORED = ["--eval_every", 4, "--valid", ""]  # evaluations on questions of --train set aside
@@ -46,6 +45,10 @@ def test_a_run_of_two_processes_prints_once_and_leaves_what_one_leaves(whole):
     assert set(scores) == {4, 8}
     best = max(scores, key=lambda t: (scores[t], -t))  # the first of equals
     assert kept == sorted({f"step-{best:06d}", "step-000009", "step-000010"})
+
+
+def environment(pid: str) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def test_a_killed_rank_ends_the_job_which_resumes_on_another_number_of_ranks(whole, tmp_path):
@@ -141,14 +144,6 @@ def test_a_slurm_job_that_is_queued_again_resumes(whole, tmp_path):
     assert metrics(out) == metrics(whole[0])
 
 
-def test_a_rank_that_raises_in_a_reduction_ends_the_job_at_once(tmp_path):
-    out = tmp_path / "r"
-    process = torchrun(2, "tests/ranks_raise.py", "--out", out, *SMALL)
-    code, stdout, stderr = finish(process, LIMIT)
-    assert code != 0 and stderr.count("MemoryError: out of memory, say") == 1, stderr
-    assert "inspo: world" in stdout
-
-
 def test_two_processes_evaluate_the_questions_that_there_are(tmp_path):
     """Too few to set some aside: none are for validation, and one rank has none to test."""
     lines = (WORLD / "train.jsonl").read_text().splitlines(keepends=True)
@@ -161,77 +156,3 @@ def test_two_processes_evaluate_the_questions_that_there_are(tmp_path):
     assert code == 0, stderr
     _, first, _ = metrics(out)
     assert "test/em" in first and not any(name.startswith("valid/") for name in first)
-
-
-MISSING = """
-import os
-import random
-if os.environ["RANK"] == "1":
-    raise ImportError("\\nnot on this rank")
-from tasks.search_qa import SearchQA
-"""
-
-
-def test_what_only_one_rank_misses_ends_the_others(tmp_path, monkeypatch):
-    """At once while they start; torchrun kills one that already waits in torch for a process group,
-    half a minute later."""
-    (tmp_path / "missing.py").write_text(MISSING)
-    monkeypatch.setitem(ENV, "PYTHONPATH", f"{ROOT}:{tmp_path}")
-    process = torchrun(2, "inspo.py", "--task", "missing:SearchQA", "--out", tmp_path / "r")
-    code, _, stderr = finish(process, LIMIT)
-    assert code != 0 and "missing cannot be imported (not on this rank)" in stderr
-
-
-def test_a_slow_optimizer_ends_no_run_of_several_ranks():
-    code, _, stderr = finish(torchrun(2, "tests/ranks_slow.py"), LIMIT)
-    assert code == 0, stderr
-
-
-def environment(pid: str) -> bytes:
-    return Path(f"/proc/{pid}/environ").read_bytes()
-
-
-def test_a_signal_saves_and_ends_every_rank(tmp_path):
-    out, number = tmp_path / "r", signal.SIGTERM
-    process = torchrun(2, "inspo.py", "--out", out, *SMALL, "--T", 500, "--save_every", 500)
-    wait_for_step(out, 3, process)
-    process.send_signal(number)
-    code, _, stderr = finish(process, LIMIT)
-    assert code != 0 and stderr.count(f"stopped by {number.name}") == 1 and "--resume" in stderr
-    t = int(re.search(r"resume from step (\d+)", stderr).group(1))
-    *_, saved = sorted((out / "checkpoints").glob("step-*"))
-    assert t >= 3 and saved.name.startswith(f"step-{t:06d}") and read_state(saved)["t"] == t
-    # torchrun has a traceback of its own
-    frames = re.findall(r'^ *File "(.*?)", line', stderr, re.M)
-    assert not [frame for frame in frames if frame.startswith(str(ROOT)) and "/.venv/" not in frame]
-
-
-def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
-    from plumbing.servers import Child
-
-    out = tmp_path / "r"
-    server = ["-m", "retrieval_server", "--corpus", str(WORLD / "corpus.jsonl")]
-    with Child(server, tmp_path / "log") as child:
-        process = torchrun(2, "inspo.py", "--out", out, *SMALL, "--retriever", child.url)
-        wait_for_step(out, 4, process)
-    code, _, stderr = finish(process, LIMIT)
-    ours = stderr.split("torch/distributed/elastic")[0]  # torchrun says it again, last
-    assert code != 0 and ours.count("no usable answer") == 1 and ours.count("--resume") == 1
-    assert "Traceback" not in ours
-
-
-@pytest.mark.parametrize(
-    "flags, says",
-    [
-        (["--no_such_flag", "1"], "--no_such_flag: there is no such setting"),
-        (["--batch", "1", "--G", "2"], "4 ranks for --mini_batch 2: "),
-        # only rank 0 looks
-        (["--train", "/no.jsonl"], "--train /no.jsonl: no such file"),
-    ],
-    ids=lambda x: x[0] if isinstance(x, list) else "",
-)
-def test_bad_input_is_reported_once_whatever_the_number_of_ranks(tmp_path, flags, says):
-    code, stdout, stderr = finish(torchrun(4, "inspo.py", "--out", tmp_path / "r", *flags), LIMIT)
-    assert code != 0 and stderr.split("torch/distributed/elastic")[0].count(says) == 1, stderr
-    assert all(line.startswith("note: ") for line in stdout.splitlines())
-    assert not (tmp_path / "r").exists()
