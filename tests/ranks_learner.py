@@ -1,7 +1,7 @@
 """Run by torchrun: the learner on a policy that FSDP2 has cut over all ranks; writes what it
 computes.
 
-    torchrun --nproc_per_node=2 tests/ranks_learner.py POLICY "BATCHES OUT [--load D] [FLAGS]" ...
+    torchrun --nproc_per_node=2 tests/ranks_learner.py POLICY "BATCHES --out OUT [--load D] [FLAGS]" ...
 
 Each job takes two updates on BATCHES, a pickle of (Config, mini-batches). OUT gets result.pt (metrics
 and weights, by rank 0), `dcp/` with the state after the first update, and `policy/`. With --load that
@@ -45,7 +45,7 @@ def compare(sent: torch.Tensor, layer: lora.LoRALinear, _: object) -> None:
 def main() -> None:
     job = argparse.ArgumentParser()
     job.add_argument("batches")
-    job.add_argument("out", type=Path)
+    job.add_argument("--out", type=Path)
     for flag in ("bf16", "recompute", "gather"):
         job.add_argument(f"--{flag}", action="store_true")
     job.add_argument("--load")

@@ -9,7 +9,7 @@ import torch
 from test_grpo import batch_of, eq2, logprobs, settings_of
 from test_inspo import metrics, run_here
 from test_model import EXPERTS, make_family, own_logps
-from test_ranks import CFG, Job, alone, same, together
+from test_ranks import CFG, alone, same, together
 from tiny_model import STOP
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -212,10 +212,10 @@ def test_two_processes_compute_what_one_does_and_export_it(family, tmp_path):
     path, _ = family
     parts = minibatches(made_up(4), CFG)
     (tmp_path / "batches").write_bytes(pickle.dumps((CFG, parts)))
-    jobs = {"out": Job(tmp_path / "batches", "--recompute")}
-    metrics, trained = together(2, path, tmp_path, jobs)["out"]
+    job = f"{tmp_path / 'batches'} --recompute"
+    metrics, trained = together(2, path, tmp_path, whole=job)["whole"]
     same(metrics, trained, alone(path, CFG, parts))
-    again = load_model(str(tmp_path / "out" / "policy")).state_dict()
+    again = load_model(str(tmp_path / "whole" / "policy")).state_dict()
     assert all(torch.equal(again[name], W) for name, W in trained.items())
 
 

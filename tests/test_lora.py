@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from test_grpo import batch_of, eq2, scaled, settings_of
 from test_inspo import SMALL, finish, metrics, start, weights_of
-from test_ranks import CFG, LIMIT, Job, together, torchrun
+from test_ranks import CFG, LIMIT, together, torchrun
 from tiny_model import STOP
 from torch.utils._pytree import tree_leaves
 
@@ -298,9 +298,9 @@ def test_two_processes_compute_what_one_does_and_three_load_their_checkpoint(
     path, batches, tmp_path, one
 ):
     assert one[0][0]["grad_norm"] > 0.05 and one[0][1]["kl"] > 1e-4
-    same(*together(2, path, tmp_path, {"two": Job(batches)})["two"], one)
-    load = Job(batches, f"--load {tmp_path / 'two' / 'dcp'}")
-    found, merged = together(3, path, tmp_path, {"three": load})["three"]
+    same(*together(2, path, tmp_path, two=batches)["two"], one)
+    load = f"{batches} --load {tmp_path / 'two' / 'dcp'}"
+    found, merged = together(3, path, tmp_path, three=load)["three"]
     assert len(found) == 1
     same(found, merged, one)
 

@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -94,20 +93,12 @@ def one(path, batches):
     return alone(path, *pickle.loads(batches.read_bytes()))
 
 
-class Job(NamedTuple):
-    batches: Path
-    flags: str = ""
-
-
-Results = dict[str, tuple[list[dict[str, float]], dict[str, torch.Tensor]]]
-
-
-def together(n: int, path: str, out: Path, jobs: dict[str, Job]) -> Results:
-    """Returns (metrics, weights) of each job, which n processes compute, each with its share of the
-    model; OUT/NAME is the folder of a job."""
+def together(n, path, out, **jobs):
+    """Returns (metrics, weights) of each job of tests/ranks_learner.py, by its name, which n processes
+    compute, each with its share of the model; OUT/NAME is the folder of a job."""
     for name in jobs:
         (out / name).mkdir(parents=True)
-    words = [f"{job.batches} {out / name} {job.flags}" for name, job in jobs.items()]
+    words = [f"{job} --out {out / name}" for name, job in jobs.items()]
     code, _, stderr = finish(torchrun(n, "tests/ranks_learner.py", path, *words), LIMIT)
     assert code == 0, stderr
     found = {name: torch.load(out / name / "result.pt") for name in jobs}
@@ -131,12 +122,12 @@ def results(path, batches, variants, tmp_path_factory):
     """What one, two and four processes compute, by their number: a start of torchrun each, which
     takes longer than all that it computes."""
     out = tmp_path_factory.mktemp("ranks")
-    plain, bf16 = Job(batches), Job(variants / "alone", "--bf16")
-    load = Job(batches, f"--load {out / '2' / 'plain' / 'dcp'}")
-    two = {"plain": plain, "bf16": bf16, "nan": Job(variants / "nan")}
-    two |= {flag: Job(batches, f"--{flag}") for flag in ("recompute", "gather")}
-    jobs = {2: two, 1: {"bf16": bf16, "load": load}, 4: {"plain": plain, "load": load}}
-    return {n: together(n, path, out / str(n), named) for n, named in jobs.items()}
+    bf16 = f"{variants / 'alone'} --bf16"
+    load = f"{batches} --load {out / '2' / 'plain' / 'dcp'}"
+    two = {flag: f"{batches} --{flag}" for flag in ("recompute", "gather")}
+    two |= {"plain": batches, "bf16": bf16, "nan": variants / "nan"}
+    jobs = {2: two, 1: {"bf16": bf16, "load": load}, 4: {"plain": batches, "load": load}}
+    return {n: together(n, path, out / str(n), **named) for n, named in jobs.items()}
 
 
 def same(found, weights, one, close=5e-5):

@@ -47,19 +47,19 @@ def test_a_run_of_two_processes_prints_once_and_leaves_what_one_leaves(whole):
     assert kept == sorted({f"step-{best:06d}", "step-000009", "step-000010"})
 
 
-def environment(pid: str) -> bytes:
-    return Path(f"/proc/{pid}/environ").read_bytes()
-
-
 def test_a_killed_rank_ends_the_job_which_resumes_on_another_number_of_ranks(whole, tmp_path):
     out = tmp_path / "killed"
     process = torchrun(2, "inspo.py", "--out", out, *SMALL, *SCORED)
     wait_for_step(out, random.Random(5).randint(4, 7), process)
-    [victim] = [pid for pid in children_of(process) if b"RANK=1" in environment(pid)]
+    [victim] = [
+        pid
+        for pid in children_of(process)
+        if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes()
+    ]
     os.kill(int(victim), signal.SIGKILL)
     code, _, _ = finish(process, LIMIT)
     assert code != 0
-    assert not any(Path(f"/proc/{pid}").exists() for pid in [victim])
+    assert not Path(f"/proc/{victim}").exists()
     saved = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
     assert saved
     code, stdout, stderr = finish(

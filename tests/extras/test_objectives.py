@@ -621,7 +621,7 @@ def test_an_objective_sees_the_whole_mini_batch_on_every_rank(tiny_path, tmp_pat
     first, learner = weights_of(whole), ObjectiveLearner(whole, copy.deepcopy(whole), cfg)
     one = Update([learner.update(t, parts) for t in (1, 2)], weights_of(whole), first)
     guest = ["tests/extras/ranks_guest.py", "extras.objectives:ObjectiveLearner"]
-    process = torchrun(2, *guest, tiny_path, f"{tmp_path / 'b.pkl'} {tmp_path / 'out'}")
+    process = torchrun(2, *guest, tiny_path, f"{tmp_path / 'b.pkl'} --out {tmp_path / 'out'}")
     code, _, stderr = finish(process, LIMIT)
     assert code == 0, stderr
     found = torch.load(tmp_path / "out" / "result.pt")
