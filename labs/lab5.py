@@ -146,8 +146,7 @@ def _():
 @app.cell
 def _(best, cfg, other, right_drop, right_survivors):
     desk.need("The run", right_survivors, right_drop)
-    keep, trials = survivors(cfg.N_P, cfg.N_parent), 600
-    batches = [cfg.batch * k // 4 for k in (1, 2, 4, 8, 16)]
+    keep, trials, batches = survivors(cfg.N_P, cfg.N_parent), 600, (4, 8, 16, 32, 64)
     true = np.array([other] * (cfg.N_P - 1) + [best])  # the best one is the last newcomer
 
     def lost(batch, shares, alike):

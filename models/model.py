@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -169,8 +169,7 @@ def probe(model: Any, longest: int) -> str:
     for h, own in zip(states, logits, strict=True):
         small, large = own.chunk(2)
         wanted = h @ head.weight.T
-        factor = 1000 / wanted.abs().max()
-        if not (_close(small, wanted) and _close(large, factor * wanted)):
+        if not (_close(small, wanted) and _close(large, 1000 / wanted.abs().max() * wanted)):
             return (
                 "its logits are not its hidden states times its head's weight, as the loss takes them:"
                 " they have a constant, a bias or a soft cap, or are not finite"
@@ -178,17 +177,18 @@ def probe(model: Any, longest: int) -> str:
 
     # in training: both in a row, unmarked and marked; each in a row of its own; row_kind is set to
     # each in turn
-    alone = [sequences[:1], sequences[1:]]
     model.train()
-    for model.row_kind, rows in ("shared", [sequences]), ("whole", [sequences]), ("single", alone):
+    both, alone = [sequences], zip(sequences)
+    for model.row_kind, rows in ("shared", both), ("whole", both), ("single", alone):
         found = []
-        for row in rows:
-            packing = Packing([*map(len, row), 1], device=device)
-            packing.positions[-1] = longest - 1
-            found.append(hidden_states(model, torch.cat([*row, row[0][:1]]), packing)[:-1])
-        if _close(torch.cat(found), torch.cat(states)):
-            model.eval()
-            return ""
+        with suppress(ValueError):  # of a layer that cannot keep marked sequences apart
+            for row in rows:
+                packing = Packing([*map(len, row), 1], device=device)
+                packing.positions[-1] = longest - 1
+                found.append(hidden_states(model, torch.cat([*row, row[0][:1]]), packing)[:-1])
+            if _close(torch.cat(found), torch.cat(states)):
+                model.eval()
+                return ""
     return (
         f"training would change its hidden states: {model.config.model_type} has more than causal"
         " attention, or positions that depend on the longest sequence"
