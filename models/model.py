@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -155,7 +155,7 @@ def probe(model: Any, longest: int) -> str:
         small ones."""
         h = output.last_hidden_state
         states.append(h[0])
-        output.last_hidden_state = torch.cat([h, 1000 / head(h).abs().max() * h], dim=1)
+        output.last_hidden_state = torch.cat([h, 1000 / head(h).abs().max() * h], 1)
         return output
 
     # alone, with eager attention, every family's reference: it knows soft caps and sinks
@@ -178,17 +178,24 @@ def probe(model: Any, longest: int) -> str:
     # in training: both in a row, unmarked and marked; each in a row of its own; row_kind is set to
     # each in turn
     model.train()
-    both, alone = [sequences], zip(sequences)
-    for model.row_kind, rows in ("shared", both), ("whole", both), ("single", alone):
+    for model.row_kind, rows in (
+        ("shared", [sequences]),
+        ("whole", [sequences]),
+        ("single", zip(sequences)),
+    ):
         found = []
-        with suppress(ValueError):  # of a layer that cannot keep marked sequences apart
+        try:
             for row in rows:
                 packing = Packing([*map(len, row), 1], device=device)
                 packing.positions[-1] = longest - 1
                 found.append(hidden_states(model, torch.cat([*row, row[0][:1]]), packing)[:-1])
-            if _close(torch.cat(found), torch.cat(states)):
-                model.eval()
-                return ""
+        except ValueError:
+            if model.row_kind == "whole":  # a layer cannot keep marked sequences apart
+                continue
+            raise
+        if _close(torch.cat(found), torch.cat(states)):
+            model.eval()
+            return ""
     return (
         f"training would change its hidden states: {model.config.model_type} has more than causal"
         " attention, or positions that depend on the longest sequence"

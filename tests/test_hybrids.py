@@ -180,7 +180,16 @@ def test_kernels_that_are_told_where_sequences_begin_get_packed_rows(
 ):
     settings = FAMILIES["Qwen3_5Text"]
     path = make_family("Qwen3_5Text", settings, tiny_path, tmp_path / "q")
-    alone = load_model(path)
+    alone, conv = load_model(path), modeling_qwen3_5.causal_conv1d_fn
+
+    def refuse(*args, seq_idx=None, **kwargs):
+        """As transformers 5.20 does without the kernel."""
+        if seq_idx is None:
+            return conv(*args, **kwargs)
+        raise ValueError
+
+    monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", refuse)
+    assert load_model(path).row_kind == "single"
     mark(monkeypatch)
     model = load_model(path)
     assert (alone.row_kind, model.row_kind) == ("single", "whole")

@@ -6,8 +6,8 @@ import json
 import pickle
 import subprocess
 import sys
+from collections import namedtuple
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -69,10 +69,8 @@ def batches(tmp_path_factory):
     return path
 
 
-class Update(NamedTuple):
-    metrics: list[dict[str, float]]  # of each update
-    weights: dict[str, torch.Tensor]  # after the last one
-    first: dict[str, torch.Tensor]  # before the first one
+# metrics of each update; weights by name, after the last update and before the first
+Update = namedtuple("Update", "metrics weights first")
 
 
 def weights_of(model):
@@ -93,13 +91,13 @@ def one(path, batches):
     return alone(path, *pickle.loads(batches.read_bytes()))
 
 
-def together(n, path, out, **jobs):
+def together(n, path, out, program=("tests/ranks_learner.py",), **jobs):
     """Returns (metrics, weights) of each job of tests/ranks_learner.py, by its name, which n processes
     compute, each with its share of the model; OUT/NAME is the folder of a job."""
     for name in jobs:
         (out / name).mkdir(parents=True)
     words = [f"{job} --out {out / name}" for name, job in jobs.items()]
-    code, _, stderr = finish(torchrun(n, "tests/ranks_learner.py", path, *words), LIMIT)
+    code, _, stderr = finish(torchrun(n, *program, path, *words), LIMIT)
     assert code == 0, stderr
     found = {name: torch.load(out / name / "result.pt") for name in jobs}
     return {name: (x["metrics"], x["weights"]) for name, x in found.items()}

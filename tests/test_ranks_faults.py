@@ -78,6 +78,7 @@ def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
 @pytest.mark.parametrize(
     "flags, says",
     [
+        (["--no_such_flag", "1"], "--no_such_flag: there is no such setting"),
         (["--mini_batch", "1"], "2 ranks for --mini_batch 1: "),
         # only rank 0 looks
         (["--train", "/no.jsonl"], "--train /no.jsonl: no such file"),

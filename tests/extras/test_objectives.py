@@ -18,7 +18,7 @@ import pytest
 import torch
 from test_algorithm import Exam, questions
 from test_grpo import G, batch_of, clip, error, gradient, gradients, logprobs, settings_of
-from test_inspo import SMALL, finish, metrics
+from test_inspo import SMALL, metrics
 
 from config import PRESETS
 from extras import objectives, refill
@@ -609,7 +609,7 @@ def test_a_group_that_a_mini_batch_cuts_is_still_compared_as_a_whole(model):
 @pytest.mark.ranks
 def test_an_objective_sees_the_whole_mini_batch_on_every_rank(tiny_path, tmp_path):
     """GSPO needs a ratio a sequence, from several passes."""
-    from test_ranks import CFG, LIMIT, Update, same, torchrun, weights_of
+    from test_ranks import CFG, Update, same, together, weights_of
 
     cfg, taus = ObjectiveConfig(**vars(CFG), objective="gspo"), batch_of(7, seed=3)
     for tau in taus:
@@ -621,11 +621,8 @@ def test_an_objective_sees_the_whole_mini_batch_on_every_rank(tiny_path, tmp_pat
     first, learner = weights_of(whole), ObjectiveLearner(whole, copy.deepcopy(whole), cfg)
     one = Update([learner.update(t, parts) for t in (1, 2)], weights_of(whole), first)
     guest = ["tests/extras/ranks_guest.py", "extras.objectives:ObjectiveLearner"]
-    process = torchrun(2, *guest, tiny_path, f"{tmp_path / 'b.pkl'} --out {tmp_path / 'out'}")
-    code, _, stderr = finish(process, LIMIT)
-    assert code == 0, stderr
-    found = torch.load(tmp_path / "out" / "result.pt")
-    same(found["metrics"], found["weights"], one, 5e-5)
+    found = together(2, tiny_path, tmp_path, guest, whole=tmp_path / "b.pkl")
+    same(*found["whole"], one, 5e-5)
 
 
 @pytest.mark.slow
