@@ -327,7 +327,7 @@ ONE_GPU: Settings = dict(lr=1e-6, batch=128, mini_batch=320, recompute=1, gather
 PRESETS: dict[str, Settings] = {
     "world": dict(
         model=str(WORLD / "policy"), **list_data(WORLD), optimizer_model="scripted",
-        T=72, batch=16, mini_batch=80, lr=1e-3, max_response=48,
+        T=66, batch=16, mini_batch=80, lr=1e-3, max_response=32, window=10,
         max_observation=100, max_prompt=480, K_p=5, K_e=10, T_e=40, D_B=48, rounds=1, buffer=640, max_instruction=120,
         eval_every=0, save_every=10, vllm_memory=0.05, recompute=0, threads=2,
     ),

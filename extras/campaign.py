@@ -80,7 +80,7 @@ CAMPAIGNS = {
             ),
         },
         range(20, 25),
-        "--eval_every 20 --T 80 --batch 24 --mini_batch 120",
+        "--eval_every 20 --T 80 --batch 24 --mini_batch 120 --max_response 48",
         1,
         program="extras/fork.py",
     ),

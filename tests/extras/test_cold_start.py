@@ -179,7 +179,7 @@ BAD = {
     "goes on after </search>": of("user", told("assistant", "<search> a </search> <information> b"), "tool", "end"),
     "goes on after </answer>": of("user", told("assistant", "<answer> a </answer> <search> b </search>")),
     "holds '<|im_end|>'": of("user", told("assistant", "a <|im_end|> <answer> a </answer>")),
-    "max_response 48 are 528": of("user", told("assistant", "word " * 600)),
+    "max_response 32 are 512": of("user", told("assistant", "word " * 600)),
 }  # fmt: skip
 
 
