@@ -328,7 +328,7 @@ PRESETS: dict[str, Settings] = {
     "world": dict(
         model=str(WORLD / "policy"), **list_data(WORLD), optimizer_model="scripted",
         T=66, batch=16, mini_batch=80, lr=1e-3, max_response=32, window=10,
-        max_observation=100, max_prompt=480, K_p=5, K_e=10, T_e=40, D_B=48, rounds=1, buffer=640, max_instruction=120,
+        max_observation=100, max_prompt=480, K_e=10, T_e=40, D_B=48, rounds=1, buffer=640, max_instruction=120,
         eval_every=0, save_every=10, vllm_memory=0.05, recompute=0, threads=2,
     ),
     # A chat model and real facts for a machine without a GPU: `make real` fetches it, or the hub gives
