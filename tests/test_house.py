@@ -157,7 +157,7 @@ MOST = {
     "rollout.py": 1107,
     "run.py": 2152,
     "tasks": 7875,
-    "tests": 169774,
+    "tests": 169770,
     "training": 4785,
     "world": 2061,
 }
